@@ -1,0 +1,100 @@
+"""Causal and windowed attention, and the cache of keys and values beside it.
+
+Legend: B batch, T query tokens, S cached tokens, H query heads, K key/value heads, D head dim.
+A window of w lets a token see itself and the w - 1 tokens before it; 0 means all of them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:
+    """Attend over whole rows that start at position 0.
+
+    q is (B, T, H, D), k and v are (B, T, K, D) with H a multiple of K; returns (B, T, H, D).
+    A window shorter than T is cut into blocks of w queries that see 2w keys, so that neither
+    time nor mask grows with T x T (source: the blocked form of Beltagy et al. 2020, Longformer).
+    """
+    T = q.size(1)
+    if not 0 < window < T:
+        return _sdpa(q, k, v, scale=scale, is_causal=True)
+    first = _sdpa(q[:, :window], k[:, :window], v[:, :window], scale=scale, is_causal=True)
+    B, w = q.size(0), window
+    blocks = (T - 1) // w  # of queries behind the first one
+    end = (blocks + 1) * w
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, end - T)) for x in (q, k, v))  # (B, end, heads, D)
+    q = q[:, w:].reshape(B * blocks, w, *q.shape[2:])
+    k, v = (torch.cat((x[:, :-w].unflatten(1, (blocks, w)), x[:, w:].unflatten(1, (blocks, w))), dim=2) for x in (k, v))
+    index = torch.arange(2 * w, device=q.device)
+    distance = index[w:, None] - index[None, :]  # (w, 2w): how far behind its query a key lies
+    visible = (distance >= 0) & (distance < w)
+    rest = _sdpa(q, k.flatten(0, 1), v.flatten(0, 1), scale=scale, mask=visible)
+    return torch.cat((first, rest.reshape(B, blocks * w, *q.shape[2:])), dim=1)[:, :T]
+
+
+class KVCache:
+    """Keys and values of every layer, in one block of fixed size, with each row's length.
+
+    The layers only write and read; the engine moves `position` on, once for a whole forward pass.
+    `position` (B,) counts the tokens each row holds and lives on the device, so that a decoded
+    token needs nothing from the host.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ):
+        shape = (layers, batch, kv_heads, capacity, head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, S, D)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.position = torch.zeros(batch, device=device, dtype=torch.long)
+        self.capacity = capacity
+        self.visible = capacity  # keys beyond this are not read; the engine lowers it while rows are short
+        self.fresh = True  # nothing written yet: a prefill may attend among its own tokens alone
+
+    def repeat(self, rows: int) -> "KVCache":
+        """A cache whose `rows` rows all begin as this one's only row."""
+        assert self.keys.size(1) == 1
+        other = KVCache.__new__(KVCache)
+        other.keys, other.values = self.keys.repeat(1, rows, 1, 1, 1), self.values.repeat(1, rows, 1, 1, 1)
+        other.position = self.position.repeat(rows)
+        other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
+        return other
+
+    def positions(self, tokens: int) -> Tensor:
+        """(B, T): where the next `tokens` tokens of each row stand."""
+        return self.position[:, None] + torch.arange(tokens, device=self.position.device)
+
+    def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
+        """For each window in use a bool mask (B, 1, T, visible): True where a query sees a key."""
+        distance = positions[:, None, :, None] - torch.arange(self.visible, device=positions.device)
+        causal = distance >= 0
+        return {w: causal & (distance < w) if w else causal for w in set(windows)}
+
+    def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Put k and v (B, T, K, D) at `positions` (B, T)."""
+        index = positions[:, None, :, None].expand(-1, k.size(2), -1, k.size(3))  # (B, K, T, D)
+        self.keys[layer].scatter_(2, index, k.transpose(1, 2).to(self.keys.dtype))
+        self.values[layer].scatter_(2, index, v.transpose(1, 2).to(self.values.dtype))
+
+    def attend(self, layer: int, q: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        """q (B, T, H, D) against the visible part of this layer's cache; returns (B, T, H, D)."""
+        k, v = self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
+        q = q.transpose(1, 2).to(k.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        return out.transpose(1, 2)  # (B, T, H, D)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    """torch's fused attention on (B, T, heads, D) tensors; it raises rather than fall back by itself."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.size(1) != k.size(1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)

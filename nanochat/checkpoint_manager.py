@@ -1,0 +1,241 @@
+"""Checkpoints: saved whole or not at all, verified when read, found by stage and tag.
+
+A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON, never pickle:
+
+    model.safetensors  meta.json  tokenizer.json     what a later stage or the engine needs
+    training.rank<r>.safetensors                     what only a resume needs: each rank's share of the optimizer's
+                                                     state, its loader's state and its random generators
+    manifest.json                                    size and sha256 of every other file; written last
+
+The folder is written as `step_<n>.tmp`, flushed to the disk, and renamed by rank 0 once all ranks are done.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanochat import device as devices
+from nanochat import paths
+from nanochat.cli import UserError
+from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.log import warn
+from nanochat.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what its manifest says."""
+
+
+@dataclass
+class Training:
+    """What only a resume needs, as one rank holds it."""
+
+    optimizer: dict[str, Tensor]
+    loader: dict[str, Tensor]
+    rng: dict[str, Tensor]
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Training":
+        parts: dict[str, dict[str, Tensor]] = {f.name: {} for f in fields(cls)}
+        for key, tensor in tensors.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = tensor
+        return cls(**parts)
+
+
+def save(
+    folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any], training: Training | None, device: Device
+) -> Path:
+    """Write `folder/step_<n>`, all ranks together, and return it.
+
+    Raises UserError: when the disk cannot hold it; older checkpoints stay as they are.
+    """
+    final = folder / f"step_{step:06d}"
+    unfinished = final.with_name(final.name + ".tmp")
+    if device.is_main:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
+        _check_room(folder, sum(t.nbytes for t in weights.values()), training, device)
+        save_file(weights, unfinished / "model.safetensors")
+        tokenizer.save(unfinished)
+        meta = {
+            "version": FORMAT_VERSION,
+            "step": step,
+            "model": asdict(model.config),
+            "tokenizer": tokenizer.fingerprint(),
+            "world_size": device.world_size if training else 0,
+            **meta,
+        }
+        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    if training is not None:
+        _barrier(device)  # the folder is there
+        tensors = {name: t.detach().cpu().contiguous() for name, t in training.to_tensors().items()}
+        save_file(tensors, unfinished / f"training.rank{device.rank}.safetensors")
+        _barrier(device)  # every rank's share is there
+    if device.is_main:
+        files = sorted(path for path in unfinished.iterdir())
+        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+        (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for path in (*files, unfinished / "manifest.json", unfinished):
+            _flush_to_disk(path)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
+        unfinished.rename(final)
+        _flush_to_disk(folder)
+    _barrier(device)
+    return final
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a finished checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in names if match)
+
+
+def verify(step_folder: Path) -> dict[str, Any]:
+    """Check every file against the manifest and return the meta data.
+
+    Raises DamagedCheckpoint: naming the file that is missing, cut short or changed.
+    """
+    try:
+        manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, expected in manifest.items():
+            path = step_folder / Path(name).name
+            if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+                raise DamagedCheckpoint(f"{path} is damaged")
+        meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(f"{step_folder} is damaged ({error})") from error
+    if meta.get("version") != FORMAT_VERSION:
+        raise UserError(f"{step_folder} has format version {meta.get('version')}, this code reads {FORMAT_VERSION}")
+    return meta
+
+
+def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, with its meta data; damaged ones are passed over with a warning."""
+    for step in reversed(steps(folder)):
+        path = folder / f"step_{step:06d}"
+        try:
+            return path, verify(path)
+        except DamagedCheckpoint as error:
+            warn(f"{error}; falling back to the step before it")
+    return None
+
+
+def load_weights(model: GPT, step_folder: Path) -> None:
+    """Copy a verified checkpoint's weights into a model of the same config."""
+    try:
+        model.load_state_dict(load_file(step_folder / "model.safetensors"))
+    except (SafetensorError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"{step_folder}/model.safetensors cannot be used ({error})") from error
+
+
+def load_training(step_folder: Path, meta: dict[str, Any]) -> list[Training]:
+    """Every rank's training state, in rank order."""
+    if not meta["world_size"]:
+        raise UserError(f"{step_folder} holds weights only: it cannot be resumed")
+    ranks = range(meta["world_size"])
+    return [Training.from_tensors(load_file(step_folder / f"training.rank{r}.safetensors")) for r in ranks]
+
+
+def load_model(
+    source: str, device: str | torch.device | Device | None = None, *, model_tag: str | None = None, step: int | None = None
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """`(model, tokenizer, meta)` of a stage ("base", "mid", "sft", "dpo", "rl") or of a checkpoint's folder.
+
+    `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. Without `model_tag` the tag last
+    written, without `step` its newest whole step. The model is in eval mode, its weights in fp32.
+    Raises UserError: when there is none, or it is damaged.
+    """
+    if source in paths.STAGES:
+        folder = paths.checkpoint_dir(source, model_tag) if model_tag else _newest_tag(source)
+        if step is not None:
+            chosen = folder / f"step_{step:06d}"
+            if not chosen.is_dir():
+                raise UserError(f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}")
+        else:
+            found = newest(folder)
+            if found is None:
+                raise UserError(f"there is no whole checkpoint in {folder}: train one with `{_maker(source)}`")
+            chosen = found[0]
+    else:
+        chosen = Path(source).expanduser()
+        if not (chosen / "manifest.json").is_file():
+            raise UserError(
+                f"{source!r} is neither a stage ({', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
+            )
+    try:
+        meta = verify(chosen)
+        tokenizer = Tokenizer.load(chosen)
+        model = GPT(GPTConfig(**meta["model"]))
+        load_weights(model, chosen)
+    except (DamagedCheckpoint, TypeError) as error:
+        raise UserError(f"{error}: train it again, or name an older --step") from error
+    if not isinstance(device, Device):
+        device = devices.init(str(device) if device else "auto")
+    return model.to(device.torch_device).eval(), tokenizer, {**meta, "folder": str(chosen)}
+
+
+def _newest_tag(stage: str) -> Path:
+    folder = paths.base_dir() / "checkpoints" / stage
+    tags = [path for path in folder.iterdir() if steps(path)] if folder.is_dir() else []
+    if not tags:
+        raise UserError(f"there is no {stage} checkpoint in {folder}: train one with `{_maker(stage)}`")
+    return max(tags, key=lambda path: (path / f"step_{steps(path)[-1]:06d}").stat().st_mtime)
+
+
+def _maker(stage: str) -> str:
+    return f"python -m scripts.{paths.STAGES[stage]}"
+
+
+def _check_room(folder: Path, weights: int, training: Training | None, device: Device) -> None:
+    shares = sum(t.nbytes for t in training.to_tensors().values()) * device.world_size if training else 0
+    needed, free = weights + shares, shutil.disk_usage(folder).free
+    if needed * 1.02 > free:
+        raise UserError(
+            f"the disk is full: a checkpoint needs {needed:,} bytes, {folder} has {free:,} free; make room, or "
+            f"point NANOCHAT_BASE_DIR elsewhere"
+        )
+
+
+def _barrier(device: Device) -> None:
+    if device.world_size > 1:
+        dist.barrier()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Where text comes from (sources, hub, demo) and how it becomes batches (loader)."""

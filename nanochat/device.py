@@ -1,0 +1,259 @@
+"""The one file that knows vendors: Ascend NPU, NVIDIA GPU or plain CPU behind one frozen value.
+
+`init()` finds the device, joins the process group when torchrun started us, and returns a `Device`.
+Everything else in the project asks that value and never names a vendor. `torch.npu` mirrors
+`torch.cuda`, so most of this file is `getattr(torch, kind)`.
+"""
+
+import contextlib
+import datetime
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat.cli import UserError
+
+KINDS = ("npu", "cuda", "cpu")
+BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+
+# Nominal dense bf16 FLOP/s by device name; the first pattern that matches counts. A name that is
+# not listed has no known peak and prints "mfu n/a". Sources: vendors' data sheets; the Ascend rows
+# are the figures in public use, the vendor prints none per chip.
+PEAK_FLOPS = (
+    (r"B300|GB300", 2.25e15),
+    (r"B200|GB200", 2.25e15),
+    (r"H200|H100 (80GB )?HBM3|H100.*SXM|GH200", 989e12),
+    (r"H100.*NVL", 835e12),
+    (r"H100", 756e12),
+    (r"H800", 989e12),
+    (r"H20\b", 148e12),
+    (r"A100|A800", 312e12),
+    (r"L40S", 362e12),
+    (r"L4\b", 121e12),
+    (r"A10\b", 125e12),
+    (r"RTX 5090", 209e12),
+    (r"RTX 4090", 165e12),
+    (r"RTX 3090", 71e12),
+    (r"Ascend910_93", 376e12),  # 910C, one die
+    (r"Ascend910B1", 376e12),
+    (r"Ascend910B2", 376e12),
+    (r"Ascend910B3", 313e12),
+    (r"Ascend910B4", 280e12),
+)
+
+# Set only when unset, before the runtime starts (docs/ascend.md says what each does).
+NPU_ENVIRONMENT = {
+    "TASK_QUEUE_ENABLE": "2",
+    "CPU_AFFINITY_CONF": "2",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "HCCL_CONNECT_TIMEOUT": "600",
+    "HCCL_EXEC_TIMEOUT": "1200",
+}
+PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)  # above both HCCL timeouts, so that theirs speak first
+
+# Compiling for a CPU takes 40-90 s and returns about a third of the eager time (docs/measurements.md),
+# so it is worth it for runs above this many model FLOPs.
+CPU_COMPILE_FLOPS = 1.2e14
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where this process computes, and its place among the others."""
+
+    kind: str  # "npu", "cuda" or "cpu"
+    module: ModuleType  # torch.npu, torch.cuda or torch.cpu
+    dtype: torch.dtype  # of matrix products: bfloat16, or float32 where that is asked for or all there is
+    rank: int
+    local_rank: int
+    world_size: int
+    name: str  # as the runtime reports it, e.g. "Ascend910B3"
+    peak_flops: float | None  # dense FLOP/s in `dtype`; None where unknown
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind) if self.kind == "cpu" else torch.device(self.kind, self.local_rank)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Matrix products in `dtype`, sums and parameters in fp32."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, dtype=self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far has run."""
+        if self.kind != "cpu":
+            self.module.synchronize()
+
+    def peak_memory(self) -> int:
+        """Bytes: the most the device's allocator held, on a CPU the most the process held."""
+        if self.kind == "cpu":
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return self.module.max_memory_allocated()
+
+    def total_memory(self) -> int | None:
+        """Bytes of device memory; None for a CPU."""
+        return None if self.kind == "cpu" else self.module.get_device_properties(self.local_rank).total_memory
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators on the host and on this device."""
+        torch.manual_seed(seed)
+        if self.kind != "cpu":
+            self.module.manual_seed_all(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """Every generator state of this process, for a checkpoint."""
+        state = {"host": torch.get_rng_state()}
+        if self.kind != "cpu":
+            state["device"] = self.module.get_rng_state(self.local_rank)
+        return state
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+        if self.kind != "cpu" and "device" in state:
+            self.module.set_rng_state(state["device"], self.local_rank)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a host tensor here; pinned and asynchronous where the device has its own memory."""
+        if self.kind == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def compile(self, function: Callable[..., Any], asked: bool | None, run_flops: float) -> tuple[Callable[..., Any], str]:
+        """`torch.compile` by policy: a flag decides; else on for cuda, for a cpu when the run repays it,
+        off for npu. Returns the function and one word-for-the-log on what was decided and why."""
+        missing = self._compiler_missing()
+        if asked is False:
+            return function, "eager (--no-compile)"
+        if asked and missing:
+            raise UserError(f"--compile needs {missing}; install it or leave --compile out")
+        if asked is None:
+            if missing:
+                return function, f"eager ({missing} is missing)"
+            if self.kind == "npu":
+                return function, "eager (compile is opt-in here: --compile)"
+            if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
+                return function, "eager (too short a run to repay compiling)"
+        return torch.compile(function, dynamic=False), "compiled"
+
+    def _compiler_missing(self) -> str | None:
+        if self.kind == "cpu":
+            return None if any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++") if c) else "a C++ compiler"
+        return None if importlib.util.find_spec("triton") else "triton"
+
+
+def init(kind: str = "auto", dtype: str = "auto") -> Device:
+    """Find the device, set what it wants set, join the process group under torchrun.
+
+    `kind` is auto, npu, cuda or cpu, with an optional index for one process ("npu:1").
+    `dtype` is auto, bfloat16 or float32.
+    Raises UserError: when the device asked for is not here, or cannot do bfloat16 and that is asked for.
+    """
+    kind, _, index = kind.partition(":")
+    if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
+        raise UserError(f"--device {kind!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
+    if dtype not in ("auto", "bfloat16", "float32"):
+        raise UserError(f"--dtype {dtype!r}: one of auto, bfloat16, float32")
+    if kind == "auto":
+        kind = next(k for k in KINDS if _available(k))
+    elif not _available(kind):
+        raise UserError(f"--device {kind}: none found here; run `python check_npu.py` to see why, or use --device cpu")
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)
+    module: ModuleType = getattr(torch, kind)
+    if kind == "npu":
+        for name, value in NPU_ENVIRONMENT.items():
+            if not (name.endswith("ALLOC_CONF") and "PYTORCH_ALLOC_CONF" in os.environ):  # both at once is an error
+                os.environ.setdefault(name, value)
+    if kind == "cpu":
+        if world_size > 1 and "OMP_NUM_THREADS" not in os.environ or os.environ.get("OMP_NUM_THREADS") == "1":
+            # torchrun sets one thread a process; share the cores evenly instead
+            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    else:
+        if local_rank >= module.device_count():
+            raise UserError(f"process {local_rank} has no device: {module.device_count()} found; lower --nproc_per_node")
+        module.set_device(local_rank)
+
+    if world_size > 1 and not dist.is_initialized():
+        options = {} if kind == "cpu" else {"device_id": torch.device(kind, local_rank)}
+        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, **options)
+
+    name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
+    has_bfloat16 = _has_fast_bfloat16(kind, module)
+    if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
+        raise UserError(f"--dtype bfloat16: {name} does not do bfloat16; use --dtype float32")
+    use_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
+    if kind == "cuda":
+        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    return Device(
+        kind=kind,
+        module=module,
+        dtype=torch.bfloat16 if use_bfloat16 else torch.float32,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        name=name,
+        peak_flops=peak_flops(name) if use_bfloat16 else None,
+    )
+
+
+def shutdown(device: Device) -> None:
+    """Leave the process group in step with the others."""
+    if dist.is_initialized():
+        device.synchronize()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def peak_flops(name: str) -> float | None:
+    """Nominal dense bf16 FLOP/s of a device by its reported name; None if the name is not known."""
+    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
+
+
+def _available(kind: str) -> bool:
+    if kind == "cpu":
+        return True
+    if kind == "npu" and not hasattr(torch, "npu"):
+        if importlib.util.find_spec("torch_npu") is None:
+            return False
+        importlib.import_module("torch_npu")  # adds torch.npu; torch >= 2.5 has done so by itself
+    return getattr(torch, kind).is_available()
+
+
+def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
+    if kind == "cpu":  # without the instructions bf16 is emulated, far slower than fp32
+        flags = set(_cpu_info("flags").split() + _cpu_info("Features").split())
+        return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    if kind == "cuda":
+        return module.get_device_capability()[0] >= 8
+    return bool(module.is_bf16_supported())
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(field: str) -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+    except OSError:
+        return ""

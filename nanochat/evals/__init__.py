@@ -1,0 +1,1 @@
+"""Measures of a model: bits per byte on held-out text."""

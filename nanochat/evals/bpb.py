@@ -1,0 +1,60 @@
+"""Bits per byte on held-out text: a loss that tokenizers of any vocabulary can be compared by.
+
+The validation text is laid out as one stream, a begin token before each document, and cut into rows; each
+token is predicted once. The nats of all tokens that stand for text are divided by that text's bytes.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.data.sources import Corpus
+from nanochat.device import Device
+from nanochat.tokenizer import Tokenizer
+
+
+def validation_rows(corpus: Corpus, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
+    """The first `max_tokens` tokens of a corpus as rows (N, T + 1) of int64; each row begins with the last token
+    of the row before it, and IGNORE fills up the last one."""
+    begin = tokenizer.get_bos_token_id()
+    tokens: list[int] = []
+    blocks = corpus.block_count()
+    block = 0
+    while len(tokens) <= max_tokens and (blocks is None or block < blocks):
+        for document in tokenizer.encode(corpus.read_block(block), prepend=begin):
+            tokens += document
+        block += 1
+    tokens = tokens[: max_tokens + 1]
+    rows = max(1, math.ceil((len(tokens) - 1) / row_tokens))
+    padded = np.full(rows * row_tokens + 1, IGNORE, dtype=np.int64)
+    padded[: len(tokens)] = tokens
+    return torch.from_numpy(np.lib.stride_tricks.sliding_window_view(padded, row_tokens + 1)[::row_tokens].copy())
+
+
+@torch.inference_mode()
+def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int, device: Device) -> float:
+    """Mean bits a byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
+
+    `token_bytes` (V,) counts each token's bytes of text, 0 for special tokens, whose prediction is left out.
+    """
+    totals = torch.zeros(2, dtype=torch.float32, device=device.torch_device)  # nats, bytes
+    weights = token_bytes.to(device.torch_device)
+    mine = rows[device.rank :: device.world_size]
+    for batch in mine.split(batch_rows):
+        missing = batch_rows - len(batch)
+        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all: compiled once
+        batch = device.to_device(batch)
+        targets = batch[:, 1:]
+        sizes = torch.where(targets == IGNORE, 0, weights[targets.clamp(min=0)])
+        with device.autocast():
+            losses = model.losses(batch[:, :-1].clamp(min=0), targets)
+        totals += torch.stack(((losses * (sizes > 0)).sum(), sizes.sum().float()))
+    if device.world_size > 1:
+        dist.all_reduce(totals)
+    nats, text_bytes = totals.tolist()
+    return nats / (math.log(2) * text_bytes) if text_bytes else math.nan

@@ -1,0 +1,118 @@
+"""One optimisation step, shared by every stage; the scripts own the loops around it.
+
+`train_step(model, optimizer, batches, loss_fn, ...)` adds up the micro-batches' losses, divides by the
+number of targets over all of them and all ranks, and updates. Stages differ in batches and loss function.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.optim import Optimizer
+
+# A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
+LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What changes over a run, as functions of the step (0-based)."""
+
+    steps: int
+    warmup_steps: int = 40
+    warmdown_fraction: float = 0.65  # of all steps, at the end
+    final_lr: float = 0.05  # of the peak
+    momentum_start: float = 0.85
+    momentum_end: float = 0.95
+    momentum_steps: int = 300
+
+    @classmethod
+    def for_run(cls, steps: int, **changes: Any) -> "Schedule":
+        """The default shape; warm-ups are cut to a tenth and a fifth of a short run."""
+        short = {"warmup_steps": min(40, steps // 10), "momentum_steps": min(300, steps // 5)}
+        return cls(steps, **{**short, **changes})
+
+    def lr(self, step: int) -> float:
+        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        fall = max(1, round(self.warmdown_fraction * self.steps))
+        left = min(1.0, max(0.0, (self.steps - step) / fall))
+        return left + (1 - left) * self.final_lr
+
+    def momentum(self, step: int) -> float:
+        """Muon's momentum: a linear rise."""
+        share = min(1.0, step / self.momentum_steps) if self.momentum_steps else 1.0
+        return self.momentum_start + share * (self.momentum_end - self.momentum_start)
+
+    def weight_decay(self, step: int) -> float:
+        """Multiple of the initial weight decay: a linear fall to zero."""
+        return max(0.0, 1 - step / self.steps)
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    step: int = 0  # finished steps
+    tokens: int = 0  # consumed, over all ranks
+    seconds: float = 0.0  # of training, without evaluation and saving
+    skipped_steps: int = 0  # steps whose loss or gradients were not finite
+    best_val_bpb: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """0-D tensors on the device; reading one waits for the step, so read them only to log."""
+
+    loss: Tensor  # mean nats a target, over all ranks
+    targets: Tensor  # over all ranks
+    grad_norm: Tensor  # root of the summed squares of all ranks' mean gradients; not that of their mean
+    updated: Tensor  # 1, or 0 where the step was skipped
+
+
+def train_step(
+    model: Any,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    device: Device,
+    lr: float = 1.0,
+    momentum: float = 0.95,
+    weight_decay: float = 1.0,
+) -> StepStats:
+    """Forward and backward over the micro-batches, one reduction over the ranks, one update.
+
+    A step whose loss or gradients are not finite on any rank, or that has no target at all, changes
+    nothing on any rank. The host never waits for the device here.
+    """
+    totals = torch.zeros(3, device=device.torch_device)  # loss, targets, squared gradients
+    for batch in batches:
+        with device.autocast():
+            loss, targets = loss_fn(model, batch)
+        loss.backward()
+        totals[:2] += torch.stack((loss.detach().float(), targets.float()))
+    totals[2] = optimizer.grad_sum_of_squares()
+    if device.world_size > 1:
+        dist.all_reduce(totals)
+    loss_sum, target_count, squares = totals.unbind()
+    updated = (torch.isfinite(loss_sum) & torch.isfinite(squares) & (target_count > 0)).float()
+    optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
+    mean = 1 / target_count.clamp(min=1.0)
+    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated)
+
+
+def next_token_loss(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of pretraining: batch is (inputs, targets), both (B, T), IGNORE where nothing is predicted."""
+    inputs, targets = batch
+    return model(inputs, targets), (targets != IGNORE).sum()

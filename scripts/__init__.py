@@ -1,0 +1,1 @@
+"""One flat file a command: `python -m scripts.NAME --help`."""

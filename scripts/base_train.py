@@ -1,0 +1,242 @@
+"""Pretrain a base model on text, on one device or under torchrun.
+
+python -m scripts.base_train --data demo --depth 4 --device_batch_size 8 --max_seq_len 256
+torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
+"""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.cli import UserError, run
+
+
+@dataclass(frozen=True)
+class Config:
+    # data
+    data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
+    val_data: str | None = None  # held-out text; default: the end of --data
+    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
+    dataloader_num_workers: int = 1  # threads that tokenize
+    # model
+    depth: int = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
+    head_dim: int = 128  # channels of an attention head
+    max_seq_len: int = 2048  # tokens of context
+    window_pattern: str = "L"  # a letter a layer: S sees a quarter of the context, L all of it, e.g. SSSL
+    logit_cap: float = 15.0  # soft cap of the logits; 0 for none
+    # horizon and batch
+    num_iterations: int | None = None  # steps; default: from --target_param_data_ratio
+    target_param_data_ratio: float = 12.0  # training tokens a scaling parameter
+    device_batch_size: int = 16  # rows a device computes at once
+    total_batch_size: int | None = None  # tokens a step over all devices; default: a power law of the horizon
+    gradient_accumulation_steps: int | None = None  # instead of --total_batch_size: micro-batches a step
+    # optimizer; rates are by rule unless set
+    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
+    matrix_lr: float | None = None  # of the matrices
+    embedding_lr: float | None = None  # of the token embedding
+    value_embedding_lr: float | None = None  # of the value embeddings
+    head_lr: float | None = None  # of the output head
+    weight_decay: float | None = None  # of the matrices
+    warmdown_fraction: float = 0.65  # of the run, at its end, over which rates fall
+    # evaluation, logging, saving
+    eval_every: int = 250  # steps between evaluations; 0: only at the end
+    eval_tokens: int = 1_048_576  # of validation text
+    log_every: int = 10  # steps between log lines; reading a loss waits for the device
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
+    resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    compile: bool | None = None  # torch.compile; default: where it pays
+    seed: int = 0  # of weights and data order
+
+
+def main(config: Config) -> None:
+    # The heavy imports stand here so that --help answers at once.
+    import torch
+
+    from nanochat import checkpoint_manager, device as devices, scaling
+    from nanochat.checkpoint_manager import Training
+    from nanochat.data.loader import Loader, LoaderState
+    from nanochat.data.sources import open_corpus
+    from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.gpt import GPT
+    from nanochat.log import RunLog, print0
+    from nanochat.optim import Optimizer, ParameterGroup
+    from nanochat.paths import checkpoint_dir, run_dir, tokenizer_dir
+    from nanochat.tokenizer import Tokenizer
+    from nanochat.train import Progress, Schedule, next_token_loss, train_step
+
+    # ------------------------------------------------------------------ device, tokenizer, data
+    check(config)
+    tokenizer = Tokenizer.load(tokenizer_dir())
+    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub)
+    device = devices.init(config.device, config.dtype)
+    device.seed(config.seed)
+    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+
+    # ------------------------------------------------------------------ model
+    model_config = scaling.model_config(
+        config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim
+    )
+    model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
+    with torch.device("meta"):
+        model = GPT(model_config)
+    model.to_empty(device=device.torch_device)
+    model.init_weights(config.seed)
+    counts = scaling.parameter_counts(model)
+    print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
+
+    # ------------------------------------------------------------------ horizon, batch, optimizer
+    micro_tokens = config.device_batch_size * config.max_seq_len * device.world_size  # of one pass on all devices
+    horizon = scaling.training_tokens(model_config, config.target_param_data_ratio)
+    accumulation = micro_batches(config, micro_tokens, scaling.batch_tokens(model_config, horizon))
+    batch_tokens = micro_tokens * accumulation
+    steps = config.num_iterations or max(1, round(horizon / batch_tokens))
+    rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens)
+    roles = model.parameter_groups()
+    matrix_lr, decay = config.matrix_lr or rates.matrix, rates.weight_decay
+    decay = decay if config.weight_decay is None else config.weight_decay
+    splits = tuple(n * model_config.head_dim for n in (model_config.n_head, *[model_config.n_kv_head] * 2))
+    optimizer = Optimizer(
+        [
+            ParameterGroup(config.optimizer, roles["matrix"], matrix_lr, decay, betas=(0.8, 0.9)),
+            ParameterGroup(config.optimizer, roles["qkv"], matrix_lr, decay, betas=(0.8, 0.9), row_splits=splits),
+            ParameterGroup("adamw", roles["embedding"], config.embedding_lr or rates.embedding),
+            ParameterGroup("adamw", roles["value_embedding"], config.value_embedding_lr or rates.value_embedding),
+            ParameterGroup("adamw", roles["head"], config.head_lr or rates.head),
+            ParameterGroup("adamw", roles["vector"], rates.vector),
+            ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale),
+        ],
+        rank=device.rank,
+        world_size=device.world_size,
+        dtype=device.dtype,
+    )
+    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
+    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), {steps * batch_tokens:,} in all")
+
+    # ------------------------------------------------------------------ resume
+    tag = config.model_tag or f"d{config.depth}"
+    folder = checkpoint_dir("base", tag)
+    progress, loader_state = Progress(), None
+    found = checkpoint_manager.newest(folder) if config.resume else None
+    if found:
+        step_folder, meta = found
+        for name, value in dataclasses.asdict(model_config).items():
+            if meta["model"][name] != value:
+                raise UserError(f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: use its flags, or another --model_tag")
+        if meta["tokenizer"] != tokenizer.fingerprint():
+            raise UserError(f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag")
+        shares = checkpoint_manager.load_training(step_folder, meta)
+        checkpoint_manager.load_weights(model, step_folder)
+        optimizer.load_state_dict([share.optimizer for share in shares])
+        loader_state = LoaderState.merge([share.loader for share in shares])
+        device.set_rng_state(shares[device.rank % len(shares)].rng)
+        progress = Progress(**meta["progress"])
+        print0(f"resumed from {step_folder}")
+    elif config.resume:
+        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
+    loader = Loader(
+        train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
+        rank=device.rank, world_size=device.world_size, seed=config.seed,
+        workers=config.dataloader_num_workers, state=loader_state,
+    )  # fmt: skip
+
+    # ------------------------------------------------------------------ train
+    token_flops = scaling.flops_per_token(model_config)
+    compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
+    print0(f"step: {how}")
+    log = RunLog(
+        "base", run_dir("base", tag), steps, run=config.run, trackers=config.track,
+        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+    )  # fmt: skip
+    rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+
+    skipped = torch.zeros((), device=device.torch_device)
+    with log:
+        clock, clock_step = time.perf_counter(), progress.step
+        for step in range(progress.step, steps):
+            micro = [next(loader) for _ in range(accumulation)]
+            batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
+            stats = train_step(
+                compiled, optimizer, batches, next_token_loss, device=device,
+                lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
+            )  # fmt: skip
+            skipped += 1 - stats.updated
+            progress.step, progress.tokens = step + 1, progress.tokens + batch_tokens
+            last = progress.step == steps
+            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
+            save = last or (config.save_every and progress.step % config.save_every == 0)
+            if not (evaluate or save or step % config.log_every == 0):
+                continue
+
+            loss, grad_norm = stats.loss.item(), stats.grad_norm.item()  # waits for the device
+            now = time.perf_counter()
+            rate = (progress.step - clock_step) * batch_tokens / (now - clock)
+            progress.seconds += now - clock
+            progress.skipped_steps += int(skipped.item())
+            skipped.zero_()
+            peak = device.peak_flops and device.peak_flops * device.world_size
+            metrics = {
+                "step": step, "loss": loss, "lr": matrix_lr * schedule.lr(step), "tokens": progress.tokens,
+                "tok_per_sec": rate, "mfu": token_flops * rate / peak if peak else None,
+                "seconds": progress.seconds, "peak_memory_bytes": device.peak_memory(),
+                "grad_norm": grad_norm, "epoch": micro[-1].epoch, "skipped_steps": progress.skipped_steps,
+            }  # fmt: skip
+            if evaluate:
+                val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
+                metrics["val_bpb"] = val_bpb
+                progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
+            log.step(metrics)
+            if save:
+                training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
+                meta = {"stage": "base", "config": dataclasses.asdict(config), "progress": progress.to_dict()}
+                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
+                log.message(f"saved {saved}")
+            clock, clock_step = time.perf_counter(), progress.step
+    loader.close()
+    if progress.best_val_bpb is not None:
+        print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, best validation {progress.best_val_bpb:.4f} bits per byte")
+    devices.shutdown(device)
+
+
+def check(config: Config) -> None:
+    """Raises UserError: for sizes no run can have."""
+    for flag in ("depth", "max_seq_len", "device_batch_size", "log_every", "head_dim", "eval_tokens"):
+        if getattr(config, flag) < 1:
+            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
+    for flag in ("num_iterations", "total_batch_size", "gradient_accumulation_steps"):
+        if getattr(config, flag) is not None and getattr(config, flag) < 1:
+            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
+    if config.head_dim % 2:
+        raise UserError(f"--head_dim {config.head_dim}: an even number, such as 64 or 128")
+    if set(config.window_pattern) - set("SL") or not config.window_pattern:
+        raise UserError(f"--window_pattern {config.window_pattern!r}: letters S and L, e.g. SSSL")
+
+
+def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
+    """Micro-batches a step, from the flags or by rule.
+
+    Raises UserError: when the flags contradict each other.
+    """
+    given = config.gradient_accumulation_steps
+    if config.total_batch_size is None:
+        return given or max(1, round(by_rule / micro_tokens))
+    count, rest = divmod(config.total_batch_size, micro_tokens)
+    if rest or (given and given != count):
+        near = max(1, round(config.total_batch_size / micro_tokens)) * micro_tokens
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} is not {given or 'a multiple of'} x {micro_tokens} tokens "
+            f"(device_batch_size x max_seq_len x processes): use {(given or 0) * micro_tokens or near}, or another --device_batch_size"
+        )
+    return count
+
+
+if __name__ == "__main__":
+    run(main, Config)

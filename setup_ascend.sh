@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Makes .venv with the torch this machine needs and the project in it: torch + torch_npu to match the CANN
+# on an Ascend NPU, a CUDA build on an NVIDIA GPU, a CPU build elsewhere. Running it again is safe and quick.
+#
+#   bash setup_ascend.sh                    # look around, make .venv, install
+#   bash setup_ascend.sh --dry_run          # say what was found and what would run; change nothing
+#
+#   --device auto|npu|cuda|cpu   install for this, whatever is found
+#   --cann VERSION               take this row of the version table (check_npu.py), whatever CANN is found
+#   --extras LIST                extras of pyproject.toml as well, e.g. dev or dev,track
+#   --root DIR                   look for drivers and CANN below DIR (for tests)
+#
+# Environment: PYTHON (the interpreter for .venv), VENV (the folder, default .venv), PIP_INDEX_URL (a mirror of the
+# package index; pip reads it), TORCH_INDEX_URL (a mirror of https://download.pytorch.org/whl/cpu, or the index of
+# the CUDA build that fits an older driver), ARCH (instead of `uname -m`).
+set -euo pipefail
+
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+called_from=$PWD
+cd "$project"
+
+say() { printf '%-9s %s\n' "$1" "$2"; }
+fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
+
+# ---- Flags ---------------------------------------------------------------------------------------------
+
+device=auto cann='' extras='' root=/ dry_run=no
+while (($#)); do
+  flag=${1%%=*}
+  case $flag in
+    --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --dry_run | --dry-run) dry_run=yes; shift; continue ;;
+    --device | --cann | --extras | --root) ;;
+    *) fail "unknown flag $1: see bash setup_ascend.sh --help" 2 ;;
+  esac
+  if [[ $1 == *=* ]]; then value=${1#*=}; shift; else (($# > 1)) || fail "$flag needs a value" 2; value=$2; shift 2; fi
+  case $flag in
+    --device) device=$value ;;
+    --cann) cann=$value ;;
+    --extras) extras=$value ;;
+    --root) root=$value ;;
+  esac
+done
+case $device in auto | npu | cuda | cpu) ;; *) fail "--device $device: one of auto, npu, cuda, cpu" 2 ;; esac
+[[ $root == /* ]] || root=$called_from/$root
+
+venv=${VENV:-.venv}
+[[ $venv == /* || $called_from == "$project" ]] || venv=${VENV:+$called_from/}${VENV:-$project/.venv}
+stamp=$venv/nanochat_setup.txt  # what the last successful run installed
+
+# ---- A Python --------------------------------------------------------------------------------------------
+
+# A command counts only if it runs (version managers leave stubs behind that do not) and can make a venv.
+version_of() {
+  "$1" -c 'import sys, ensurepip, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null || true
+}
+
+# pick_python VERSION...: PYTHON or else the one that .venv has, if it is one of these versions;
+# else the first of them that is here.
+pick_python() {
+  local wanted candidate
+  for candidate in "${PYTHON:-$venv/bin/python}"; do
+    [[ " $* " != *" $(version_of "$candidate") "* ]] || { echo "$candidate"; return; }
+  done
+  [[ -z ${PYTHON:-} ]] || return 0
+  for wanted in "$@"; do
+    for candidate in "python$wanted" python3 python; do
+      [[ $(version_of "$candidate") != "$wanted" ]] || { echo "$candidate"; return; }
+    done
+  done
+}
+
+if [[ -n ${PYTHON:-} && -z $(version_of "$PYTHON") ]]; then
+  fail "PYTHON=$PYTHON does not run, or cannot make a venv (Debian, Ubuntu: apt install python3-venv)"
+fi
+python=$(pick_python 3.11 3.12 3.10)
+[[ -n $python ]] || fail "no Python 3.10, 3.11 or 3.12 that can make a venv${PYTHON:+ (PYTHON=$PYTHON)}: install one (Debian, \
+Ubuntu: apt install python3.11 python3.11-venv; conda: conda create -n nanochat python=3.11) or name one with \
+PYTHON=/path/to/python3.11"
+
+# ---- The plan: check_npu.py looks at the machine and reads the version table ------------------------------
+
+kind='' pythons='' problem=''
+attempts=() constraints=()
+answer=$("$python" check_npu.py --plan --root "$root" --device "$device" --arch "${ARCH:-$(uname -m)}" ${cann:+--cann "$cann"}) ||
+  fail "check_npu.py --plan failed with $python: see above"
+while read -r key value; do
+  case $key in
+    found | missing) say "$key" "$value" ;;
+    problem) problem=$value ;;
+    kind) kind=$value ;;
+    pythons) pythons=$value ;;
+    install) attempts+=("$value") ;;
+    constraint) constraints+=("$value") ;;
+    extra) extras=$value${extras:+,$extras} ;;
+    *) fail "check_npu.py --plan said: $key $value" ;;
+  esac
+done <<<"$answer"
+[[ -z $problem ]] || fail "$problem"
+
+# shellcheck disable=SC2086  # the versions are words
+python=$(pick_python $pythons)
+[[ -n $python ]] || fail "${constraints[*]} has wheels for Python ${pythons// /, }${PYTHON:+, not for PYTHON=$PYTHON}: \
+install one of them, or name it with PYTHON=/path/to/python"
+version=$(version_of "$python")
+say found "Python $version ($(command -v "$python"))"
+
+# Extras that an earlier run put into this .venv stay: asking for fewer is no reason to do anything.
+earlier=''
+if grep -qsx "kind $kind" "$stamp" && grep -qsx "python $version" "$stamp"; then
+  earlier=$(sed -n 's/^extras //p' "$stamp")
+fi
+extras=$(tr ',' '\n' <<<"$extras,$earlier" | sed '/^$/d' | sort -u | paste -s -d ',' -)
+target=.${extras:+[$extras]}
+
+plan="project $project
+kind $kind
+python $version
+torch ${constraints[*]}
+extras $extras
+pyproject $(cksum <pyproject.toml)"
+
+# What .venv holds now: nothing, this plan, another plan of ours, or something a person made.
+state=none
+if [[ -x $venv/bin/python ]]; then
+  state=theirs
+  if [[ -f $stamp ]]; then
+    state=stale
+    [[ $(<"$stamp") != "$plan" ]] || state=ready
+    grep -qx "kind $kind" "$stamp" && grep -qx "python $version" "$stamp" || state=other
+  elif [[ $(version_of "$venv/bin/python") != "$version" ]]; then
+    fail "$venv is not ours and has not Python $version: remove it, or name another folder with VENV=folder"
+  fi
+  if [[ $state == ready ]]; then # someone may have changed torch since
+    "$venv/bin/python" - "${constraints[@]}" 2>/dev/null <<'PYTHON' || state=stale
+import importlib.metadata, sys
+for name, _, version in (constraint.partition("==") for constraint in sys.argv[1:]):
+    assert importlib.metadata.version(name).split("+")[0] == version
+PYTHON
+  fi
+fi
+
+show() { say plan "$1"; }
+if [[ $state == ready ]]; then
+  say ready "$venv is up to date; nothing to install"
+else
+  [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
+  [[ $state == none || $state == other ]] && show "$python -m venv $venv"
+  word=plan
+  for attempt in "${attempts[@]}"; do
+    say "$word" "$venv/bin/pip install $attempt"
+    word='or else'
+  done
+  show "$venv/bin/pip install -c $venv/constraints.txt -e $target  # ${constraints[*]}"
+fi
+[[ $dry_run == no ]] || exit 0
+
+next="next: source $venv/bin/activate && python check_npu.py"
+if [[ $state == ready ]]; then
+  echo "$next"
+  exit 0
+fi
+
+# ---- Carry it out ------------------------------------------------------------------------------------------
+
+log=$venv/setup.log
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+# pip ARGUMENT...: quiet; the whole story goes to the log.
+pip() { "$venv/bin/python" -m pip install --progress-bar off "$@" >>"$log" 2>&1 </dev/null; }
+
+failed() { # failed WHAT
+  { grep -E '^ *ERROR|[Ee]rror:' "$log" || tail -n 5 "$log"; } | tail -n 5 | sed 's/^/  pip: /' >&2
+  fail "$1 could not be installed: read $log; if it is the network, name a mirror and run this again: PIP_INDEX_URL, \
+e.g. https://pypi.tuna.tsinghua.edu.cn/simple, and for builds with a + in their version TORCH_INDEX_URL"
+}
+
+[[ $state != other ]] || rm -r "$venv"
+if [[ $state == none || $state == other ]]; then
+  "$python" -m venv "$venv" || fail "$python -m venv $venv failed: see above"
+fi
+rm -f "$stamp"
+printf '%s\n' "${constraints[@]}" >"$venv/constraints.txt"
+: >"$log"
+
+installed=no
+for attempt in "${attempts[@]}"; do
+  say install "$attempt  (minutes; tail -f $log shows more)"
+  echo "== pip install $attempt" >>"$log"
+  [[ $attempt == *+cpu* || $kind == cuda || ${#attempts[@]} == 1 ]] ||
+    say note "no CPU build within reach; this may bring gigabytes of CUDA libraries: Ctrl-C and TORCH_INDEX_URL=<mirror> avoid that"
+  # shellcheck disable=SC2086  # the arguments are words
+  if pip $attempt; then
+    installed=yes
+    break
+  fi
+  # A build that the index does not hold is a reason for the next attempt; anything else is a failure.
+  tail -n 3 "$log" | grep -q 'No matching distribution found for torch==' || break
+done
+[[ $installed == yes ]] || failed torch
+
+say install "$target"
+echo "== pip install -e $target" >>"$log"
+pip -c "$venv/constraints.txt" -e "$target" || failed "the project"
+
+printf '%s\n' "$plan" >"$stamp"
+say ready "$venv, in $SECONDS s"
+echo "$next"

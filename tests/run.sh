@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The checks: style, types, tests. Makes .venv if there is none. Arguments go to pytest.
+#
+#   bash tests/run.sh
+#   bash tests/run.sh tests/test_gpt.py -k cache
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export VENV=${VENV:-$PWD/.venv}
+bash setup_ascend.sh --extras dev </dev/null
+bin=$VENV/bin
+unfit='' # checks that failed; pytest runs all the same, and its summary comes last
+
+echo '== ruff'
+"$bin/ruff" check . || unfit+=' ruff-check'
+"$bin/ruff" format --check . || unfit+=' ruff-format'
+
+echo '== pyright'
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+if "$bin/pyright" --version >/dev/null 2>&1 </dev/null; then
+  "$bin/pyright" --pythonpath "$bin/python" </dev/null || unfit+=' pyright'
+else
+  echo '!! TYPES WERE NOT CHECKED: pyright cannot start (it may need the network once); `pyright --version` says why'
+fi
+
+[[ -z $unfit ]] || echo "!! failed above:$unfit (this run will exit with 1)"
+echo '== pytest'
+result=0
+"$bin/python" -m pytest "$@" </dev/null || result=$?
+[[ $result == 0 && -n $unfit ]] && result=1
+exit "$result"

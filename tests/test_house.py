@@ -1,0 +1,332 @@
+"""The rules of the house, read from the syntax trees of nanochat/ and scripts/.
+
+Each rule is a function from a source file to its violations. It runs over the real tree, and over a
+planted violation, so that no rule passes because it looks at nothing.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Imports point up this list only. Modules of one starred package may import each other.
+ORDER = (
+    *("cli", "paths", "log", "device", "kernels_npu", "tokenizer"),
+    *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.loader", "conversation", "tasks.*"),
+    *("attention", "cross_entropy", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train"),
+    *("checkpoint_manager", "tools", "sandbox", "engine", "rollout", "evals.*", "report", "serve.*"),
+)
+PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
+
+VENDOR_FILES = {"nanochat/device.py", "nanochat/kernels_npu.py"}
+VENDOR_WORD = re.compile(
+    r"(?<![a-z0-9])(npu|cuda|hccl|nccl)(?![a-z0-9])", re.IGNORECASE
+)  # torch_npu, npu_x, is_cuda too
+OUR_FILES = re.compile(r"check_npu\.py|speedrun_npu\.sh|setup_ascend\.sh")
+
+WORK = re.compile(r"(torch|logging|subprocess|random|warnings|socket|urllib|np|numpy)\.|(open|print|input|exec|eval)$")
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+READS_CACHED_ENCODINGS = "scripts/tok_eval.py"  # compares with encodings that it found on the disk
+EMPTY_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|managers?|misc)(_|$)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path below the project, its text, its tree."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def place(self) -> int | None:
+        """Where the module stands in ORDER; None for scripts and packages' __init__."""
+        if not self.path.startswith("nanochat/") or self.path.endswith("__init__.py"):
+            return None
+        return place_of(self.path.removeprefix("nanochat/").removesuffix(".py").replace("/", "."))
+
+
+def place_of(module: str) -> int:
+    """The index in ORDER, -1 when the module is not listed."""
+    for index, name in enumerate(ORDER):
+        if module == name or (name.endswith(".*") and module.startswith(name[:-1])):
+            return index
+    return -1
+
+
+def tree_of_the_project() -> list[Source]:
+    files = sorted([*ROOT.glob("nanochat/**/*.py"), *ROOT.glob("scripts/**/*.py")])
+    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+def imports(source: Source) -> Iterator[str]:
+    """Dotted names imported anywhere in the file, `from package import module` as package.module."""
+    package = source.path.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            is_package = base in ("nanochat", "scripts", *(f"nanochat.{name}" for name in PACKAGES))
+            yield from (f"{base}.{alias.name}" if is_package else base for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"):
+            yield from (ast.literal_eval(argument) for argument in node.args[:1] if is_text(argument))
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.empty_cache` for the attribute chain; "" where it does not start with a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+# ---- The rules -------------------------------------------------------------------------------------------
+
+
+def import_direction(source: Source) -> Iterator[str]:
+    place = source.place
+    if place == -1:
+        yield f"{source.path} has no place in ORDER (tests/test_house.py): put it where its imports point up"
+        return
+    for name in imports(source):
+        top, _, module = name.partition(".")
+        if top == "scripts":
+            yield f"{source.path} imports {name}: scripts import the library, nobody imports scripts"
+        elif top == "nanochat" and not source.path.startswith("scripts/"):
+            there = place_of(module)
+            if there == -1:
+                yield f"{source.path} imports {name}, which has no place in ORDER (tests/test_house.py)"
+            elif place is None:
+                yield f"{source.path} imports {name}: a package's __init__ imports nothing of ours"
+            elif there > place or (there == place and not ORDER[place].endswith(".*")):
+                yield f"{source.path} imports {name}, which stands below it in ORDER"
+
+
+def vendor_words(source: Source) -> Iterator[str]:
+    if source.path in VENDOR_FILES:
+        return
+    tree = source.tree
+    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            silent |= {id(part) for key in node.keywords if key.arg == "help" for part in ast.walk(key.value)}
+    for node in ast.walk(tree):
+        texts: list[str | None] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            texts = [OUR_FILES.sub("", node.value)]
+        elif isinstance(node, ast.Name):
+            texts = [node.id]
+        elif isinstance(node, ast.Attribute):
+            texts = [node.attr]
+        elif isinstance(node, ast.arg | ast.keyword):
+            texts = [node.arg]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            texts = [node.name]
+        elif isinstance(node, ast.alias):
+            texts = [node.name, node.asname]
+        elif isinstance(node, ast.ImportFrom):
+            texts = [node.module]
+        for text in texts:
+            if text and (match := VENDOR_WORD.search(text)):
+                line = getattr(node, "lineno", "?")
+                yield f"{source.path}:{line} says {match[0]!r}: only nanochat/device.py knows vendors"
+
+
+def work_at_import(source: Source) -> Iterator[str]:
+    def runs(node: ast.AST) -> Iterator[ast.AST]:
+        """The parts of an expression that run now: not the bodies of lambdas."""
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(node, ast.Lambda):
+                yield from runs(child)
+
+    def judge_expression(node: ast.AST | None) -> Iterator[str]:
+        for part in runs(node) if node else ():
+            name = dotted(part.func) if isinstance(part, ast.Call) else dotted(part)
+            if (isinstance(part, ast.Call) and WORK.match(name)) or name in ("os.environ", "os.getenv", "sys.argv"):
+                yield f"{source.path}:{getattr(part, 'lineno', '?')} runs {name} at import"
+
+    def judge_body(body: list[ast.stmt], in_class: bool) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for default in [*node.args.defaults, *node.args.kw_defaults]:
+                    yield from judge_expression(default)
+            elif isinstance(node, ast.ClassDef):
+                yield from judge_body(node.body, in_class=True)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                yield from judge_expression(node.value)
+            elif isinstance(node, ast.If) and (
+                "__name__" in ast.unparse(node.test) or "TYPE_CHECKING" in ast.unparse(node.test)
+            ):
+                continue
+            elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) and not (
+                isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            ):
+                yield f"{source.path}:{node.lineno} does work at import: {ast.unparse(node).splitlines()[0][:60]}"
+
+    yield from judge_body(source.tree.body, in_class=False)
+
+
+def swallowed_errors(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler):
+            names = [dotted(part) for part in ast.walk(node.type)] if node.type else ["Exception"]
+            silent = all(
+                isinstance(part, ast.Pass | ast.Continue)
+                or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+                for part in node.body
+            )
+            if silent and {"Exception", "BaseException"} & set(names):
+                yield f"{source.path}:{node.lineno} swallows every error: name the one that is expected, or handle it"
+
+
+def unsafe_loading(source: Source) -> Iterator[str]:
+    for name in imports(source):
+        if name.partition(".")[0] in UNSAFE_MODULES:
+            yield f"{source.path} imports {name}: safetensors and JSON instead"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
+            safe = [
+                key for key in node.keywords if key.arg == "weights_only" and getattr(key.value, "value", None) is True
+            ]
+            if not safe:
+                yield f"{source.path}:{node.lineno} torch.load without weights_only=True"
+        if dotted(node) == "tiktoken.get_encoding" and source.path != READS_CACHED_ENCODINGS:
+            yield f"{source.path}:{node.lineno} tiktoken.get_encoding downloads"
+        if isinstance(node, ast.ImportFrom) and node.module == "tiktoken":
+            for alias in node.names:
+                if alias.name == "get_encoding":
+                    yield f"{source.path}:{node.lineno} tiktoken.get_encoding downloads"
+
+
+def docstrings(source: Source) -> Iterator[str]:
+    text = ast.get_docstring(source.tree)
+    path = Path(source.path)
+    if not text:
+        yield f"{source.path} has no docstring that says what it is for"
+    elif path.parts[0] == "scripts" and path.name != "__init__.py" and f"-m scripts.{path.stem}" not in text:
+        yield f"{source.path} shows no example `python -m scripts.{path.stem}` in its docstring"
+
+
+def sizes(source: Source) -> Iterator[str]:
+    lines, limit = len(source.text.splitlines()), 400 if source.path.startswith("scripts/") else 700
+    if lines > limit:
+        yield f"{source.path} has {lines} lines, more than {limit}: split it by subject"
+
+
+def names(source: Source) -> Iterator[str]:
+    stem = Path(source.path).stem
+    if stem != "checkpoint_manager" and EMPTY_NAMES.search(stem):
+        yield f"{source.path}: the name says nothing; call it by its subject"
+
+
+RULES = (import_direction, vendor_words, work_at_import, swallowed_errors, unsafe_loading, docstrings, sizes, names)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps(rule: Callable[[Source], Iterator[str]]):
+    sources = tree_of_the_project()
+    assert len(sources) > 10
+    violations = [violation for source in sources for violation in rule(source)]
+    assert not violations, "\n" + "\n".join(violations)
+
+
+PLANTED = [
+    (import_direction, "nanochat/cli.py", "from nanochat.gpt import GPT"),
+    (import_direction, "nanochat/optim.py", "def f():\n    from nanochat import engine"),
+    (import_direction, "nanochat/data/demo.py", "from nanochat.data import loader"),
+    (import_direction, "nanochat/data/demo.py", "from .loader import Loader"),
+    (import_direction, "nanochat/paths.py", "import importlib\nimportlib.import_module('nanochat.train')"),
+    (import_direction, "nanochat/evals/__init__.py", "from nanochat.evals import bpb"),
+    (import_direction, "nanochat/novelty.py", "x = 1"),
+    (import_direction, "nanochat/engine.py", "import nanochat.novelty"),
+    (import_direction, "nanochat/train.py", "from scripts import base_train"),
+    (import_direction, "scripts/mid_train.py", "from scripts.base_train import main"),
+    (vendor_words, "nanochat/engine.py", "torch.cuda.synchronize()"),
+    (vendor_words, "nanochat/engine.py", "import torch_npu"),
+    (vendor_words, "nanochat/train.py", "backend = 'nccl'"),
+    (vendor_words, "nanochat/train.py", "os.environ['HCCL_CONNECT_TIMEOUT'] = '1'"),
+    (vendor_words, "nanochat/attention.py", "x.is_cuda"),
+    (vendor_words, "nanochat/attention.py", "y = npu_rms_norm(x)"),
+    (vendor_words, "scripts/bench.py", "print(f'on {n} npu devices')"),
+    (work_at_import, "nanochat/train.py", "import torch\ndevice = torch.device('cpu')"),
+    (work_at_import, "nanochat/train.py", "import os\nBASE = os.environ.get('BASE')"),
+    (work_at_import, "nanochat/train.py", "TEXT = open('file').read()"),
+    (work_at_import, "nanochat/train.py", "import logging\nlogging.basicConfig()"),
+    (work_at_import, "nanochat/train.py", "class A:\n    mask = torch.ones(3)"),
+    (work_at_import, "nanochat/train.py", "def f(x=torch.zeros(1)): ..."),
+    (work_at_import, "nanochat/train.py", "for i in range(3):\n    pass"),
+    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept Exception:\n    pass"),
+    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept:\n    pass"),
+    (
+        swallowed_errors,
+        "nanochat/train.py",
+        "for x in y:\n    try:\n        f()\n    except (OSError, Exception):\n        continue",
+    ),
+    (unsafe_loading, "nanochat/hf.py", "torch.load(path)"),
+    (unsafe_loading, "nanochat/hf.py", "torch.load(path, weights_only=False)"),
+    (unsafe_loading, "nanochat/hf.py", "def f():\n    import pickle"),
+    (unsafe_loading, "nanochat/hf.py", "tiktoken.get_encoding('gpt2')"),
+    (docstrings, "nanochat/hf.py", "x = 1"),
+    (docstrings, "scripts/bench.py", '"""Measures."""'),
+    (sizes, "nanochat/hf.py", "x = 1\n" * 701),
+    (sizes, "scripts/bench.py", "x = 1\n" * 401),
+    (names, "nanochat/utils.py", "x = 1"),
+    (names, "nanochat/serve/session_manager.py", "x = 1"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_violation_is_found(rule: Callable[[Source], Iterator[str]], path: str, text: str):
+    assert list(rule(Source(path, text)))
+
+
+ALLOWED = [
+    (import_direction, "nanochat/evals/chat.py", "from nanochat.evals import bpb\nfrom nanochat.engine import Engine"),
+    (
+        import_direction,
+        "scripts/base_train.py",
+        "from nanochat import device as devices\nfrom nanochat.data import loader",
+    ),
+    (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
+    (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),
+    (
+        vendor_words,
+        "scripts/bench.py",
+        "f('run `python check_npu.py`')\nadd('--device', help='npu or cpu')\ninput = 'unput'",
+    ),
+    (
+        work_at_import,
+        "nanochat/train.py",
+        "import re\nX = re.compile('a')\nDTYPES = {'a': torch.float32}\nF = lambda: torch.ones(1)",
+    ),
+    (
+        work_at_import,
+        "nanochat/train.py",
+        "@torch.no_grad()\ndef f(): torch.ones(1)\nif __name__ == '__main__':\n    f()",
+    ),
+    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept OSError:\n    pass"),
+    (unsafe_loading, "nanochat/hf.py", "torch.load(path, weights_only=True)"),
+    (docstrings, "scripts/bench.py", '"""Measures.\n\n    python -m scripts.bench train\n"""'),
+    (names, "nanochat/checkpoint_manager.py", "x = 1"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), ALLOWED, ids=lambda value: getattr(value, "__name__", None))
+def test_what_is_allowed_passes(rule: Callable[[Source], Iterator[str]], path: str, text: str):
+    assert not list(rule(Source(path, text)))

@@ -1,0 +1,254 @@
+"""The run log: always valid JSON, no step twice after a resume, few lines without a terminal, harmless trackers."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nanochat import log
+from nanochat.cli import UserError
+from nanochat.log import REQUIRED, RunLog, duration, print0, warn
+
+
+def metrics(step: int, **further) -> dict:
+    known = {"loss": 5.0 - step / 1000, "lr": 0.02, "tokens": step * 1000, "tok_per_sec": 1234.5, "mfu": 0.412}
+    return {"step": step, **known, "seconds": step * 0.5, "peak_memory_bytes": 1 << 30, **further}
+
+
+def read_lines(folder: Path) -> list[dict]:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------- metrics.jsonl
+
+
+def test_every_line_is_json_with_all_required_keys(tmp_path):
+    with RunLog("base", tmp_path / "new" / "run", 10) as run:
+        run.step(metrics(0, loss=float("nan"), reward=float("inf")))
+        assert len(read_lines(tmp_path / "new" / "run")) == 1  # at once, not at the end
+        run.step({"step": 1, "val_bpb": 1.25})
+        run.step(metrics(2, mfu=None, reward=3))
+    first, second, third = read_lines(tmp_path / "new" / "run")
+    assert first["loss"] is None and first["reward"] is None and first["lr"] == 0.02
+    assert set(second) == {*REQUIRED, "val_bpb"} and second["loss"] is None and second["val_bpb"] == 1.25
+    assert third["mfu"] is None and third["reward"] == 3 and third["loss"] == 4.998
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    with RunLog("base", tmp_path, 20) as run:
+        for step in range(10):
+            run.step(metrics(step, attempt=1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')  # killed in the middle of a line
+    with RunLog("base", tmp_path, 20, start_step=6) as run:
+        assert [line["step"] for line in read_lines(tmp_path)] == list(range(6))
+        for step in range(6, 12):
+            run.step(metrics(step, attempt=2))
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(12))
+    assert [line["attempt"] for line in lines] == [1] * 6 + [2] * 6
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    RunLog("base", tmp_path, 20).close()  # a new run under the same name begins a new curve
+    assert read_lines(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\x00\x00\x00", b'{"step": 1', b"7\n", b'"text"\n', b"{}\n", b'{"step": null}\n', b"\xff"]
+)
+def test_a_torn_line_is_mended(tmp_path, torn):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + torn)
+    RunLog("base", tmp_path, 20, start_step=5).close()
+    assert read_lines(tmp_path) == [{"step": 0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_not_hidden(tmp_path):
+    run = RunLog("base", tmp_path, 10)
+    run._file = open("/dev/full", "w")  # noqa: SIM115, PTH123
+    with pytest.raises(OSError, match="No space left"):
+        run.step(metrics(0))
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):
+    with RunLog("base", tmp_path / "run", 10, rank=1, trackers="no such tracker") as run:
+        run.step(metrics(0))
+        run.message("hello")
+    monkeypatch.setenv("RANK", "1")
+    print0("hello")
+    warn("hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    print0("one", 2)
+    warn("three")
+    assert capsys.readouterr() == ("one 2\n", "warning: three\n")
+
+
+# ---------------------------------------------------------------------- lines on the screen
+
+
+def test_plain_lines_are_few_and_keep_what_matters(tmp_path, capsys):
+    with RunLog("base", tmp_path, 2000) as run:
+        for step in range(2000):
+            run.step(metrics(step, val_bpb=1.5) if step in (777, 778) else metrics(step))
+    lines = capsys.readouterr().out.splitlines()
+    steps = [int(line.split("/")[0].removeprefix("base")) for line in lines]
+    assert len(steps) <= 5 + log.PLAIN_LINES + 3
+    assert steps == sorted(set(steps))
+    assert {0, 1, 777, 778, 1999} <= set(steps)
+    assert sum("val_bpb 1.5000" in line for line in lines) == 2
+    assert len(read_lines(tmp_path)) == 2000
+
+
+def test_a_slow_run_is_never_silent_for_long(tmp_path, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    with RunLog("base", tmp_path, 100_000) as run:
+        for step in range(105):
+            now[0] += 10.0
+            run.step(metrics(step))
+    assert len(capsys.readouterr().out.splitlines()) == 5 + 100 * 10 // log.PLAIN_SECONDS + 1  # the last one at the end
+
+
+def test_the_line_says_what_is_known(tmp_path, capsys):
+    with RunLog("sft", tmp_path, 100) as run:
+        run.step(metrics(0, mfu=None))
+        run.step(metrics(1, loss=float("nan"), reward=0.25, val_bpb=1.5))
+        run.step({"step": 2, "val_loss": 2.0})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "sft   0/100 | loss 5.0000 | lr 0.02 | 1,234 tok/s | mfu n/a"
+    # 0.5 seconds a step and 98 steps to go
+    assert (
+        second
+        == "sft   1/100 | loss nan | lr 0.02 | 1,234 tok/s | mfu 41.2% | eta 49s | val_bpb 1.5000 | reward 0.2500"
+    )
+    assert third.startswith("sft   2/100 | mfu n/a") and "loss 2.0000" in third and "loss n" not in third
+
+
+def test_duration():
+    seconds = (0, 59.4, 59.6, 192, 3599.7, 3900)
+    assert [duration(one) for one in seconds] == ["0s", "59s", "1m00s", "3m12s", "1h00m", "1h05m"]
+
+
+def test_the_live_line_in_a_terminal(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from nanochat.log import RunLog, print0
+with RunLog("base", Path({str(tmp_path)!r}), 300) as run:
+    for step in range(300):
+        values = {{"step": step, "loss": 5.0, "seconds": step * 0.5}}
+        run.step(values | {{"val_bpb": 1.5}} if step == 100 else values)
+        if step == 150:
+            run.message("saved [bold]here[/bold]")
+            print0("printed above")
+assert "torch" not in sys.modules
+"""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not chunk:
+            break
+        output += chunk
+    os.close(master)
+    assert process.wait() == 0, output.decode()
+    lines = [line.split("\x1b[2K")[-1].strip() for line in output.decode().split("\n")]
+    kept = [line for line in lines if not line.startswith("\x1b")]
+    assert any(line.startswith("base 100/300") and line.endswith("val_bpb 1.5000") for line in kept)
+    assert "saved [bold]here[/bold]" in kept and "printed above" in kept
+    assert any(line.startswith("base 299/300 | loss 5.0000") for line in kept)
+    assert len(lines) < 20  # a line that is redrawn, not 300 lines
+
+
+# ---------------------------------------------------------------------- trackers
+
+
+class FakeTracker:
+    """Stands in for wandb and swanlab; `fail_at` names the step whose log raises."""
+
+    def __init__(self, fail_at: int | None = None):
+        self.fail_at, self.logged, self.finished, self.arguments = fail_at, [], 0, {}
+
+    def module(self, name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.init, module.log, module.finish = self.init, self.log, self.finish  # type: ignore[attr-defined]
+        return module
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, values, step):
+        if self.fail_at is not None and step >= self.fail_at:
+            raise ConnectionError("the tracker's server is gone")
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+        if self.fail_at is not None:
+            raise ConnectionError("still gone")
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_gets_name_config_and_numbers(tmp_path, monkeypatch, name):
+    fake = FakeTracker()
+    monkeypatch.setitem(sys.modules, name, fake.module(name))
+    with RunLog("base", tmp_path, 10, run="my run", trackers=[name], config={"depth": 4}) as run:
+        run.step(metrics(0, mfu=None, loss=float("nan")))
+        run.step(metrics(1))
+    assert "my run" in fake.arguments.values() and fake.arguments["config"] == {"depth": 4}
+    assert [step for step, _ in fake.logged] == [0, 1]
+    assert "mfu" not in fake.logged[0][1] and "loss" not in fake.logged[0][1]
+    assert fake.logged[1][1]["loss"] == 4.999
+    assert fake.finished == 1
+
+
+def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    good, bad = FakeTracker(), FakeTracker(fail_at=3)
+    monkeypatch.setitem(sys.modules, "wandb", bad.module("wandb"))
+    monkeypatch.setitem(sys.modules, "swanlab", good.module("swanlab"))
+    with RunLog("base", tmp_path, 10, trackers="wandb, swanlab") as run:
+        for step in range(10):
+            run.step(metrics(step))
+    assert len(bad.logged) == 3 and len(good.logged) == 10 and len(read_lines(tmp_path)) == 10
+    errors = capsys.readouterr().err
+    assert errors.count("warning") == 1 and "wandb" in errors and "server is gone" in errors
+
+
+def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("wandb")
+    module.init = lambda **_: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with RunLog("base", tmp_path, 10, trackers="wandb") as run:
+        run.step(metrics(0))
+    assert "wandb did not start" in capsys.readouterr().err
+    assert len(read_lines(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(UserError, match=rf"--track {name}: .*pip install 'nanochat\[track\]'"):
+        RunLog("base", tmp_path, 10, trackers=name)
+
+
+def test_an_unknown_tracker_names_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match="'weights' is unknown: use wandb, swanlab, tensorboard"):
+        RunLog("base", tmp_path, 10, trackers="weights")

@@ -1,0 +1,374 @@
+"""sources.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nanochat.cli import UserError
+from nanochat.data import hub, sources
+from nanochat.data.sources import open_corpus
+
+SEPARATOR = "<|endoftext|>"
+
+
+def documents(corpus) -> list[str]:
+    return [document for index in range(corpus.block_count()) for document in corpus.read_block(index)]
+
+
+def write(path: Path, content: bytes | str) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def prose(size: int, seed: int = 0, line_end: str = "\n") -> str:
+    """Paragraphs of English, Chinese and emoji, `size` characters of them."""
+    rng = random.Random(seed)
+    words = ["tide", "the", "lamp", "潮水", "灯塔", "é", "🌊", "of", "a", "harbour"]
+    parts: list[str] = []
+    while sum(map(len, parts)) < size:
+        line = " ".join(rng.choice(words) for _ in range(rng.randint(3, 90)))
+        parts.append(line + line_end * rng.choice((1, 1, 2, 3)))
+    return "".join(parts)[:size]
+
+
+def rows(count: int) -> list[str]:
+    return [f"row {index} " + "x" * (index % 97) for index in range(count)]
+
+
+def write_rows(path: Path, texts: list[str | None], group: int | None = None) -> str:
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, pyarrow.string())})
+        pyarrow.parquet.write_table(table, path, row_group_size=group or max(len(texts), 1))
+    else:
+        body = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
+        path.write_bytes(gzip.compress(body) if path.suffix == ".gz" else body)
+    return str(path)
+
+
+# --- .txt ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("size", [30, 4096, 5000, 300_000])
+def test_text_comes_back_exactly(tmp_path, size, line_end):
+    text = prose(size, seed=size, line_end=line_end)
+    train, val = open_corpus(write(tmp_path / "a.txt", text))
+    assert "".join(documents(train) + documents(val)) == text
+    cut = len("".join(documents(train)).encode())
+    assert 0 <= len(text.encode()) * 9 // 10 - cut <= 3  # the first 90%, moved to a whole character
+
+
+def test_text_breaks_at_blank_lines_then_lines_then_characters(tmp_path):
+    paragraphs = "".join("word " * 150 + "\n\n" for _ in range(40))
+    lines = "".join("word " * 150 + "\n" for _ in range(40))
+    dense = "潮" * 5000
+    for text, end in ((paragraphs, "\n\n"), (lines, "\n"), (dense, "潮")):
+        path = write(tmp_path / "a.txt", text)
+        found = documents(open_corpus(path, path)[0])
+        assert "".join(found) == text
+        assert all(document.endswith(end) for document in found)
+        assert all(2000 < len(document.encode()) <= 4096 for document in found[:-1])
+        assert "\ufffd" not in "".join(found)
+
+
+def test_a_short_text_is_one_document_and_a_far_blank_line_makes_no_crumb(tmp_path):
+    short = write(tmp_path / "short.txt", "a\n\n" * 1300)
+    assert documents(open_corpus(short, short)[0]) == ["a\n\n" * 1300]
+    far = write(tmp_path / "far.txt", "title\n\n" + "word " * 2000)
+    assert len(documents(open_corpus(far, far)[0])[0]) == 4096
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_separators_make_documents(tmp_path, line_end):
+    wanted = [f"story {index}{line_end}" + prose(index * 30, index) + line_end for index in range(200)]
+    mark = SEPARATOR + line_end
+    wanted[3] += f"not alone on its line: {SEPARATOR}{line_end} {SEPARATOR}{line_end}"
+    text = mark + mark.join(wanted) + mark + mark
+    path = write(tmp_path / "a.txt", text)
+    assert documents(open_corpus(path, path)[0]) == wanted
+    train, val = open_corpus(path)
+    assert documents(train) + documents(val) == wanted  # no document is torn by the split
+    share = len("".join(documents(train))) / len("".join(wanted))
+    assert 0.89 < share < 0.93
+
+
+def test_separators_at_the_very_ends(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbf" + f"{SEPARATOR}\none\n{SEPARATOR}\ntwo\n{SEPARATOR}".encode())
+    assert documents(open_corpus(path, path)[0]) == ["one\n", "two\n"]
+
+
+def test_a_document_of_megabytes_between_separators_is_cut(tmp_path):
+    big = prose(900_000, 1)
+    path = write(tmp_path / "a.txt", f"{big}\n{SEPARATOR}\nsmall\n")
+    found = documents(open_corpus(path, path)[0])
+    assert "".join(found) == f"{big}\nsmall\n" and found[-1] == "small\n"
+    assert max(len(document.encode()) for document in found) <= 1 << 20 and len(found) >= 3
+
+
+def test_byte_order_mark_and_utf16(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfhello\nworld\n")
+    assert documents(open_corpus(path, path)[0]) == ["hello\nworld\n"]
+    path = write(tmp_path / "b.txt", "hello".encode("utf-16"))
+    with pytest.raises(UserError, match="UTF-16"):
+        open_corpus(path, path)
+
+
+def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, caplog):
+    path = write(tmp_path / "bad.txt", b"good\xff\n" + b"line \xfe here \xef\xbf\xbd\n" * 2 + b"fine\n" * 2000)
+    corpus = open_corpus(path)[0]
+    assert documents(corpus)[0].startswith("good\ufffd\nline \ufffd here \ufffd\n")
+    documents(corpus)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"{path}: 3 invalid UTF-8 sequences are read as \ufffd"]
+
+
+def test_one_line_of_ten_megabytes(tmp_path):
+    text = "ab 潮" * 2_000_000
+    path = write(tmp_path / "a.txt", text)
+    train, val = open_corpus(path)
+    assert "".join(documents(train) + documents(val)) == text
+    path = write_rows(tmp_path / "a.jsonl", ["x", text, "y", "z"])
+    assert documents(open_corpus(path)[0]) == ["x", text, "y"]
+
+
+def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
+    assert open_corpus(write(tmp_path / "a.txt", prose(900_000)[:1_000_000]))[0].block_count() >= 64
+    assert open_corpus(write_rows(tmp_path / "a.jsonl", rows(16_000)))[0].block_count() >= 64
+    assert open_corpus(write_rows(tmp_path / "a.parquet", rows(16_000)))[0].block_count() >= 57  # 90% of one group
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("count", [2, 9, 10, 1003])
+def test_rows_split_nine_to_one(tmp_path, suffix, count):
+    texts = rows(count)
+    train, val = open_corpus(write_rows(tmp_path / f"a{suffix}", texts))
+    assert documents(train) + documents(val) == texts
+    assert len(documents(val)) == max(1, count - count * 9 // 10)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_any_order_of_blocks_reads_the_same(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    write(path, prose(200_000)) if suffix == ".txt" else write_rows(path, rows(3000))
+    train, val = open_corpus(str(path))
+    for corpus in (train, val):
+        count = corpus.block_count()
+        assert count and count > 3
+        straight = [corpus.read_block(index) for index in range(count)]
+        order = [*range(count), *reversed(range(count))]
+        random.Random(0).shuffle(order)
+        assert [corpus.read_block(index) for index in order] == [straight[index] for index in order]
+        assert all(straight)
+        with pytest.raises(IndexError):
+            corpus.read_block(count)
+
+
+def test_train_and_validation_may_be_read_from_two_threads(tmp_path):
+    corpora = open_corpus(write_rows(tmp_path / "a.jsonl.gz", rows(3000)))
+    alone, together = [documents(corpus) for corpus in corpora], {}
+    workers = [
+        threading.Thread(target=lambda n=n: together.update({n: [documents(corpora[n % 2]) for _ in range(5)]}))
+        for n in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(together[n] == [alone[n % 2]] * 5 for n in range(4))
+
+
+@pytest.mark.parametrize("group", [1, 7, 100, 1000])
+def test_parquet_row_groups_of_any_size(tmp_path, group):
+    texts = rows(500)
+    path = write_rows(tmp_path / "a.parquet", texts, group)
+    whole = open_corpus(path, path)[0]
+    assert documents(whole) == texts
+    train, val = open_corpus(path)
+    assert (documents(train), documents(val)) == (texts[:450], texts[450:])
+
+
+def test_a_large_row_group_is_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_GROUP_BYTES", 2000)
+    texts = [f"{index:06d}" + "y" * 94 for index in range(3000)]
+    path = write_rows(tmp_path / "a.parquet", texts)
+    corpus = open_corpus(path, path)[0]
+    assert documents(corpus) == texts
+    assert 140 <= (corpus.block_count() or 0) <= 160  # 300,000 bytes in shares of 2,000
+
+
+def test_empty_rows_and_blank_lines_and_surrogates(tmp_path):
+    path = write_rows(tmp_path / "a.parquet", ["a", None, "", "b"])
+    assert documents(open_corpus(path, path)[0]) == ["a", "b"]
+    lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b"  ", b'{"text": "\\ud83c\\udf0a \\ud800!"}', b'{"text":""}']
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    found = documents(open_corpus(path, path)[0])
+    assert found == ["a", "🌊 \ufffd\ufffd\ufffd!"] and found[1].encode()
+
+
+# --- folders, names --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_in_order_and_its_last_file_is_validation(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    write(tmp_path / "b" / "2.txt", "two")
+    write_rows(tmp_path / "b" / "1.jsonl", ["one", "uno"])
+    write(tmp_path / "a.txt", "zero")
+    write_rows(tmp_path / "c.parquet", ["three", "tres"])
+    write(tmp_path / ".hidden" / "x.txt", "hidden")
+    write(tmp_path / "readme.md", "not text for us")
+    write(tmp_path / "z.txt.partial", "half")
+    train, val = open_corpus(str(tmp_path))
+    assert (documents(train), documents(val)) == (["zero", "one", "uno", "two"], ["three", "tres"])
+    order = [3, 1, 0, 2, 1]
+    assert train.block_count() == 3
+    assert [train.read_block(index) for index in order[1:]] == [["one", "uno"], ["zero"], ["two"], ["one", "uno"]]
+
+
+def test_val_data_leaves_the_training_text_whole(tmp_path):
+    first, second = write(tmp_path / "a.txt", "train\n" * 50), write_rows(tmp_path / "b.jsonl", ["v1", "v2"])
+    train, val = open_corpus(first, second)
+    assert ("".join(documents(train)), documents(val)) == ("train\n" * 50, ["v1", "v2"])
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "1.txt", "one")
+    write(tmp_path / "c" / "2.txt", "two")
+    assert documents(open_corpus(str(tmp_path / "c"), first)[0]) == ["one", "two"]
+
+
+def test_a_folder_of_one_file_splits_it(tmp_path):
+    write_rows(tmp_path / "a.jsonl", rows(20))
+    train, val = open_corpus(str(tmp_path))
+    assert (documents(train), documents(val)) == (rows(20)[:18], rows(20)[18:])
+
+
+def test_demo_is_without_end_and_passes_seed_and_split(monkeypatch):
+    module = type(sys)("nanochat.data.demo")
+    module.block = lambda index, split, seed: [f"{index} {split} {seed}"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nanochat.data.demo", module)
+    monkeypatch.setattr("nanochat.data.demo", module, raising=False)
+    train, val = open_corpus("demo", seed=5)
+    assert train.block_count() is None and val.block_count() is None
+    assert (train.read_block(7), val.read_block(8)) == (["7 train 5"], ["8 val 5"])
+
+
+def test_pydoc_reads_the_standard_library():
+    train, val = open_corpus("pydoc")
+    items = [str(item) for item in train.items + val.items]  # type: ignore[attr-defined]
+    assert len(items) == len(set(items)) > 400
+    assert 0.09 < len(val.items) / len(items) < 0.11  # type: ignore[attr-defined]
+    assert not [item for item in items if "site-packages" in item or "/test/" in f"/{item}"]
+    where = {str(item): (corpus, n) for corpus in (train, val) for n, item in enumerate(corpus.items)}  # type: ignore
+    corpus, index = where["textwrap.py"]
+    [text] = corpus.read_block(index)
+    assert text.startswith("module textwrap\n\nText wrapping and filling.")
+    assert "def dedent(text)\n    Remove any common leading whitespace from every line in `text`." in text
+    assert "\n    def fill(self, text)\n        fill(text : string) -> string" in text
+    corpus, index = where["with"]  # a topic of the language reference
+    assert "context manager" in corpus.read_block(index)[0]
+    assert open_corpus("pydoc")[0].items == train.items  # type: ignore[attr-defined]
+
+
+def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
+    paths = [Path(write_rows(tmp_path / f"{n}.parquet", [f"{n} {row}" for row in range(3)])) for n in range(3)]
+    asked = []
+
+    def fetch(name, hub_name, shards):
+        asked.append((name, hub_name, shards))
+        return paths[: (shards or 8)][:2] + paths[-1:]
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    train, val = open_corpus("climbmix", hub="modelscope", shards=2)
+    assert (documents(train)[::3], documents(val)) == (["0 0", "1 0"], ["2 0", "2 1", "2 2"])
+    here = write(tmp_path / "a.txt", "mine")
+    train, val = open_corpus(here, "org/name")
+    assert (documents(train), documents(val)) == (["mine"], ["2 0", "2 1", "2 2"])
+    assert asked == [("climbmix", "modelscope", 2), ("org/name", "hf", 1)]
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def mistake(data: str, val_data: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        open_corpus(data, val_data)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_mistakes_with_paths(tmp_path, monkeypatch):
+    hint = "--data climbmx: no such file or folder; did you mean climbmix? the names are demo, pydoc"
+    assert hint in mistake("climbmx")
+    assert "--data my/book.txt: no such file" in mistake("my/book.txt")
+    good = write(tmp_path / "good.txt", "good " * 100)
+    assert "--val_data nowhere.txt" in mistake(good, "nowhere.txt")
+    assert "unknown suffix '.csv'; known are .txt, .jsonl" in mistake(write(tmp_path / "a.csv", "a"))
+    (tmp_path / "empty").mkdir()
+    assert "no file in this folder ends in .txt" in mistake(str(tmp_path / "empty"))
+
+    def offline(name, hub_name, shards):
+        raise UserError("cannot reach it")
+
+    monkeypatch.setattr(hub, "fetch", offline)
+    assert mistake("org/name") == "--data org/name is no file or folder here; as a hub dataset, cannot reach it"
+
+
+def test_mistakes_in_jsonl(tmp_path):
+    good = '{"text": "a"}\n'
+    path = write(tmp_path / "a.jsonl", good + "\n" + '{"body": 1, "id": 2}\n' + good * 5)
+    assert f'{path} line 3 has no "text" string: its fields are body, id' == mistake(path)
+    assert f"{path} line 2 is not JSON" in mistake(write(tmp_path / "a.jsonl", good + "{oops\n" + good))
+    assert "line 1" in mistake(write(tmp_path / "a.jsonl", "[1]\n" + good))
+    assert "it is no object" in mistake(write(tmp_path / "a.jsonl", "[1]\n" + good))
+    later = write(tmp_path / "later.jsonl", '{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + good * 300)
+    with pytest.raises(UserError, match="line 101 "):
+        documents(open_corpus(later)[0])
+
+
+def test_mistakes_in_gz_and_parquet(tmp_path):
+    packed = gzip.compress(b'{"text": "a"}\n' * 5000)
+    assert "a.jsonl.gz is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", packed[:60]))
+    broken = packed[:30] + bytes(20) + packed[50:]
+    assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", broken))
+    assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", b'{"text": "a"}\n'))
+    assert "a.parquet is a damaged parquet file" in mistake(write(tmp_path / "a.parquet", b"PAR1 nonsense"))
+    path = Path(write_rows(tmp_path / "b.parquet", ["some text " * 50] * 50))
+    body, about = path.read_bytes(), pyarrow.parquet.read_metadata(path).row_group(0).column(1)
+    page = about.dictionary_page_offset
+    assert "is a damaged parquet file" in mistake(write(path, body[:page] + b"\xff" * 40 + body[page + 40 :]))
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "c.parquet")
+    assert "has no column 'text': its columns are content, n" in mistake(str(tmp_path / "c.parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
+    assert "column 'text' holds int64, not text" in mistake(str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_empty_files(tmp_path, name):
+    path = tmp_path / name
+    write(path, "") if name.endswith((".txt", ".jsonl")) else write_rows(path, [])
+    assert "no text for training" in mistake(str(path))
+    good = write(tmp_path / "0.txt", "good")
+    assert "no text for validation" in mistake(good, str(path))
+    assert "(a." in mistake(str(tmp_path)) and "no text for validation; give more of it" in mistake(str(tmp_path))
+
+
+def test_one_row_cannot_be_split(tmp_path):
+    assert "no text for training" in mistake(write_rows(tmp_path / "a.jsonl", ["one"]))
+    assert "no text for training" in mistake(write_rows(tmp_path / "a.parquet", ["one"]))
+
+
+def test_importing_does_no_work():
+    code = "import sys, nanochat.data.sources; print([m for m in ('pyarrow', 'torch', 'rich') if m in sys.modules])"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"
