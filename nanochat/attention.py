@@ -92,7 +92,9 @@ class KVCache:
         return out.transpose(1, 2)  # (B, T, H, D)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
     """torch's fused attention on (B, T, heads, D) tensors; it raises rather than fall back by itself."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.size(1) != k.size(1)

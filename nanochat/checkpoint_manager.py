@@ -62,7 +62,13 @@ class Training:
 
 
 def save(
-    folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any], training: Training | None, device: Device
+    folder: Path,
+    step: int,
+    model: GPT,
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    training: Training | None,
+    device: Device,
 ) -> Path:
     """Write `folder/step_<n>`, all ranks together, and return it.
 
@@ -161,7 +167,11 @@ def load_training(step_folder: Path, meta: dict[str, Any]) -> list[Training]:
 
 
 def load_model(
-    source: str, device: str | torch.device | Device | None = None, *, model_tag: str | None = None, step: int | None = None
+    source: str,
+    device: str | torch.device | Device | None = None,
+    *,
+    model_tag: str | None = None,
+    step: int | None = None,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage ("base", "mid", "sft", "dpo", "rl") or of a checkpoint's folder.
 

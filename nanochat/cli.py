@@ -27,7 +27,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     if argv[:1] == ["--"]:
         argv = argv[1:]
     module = sys.modules[config_type.__module__]
-    return tyro.cli(config_type, args=argv, description=module.__doc__, config=(tyro.conf.AvoidSubcommands,))
+    return tyro.cli(config_type, args=argv, description=module.__doc__, use_underscores=True)
 
 
 def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
@@ -46,7 +46,9 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            fail(f"the disk is full ({error.filename or 'no file named'}): free space or point NANOCHAT_BASE_DIR elsewhere")
+            fail(
+                f"the disk is full ({error.filename or 'no file named'}): free space or point NANOCHAT_BASE_DIR elsewhere"
+            )
         raise
     except RuntimeError as error:  # every backend's out-of-memory error is a RuntimeError
         if "out of memory" in str(error).lower() or "not enough memory" in str(error).lower():

@@ -135,7 +135,9 @@ class Device:
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
-    def compile(self, function: Callable[..., Any], asked: bool | None, run_flops: float) -> tuple[Callable[..., Any], str]:
+    def compile(
+        self, function: Callable[..., Any], asked: bool | None, run_flops: float
+    ) -> tuple[Callable[..., Any], str]:
         """`torch.compile` by policy: a flag decides; else on for cuda, for a cpu when the run repays it,
         off for npu. Returns the function and one word-for-the-log on what was decided and why."""
         missing = self._compiler_missing()
@@ -154,7 +156,11 @@ class Device:
 
     def _compiler_missing(self) -> str | None:
         if self.kind == "cpu":
-            return None if any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++") if c) else "a C++ compiler"
+            return (
+                None
+                if any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++") if c)
+                else "a C++ compiler"
+            )
         return None if importlib.util.find_spec("triton") else "triton"
 
 
@@ -183,13 +189,15 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
             if not (name.endswith("ALLOC_CONF") and "PYTORCH_ALLOC_CONF" in os.environ):  # both at once is an error
                 os.environ.setdefault(name, value)
     if kind == "cpu":
-        if world_size > 1 and "OMP_NUM_THREADS" not in os.environ or os.environ.get("OMP_NUM_THREADS") == "1":
+        if world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
             # torchrun sets one thread a process; share the cores evenly instead
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     else:
         if local_rank >= module.device_count():
-            raise UserError(f"process {local_rank} has no device: {module.device_count()} found; lower --nproc_per_node")
+            raise UserError(
+                f"process {local_rank} has no device: {module.device_count()} found; lower --nproc_per_node"
+            )
         module.set_device(local_rank)
 
     if world_size > 1 and not dist.is_initialized():

@@ -28,7 +28,9 @@ class Engine:
         self.device = device or devices.init(str(model.device))
         self.tokenizer = tokenizer
         # bf16 weights halve what a decoded token reads
-        self.model = (model if self.device.dtype == torch.float32 else copy.deepcopy(model).to(self.device.dtype)).eval()
+        self.model = (
+            model if self.device.dtype == torch.float32 else copy.deepcopy(model).to(self.device.dtype)
+        ).eval()
         self.stop_ids = {tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")}
 
     @torch.inference_mode()
@@ -112,7 +114,12 @@ class Engine:
         sequences = [list(tokens) for _ in range(num_samples)]
         masks = [[0] * len(tokens) for _ in range(num_samples)]
         for column in self.stream(
-            sequences.copy(), max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            [list(tokens)] * num_samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
         ):
             for sequence, mask, token in zip(sequences, masks, column, strict=True):
                 if token is not None:

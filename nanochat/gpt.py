@@ -103,7 +103,9 @@ class Attention(nn.Module):
         gain = config.qk_scale**2 if config.qk_norm != "none" else 1.0
         self.scale = gain / math.sqrt(D)  # the gains on q and k, folded into the scale of their products
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None") -> Tensor:
+    def forward(
+        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None"
+    ) -> Tensor:
         c = self.config
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)  # (B, T, H + 2K, D)
@@ -146,7 +148,9 @@ class Block(nn.Module):
         self.attention_norm, self.attention = Norm(config.width, config), Attention(config, layer)
         self.mlp_norm, self.mlp = Norm(config.width, config), MLP(config)
 
-    def forward(self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None") -> Tensor:
+    def forward(
+        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None"
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), value, rotary, cached)
         return x + self.mlp(self.mlp_norm(x))
 

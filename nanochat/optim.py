@@ -1,9 +1,8 @@
 """Muon for matrices and AdamW for the rest, with state and work shared out over the ranks.
 
-The optimizer knows parameters by group, never by model. One `step` takes the raw sums of gradients
-of this rank, reduces them over all ranks, divides by the number of targets, and updates: every rank
-reduces, updates and sends back only its own share (source: Rajbhandari et al. 2020, ZeRO stage 1).
-Nothing in a step waits for the device: a step that must be skipped is skipped by arithmetic.
+The optimizer knows parameters by group, never by model. `reduce` sums the
+ranks' gradients, `step` divides by the number of targets and updates: every rank reduces, updates and
+sends back only its own share (source: Rajbhandari et al. 2020, ZeRO stage 1). Nothing in a step waits for the device: a step that must be skipped is skipped by arithmetic.
 
 Muon: Jordan et al. 2024; orthogonalisation by Amsel et al. 2025, Polar Express (arXiv 2505.16932);
 per-neuron second moment by Li et al. 2025, NorMuon (arXiv 2510.05491); cautious weight decay by
@@ -12,7 +11,7 @@ Chen et al. 2025 (arXiv 2510.12402). AdamW: Loshchilov and Hutter 2019.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,12 @@ class Optimizer:
     """Muon and AdamW over groups. `dtype` is that of the orthogonalisation's products."""
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], *, rank: int = 0, world_size: int = 1, dtype: torch.dtype = torch.bfloat16
+        self,
+        groups: Sequence[ParameterGroup],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
     ):
         self.groups = [g for g in groups if g.parameters]
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
@@ -57,16 +61,20 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, targets: Tensor, ok: Tensor, *, lr_scale: float = 1.0, momentum: float = 0.95, weight_decay_scale: float = 1.0
+        self,
+        targets: Tensor,
+        ok: Tensor,
+        *,
+        lr_scale: float = 1.0,
+        momentum: float = 0.95,
+        weight_decay_scale: float = 1.0,
     ) -> None:
-        """Update from the gradients' sums, then drop them.
+        """Update from the gradients that `reduce` summed over the ranks, then drop them.
 
         `targets`, a 0-D fp32 tensor on the device, is the count over all ranks that the sums are divided by.
         `ok`, likewise, is 1 to update and 0 to leave every parameter and every state byte as it is.
         """
         targets = targets.clamp(min=1.0)
-        for plan in self._plans:
-            plan.reduce()
         for plan in self._plans:
             plan.update(targets, ok, lr_scale, momentum, weight_decay_scale)
         for plan in self._plans:
@@ -78,10 +86,17 @@ class Optimizer:
             for _, parameter in group.parameters:
                 parameter.grad = None
 
-    def grad_sum_of_squares(self) -> Tensor:
-        """Of this rank's gradients, a 0-D tensor: finite exactly when every gradient is (fp32 overflow aside)."""
-        grads = [p.grad for g in self.groups for _, p in g.parameters if p.grad is not None]
-        return torch.stack(torch._foreach_norm(grads)).square().sum()
+    @torch.no_grad()
+    def reduce(self) -> Tensor:
+        """Sum all gradients over the ranks, each rank keeping its share; then `step` may follow.
+
+        Returns the squared norm of this rank's share, 0-D: the shares' sum over the ranks is that of the whole
+        gradient, and not finite if any gradient of any rank is not.
+        """
+        for plan in self._plans:
+            plan.reduce()
+        shares = [grad for plan in self._plans for grad in plan.reduced() if grad.numel()]
+        return torch.stack(torch._foreach_norm(shares)).square().sum() if shares else torch.zeros(())
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's share of the state. The shares of all ranks, in rank order, are the whole."""
@@ -112,8 +127,19 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if tall else x
 
 
-class _MuonPlan:
-    """One group: its matrices stacked by shape, each rank owning an equal run of every stack."""
+class _Plan:
+    """One group's part of a step: reduce the gradients, update this rank's share, finish by gathering."""
+
+    works: list[dist.Work]  # collectives under way
+
+    def finish_works(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class _MuonPlan(_Plan):
+    """Matrices, stacked by shape, each rank owning an equal run of every stack."""
 
     def __init__(self, group: ParameterGroup, optimizer: Optimizer):
         self.group, self.optimizer = group, optimizer
@@ -148,14 +174,16 @@ class _MuonPlan:
             grads = self._stack([_grad(p)[a:b] for p, a, b in pieces])
             if self.optimizer.world_size > 1:
                 mine = grads.new_empty(grads.size(0) // self.optimizer.world_size, *shape)
-                self.works.append(_started(dist.reduce_scatter_tensor(mine, grads, async_op=True)))
+                self.works.append(_started(_reduce_scatter(mine, grads, async_op=True)))
                 grads = mine
             self.grads[shape] = grads
 
+    def reduced(self) -> list[Tensor]:
+        """This rank's share of the summed gradients."""
+        self.finish_works()
+        return list(self.grads.values())
+
     def update(self, targets: Tensor, ok: Tensor, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
         group, world_size, rank = self.group, self.optimizer.world_size, self.optimizer.rank
         decay = group.weight_decay * weight_decay_scale
         for shape, pieces in self.stacks.items():
@@ -183,14 +211,12 @@ class _MuonPlan:
             weight -= rate * ok * update
             if world_size > 1:
                 full = weight.new_empty(len(average) * world_size, *shape)
-                self.works.append(_started(dist.all_gather_into_tensor(full, weight, async_op=True)))
+                self.works.append(_started(_all_gather(full, weight, async_op=True)))
                 weight = full
             self.gathered[shape] = weight
 
     def finish(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
+        self.finish_works()
         for shape, pieces in self.stacks.items():
             new = list(self.gathered.pop(shape)[: len(pieces)].unbind())
             torch._foreach_copy_([p.detach()[a:b] for p, a, b in pieces], new)
@@ -205,8 +231,8 @@ class _MuonPlan:
         tensor[: len(mine)].copy_(mine)
 
 
-class _AdamWPlan:
-    """One group: large tensors are shared out by rows, small ones are updated by every rank alike."""
+class _AdamWPlan(_Plan):
+    """Any tensors: large tensors are shared out by rows, small ones are updated by every rank alike."""
 
     def __init__(self, group: ParameterGroup, optimizer: Optimizer):
         self.group, self.optimizer = group, optimizer
@@ -234,16 +260,18 @@ class _AdamWPlan:
             grad = _grad(parameter)
             if self._is_shared(i):
                 mine = torch.empty_like(grad[rows])
-                self.works.append(_started(dist.reduce_scatter_tensor(mine, grad.contiguous(), async_op=True)))
+                self.works.append(_started(_reduce_scatter(mine, grad.contiguous(), async_op=True)))
                 grad = mine
             elif self.optimizer.world_size > 1:
                 self.works.append(_started(dist.all_reduce(grad, async_op=True)))
             self.grads.append(grad)
 
+    def reduced(self) -> list[Tensor]:
+        """This rank's share of the summed gradients; of those that every rank holds, rank 0 has the share."""
+        self.finish_works()
+        return [grad for i, grad in enumerate(self.grads) if self._is_shared(i) or self.optimizer.rank == 0]
+
     def update(self, targets: Tensor, ok: Tensor, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
         group = self.group
         steps = group.state[self.key]
         steps += ok
@@ -270,12 +298,10 @@ class _AdamWPlan:
         for i, (parameter, rows) in enumerate(self.shards):
             if self._is_shared(i):
                 mine = parameter.detach()[rows].clone()
-                self.works.append(_started(dist.all_gather_into_tensor(parameter.detach(), mine, async_op=True)))
+                self.works.append(_started(_all_gather(parameter.detach(), mine, async_op=True)))
 
     def finish(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
+        self.finish_works()
 
     def load(self, tensor: Tensor, name: str, shares: list[Tensor]) -> None:
         if name == self.key:
@@ -292,6 +318,16 @@ class _AdamWPlan:
 def _grad(parameter: nn.Parameter) -> Tensor:
     """A parameter that no loss reached counts as one with a zero gradient, on every rank alike."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _reduce_scatter(output: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return named(output, whole, **options)
+
+
+def _all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
+    named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return named(whole, share, **options)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -43,7 +43,9 @@ def safe_tag(tag: str) -> str:
     Raises UserError: for anything that could leave its folder (`..`, a slash, a leading dot).
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", tag):
-        raise UserError(f"--model_tag {tag!r} is not a plain folder name: use letters, digits, '_', '-', '.' (at most 100)")
+        raise UserError(
+            f"--model_tag {tag!r} is not a plain folder name: use letters, digits, '_', '-', '.' (at most 100)"
+        )
     return tag
 
 

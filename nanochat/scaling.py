@@ -16,7 +16,9 @@ REFERENCE_RATIO = 12  # training tokens a scaling parameter behind REFERENCE_BAT
 BATCH_EXPONENT = 0.383  # B grows as D ** 0.383 (source: Bergsma et al. 2025, Power Lines, arXiv 2505.13738)
 
 
-def model_config(depth: int, vocab_size: int, sequence_len: int, window_pattern: str = "L", head_dim: int = HEAD_DIM) -> GPTConfig:
+def model_config(
+    depth: int, vocab_size: int, sequence_len: int, window_pattern: str = "L", head_dim: int = HEAD_DIM
+) -> GPTConfig:
     """The fast preset at a depth: width 64 x depth, rounded up to whole heads (source: nanochat)."""
     width = -(-depth * WIDTH_PER_LAYER // head_dim) * head_dim
     heads = width // head_dim

@@ -76,7 +76,7 @@ class StepStats:
 
     loss: Tensor  # mean nats a target, over all ranks
     targets: Tensor  # over all ranks
-    grad_norm: Tensor  # root of the summed squares of all ranks' mean gradients; not that of their mean
+    grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped
 
 
@@ -102,7 +102,7 @@ def train_step(
             loss, targets = loss_fn(model, batch)
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
-    totals[2] = optimizer.grad_sum_of_squares()
+    totals[2] = optimizer.reduce()
     if device.world_size > 1:
         dist.all_reduce(totals)
     loss_sum, target_count, squares = totals.unbind()

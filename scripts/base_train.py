@@ -118,7 +118,9 @@ def main(config: Config) -> None:
         dtype=device.dtype,
     )
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), {steps * batch_tokens:,} in all")
+    print0(
+        f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), {steps * batch_tokens:,} in all"
+    )
 
     # ------------------------------------------------------------------ resume
     tag = config.model_tag or f"d{config.depth}"
@@ -129,9 +131,13 @@ def main(config: Config) -> None:
         step_folder, meta = found
         for name, value in dataclasses.asdict(model_config).items():
             if meta["model"][name] != value:
-                raise UserError(f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: use its flags, or another --model_tag")
+                raise UserError(
+                    f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: use its flags, or another --model_tag"
+                )
         if meta["tokenizer"] != tokenizer.fingerprint():
-            raise UserError(f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag")
+            raise UserError(
+                f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
+            )
         shares = checkpoint_manager.load_training(step_folder, meta)
         checkpoint_manager.load_weights(model, step_folder)
         optimizer.load_state_dict([share.optimizer for share in shares])
@@ -202,7 +208,9 @@ def main(config: Config) -> None:
             clock, clock_step = time.perf_counter(), progress.step
     loader.close()
     if progress.best_val_bpb is not None:
-        print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, best validation {progress.best_val_bpb:.4f} bits per byte")
+        print0(
+            f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, best validation {progress.best_val_bpb:.4f} bits per byte"
+        )
     devices.shutdown(device)
 
 

@@ -206,7 +206,11 @@ def unsafe_loading(source: Source) -> Iterator[str]:
             ]
             if not safe:
                 yield f"{source.path}:{node.lineno} torch.load without weights_only=True"
-        if dotted(node) == "tiktoken.get_encoding" and source.path != READS_CACHED_ENCODINGS:
+        if (
+            isinstance(node, ast.Attribute)
+            and dotted(node) == "tiktoken.get_encoding"
+            and source.path != READS_CACHED_ENCODINGS
+        ):
             yield f"{source.path}:{node.lineno} tiktoken.get_encoding downloads"
         if isinstance(node, ast.ImportFrom) and node.module == "tiktoken":
             for alias in node.names:

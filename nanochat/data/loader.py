@@ -169,7 +169,13 @@ class _Source:
     """What the lanes share: the corpus in its shuffled order, and the tokenizer."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int, workers: int, lane_count: int):
-        self.corpus, self.tokenizer, self.seed, self.workers, self.lane_count = corpus, tokenizer, seed, workers, lane_count
+        self.corpus, self.tokenizer, self.seed, self.workers, self.lane_count = (
+            corpus,
+            tokenizer,
+            seed,
+            workers,
+            lane_count,
+        )
         self.begin = tokenizer.get_bos_token_id()
         self.block_count = corpus.block_count()
         self._orders: dict[int, Any] = {}  # epoch -> permutation of the blocks

@@ -1,0 +1,106 @@
+"""Evaluate a base model: bits per byte on train and validation text, samples, and how many stories hold together.
+
+python -m scripts.base_eval --data demo --stories 200
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.cli import UserError, run
+
+
+@dataclass(frozen=True)
+class Config:
+    source: str = "base"  # a stage, or a checkpoint's folder
+    model_tag: str | None = None  # default: the tag written last
+    step: int | None = None  # default: the newest
+    data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
+    val_data: str | None = None  # held-out text; default: the end of --data
+    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
+    eval_tokens: int = 1_048_576  # of each split
+    device_batch_size: int = 16  # rows a device computes at once
+    samples: int = 4  # to print
+    prompt: str = ""  # what every sample begins with; default: openings of held-out demo stories, or nothing
+    stories: int = 0  # demo stories to sample and grade with the story checker
+    max_tokens: int = 256  # of a sample
+    temperature: float = 0.7  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    seed: int = 0  # of the samples
+
+
+def main(config: Config) -> None:
+    # The heavy imports stand here so that --help answers at once.
+    import torch
+
+    from nanochat import device as devices
+    from nanochat.checkpoint_manager import load_model
+    from nanochat.data import demo
+    from nanochat.data.sources import open_corpus
+    from nanochat.engine import Engine
+    from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.log import print0
+    from nanochat.paths import run_dir
+
+    # ------------------------------------------------------------------ load
+    for flag in ("eval_tokens", "device_batch_size", "max_tokens"):
+        if getattr(config, flag) < 1:
+            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
+    corpora = open_corpus(config.data, config.val_data, hub=config.hub)
+    device = devices.init(config.device, config.dtype)
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    print0(f"model: {meta['folder']}, step {meta['step']}")
+    results: dict[str, float | int | list[str]] = {"step": meta["step"]}
+
+    # ------------------------------------------------------------------ bits per byte
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    for split, corpus in zip(("train", "val"), corpora, strict=True):
+        rows = validation_rows(corpus, tokenizer, model.config.sequence_len, config.eval_tokens)
+        results[f"{split}_bpb"] = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
+        print0(
+            f"{split}: {results[f'{split}_bpb']:.4f} bits per byte on {rows[:, 1:].numel():,} tokens of {corpus.name}"
+        )
+
+    # ------------------------------------------------------------------ samples and stories, on rank 0
+    if device.is_main:
+        engine = Engine(model, tokenizer, device)
+
+        def continue_text(prompts: list[str]) -> list[str]:
+            """Each prompt with its continuation, up to the end of the document."""
+            ids = [tokenizer.encode(prompt, prepend=tokenizer.get_bos_token_id()) for prompt in prompts]
+            texts = [prompt.encode() for prompt in prompts]
+            for column in engine.stream(
+                ids, max_tokens=config.max_tokens, temperature=config.temperature,
+                top_k=config.top_k, top_p=config.top_p, seed=config.seed,
+            ):  # fmt: skip
+                for i, token in enumerate(column):
+                    texts[i] += b"" if token is None else tokenizer.decode_bytes([token])
+            return [text.decode(errors="replace") for text in texts]
+
+        openings = demo.prompts(max(config.samples, config.stories), config.seed) if config.data == "demo" else []
+        if config.samples:
+            prompts = [config.prompt] * config.samples if config.prompt or not openings else openings[: config.samples]
+            results["samples"] = continue_text(prompts)
+            for text in results["samples"]:
+                print0(f"\n{text}")
+        if config.stories:
+            openings = openings or demo.prompts(config.stories, config.seed)
+            stories = [
+                s for i in range(0, config.stories, 50) for s in continue_text(openings[i : i + 50][: config.stories])
+            ]
+            checks = [demo.check_story(story) for story in stories]
+            results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
+            failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")
+            print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{failure}")
+        if config.source == "base":
+            folder = run_dir("base", meta["folder"].rsplit("/", 2)[-2])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "eval.json").write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+    devices.shutdown(device)
+
+
+if __name__ == "__main__":
+    run(main, Config)
