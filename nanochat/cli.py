@@ -46,9 +46,8 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            fail(
-                f"the disk is full ({error.filename or 'no file named'}): free space or point NANOCHAT_BASE_DIR elsewhere"
-            )
+            where = error.filename or "no file named"
+            fail(f"the disk is full ({where}): free space or point NANOCHAT_BASE_DIR elsewhere")
         raise
     except RuntimeError as error:  # every backend's out-of-memory error is a RuntimeError
         if "out of memory" in str(error).lower() or "not enough memory" in str(error).lower():

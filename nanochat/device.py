@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -201,8 +202,8 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
         module.set_device(local_rank)
 
     if world_size > 1 and not dist.is_initialized():
-        options = {} if kind == "cpu" else {"device_id": torch.device(kind, local_rank)}
-        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, **options)
+        device_id = None if kind == "cpu" else torch.device(kind, local_rank)
+        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id)
 
     name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
@@ -261,7 +262,7 @@ def _cpu_name() -> str:
 
 def _cpu_info(field: str) -> str:
     try:
-        with open("/proc/cpuinfo") as lines:
+        with Path("/proc/cpuinfo").open() as lines:
             return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
     except OSError:
         return ""

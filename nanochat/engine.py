@@ -35,7 +35,7 @@ class Engine:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[Tensor, KVCache]:
-        """Run whole prompts; returns the logits behind each one's last token (B, V), and a cache of `capacity` tokens."""
+        """Run whole prompts; returns the logits behind each one's last token (B, V), and the cache of `capacity`."""
         lengths = torch.tensor([len(p) for p in prompts], device=self.device.torch_device)
         longest = max(len(p) for p in prompts)
         tokens = torch.zeros(len(prompts), longest, dtype=torch.long)

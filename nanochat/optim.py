@@ -1,8 +1,9 @@
 """Muon for matrices and AdamW for the rest, with state and work shared out over the ranks.
 
-The optimizer knows parameters by group, never by model. `reduce` sums the
-ranks' gradients, `step` divides by the number of targets and updates: every rank reduces, updates and
-sends back only its own share (source: Rajbhandari et al. 2020, ZeRO stage 1). Nothing in a step waits for the device: a step that must be skipped is skipped by arithmetic.
+The optimizer knows parameters by group, never by model. `reduce` sums the ranks' gradients, `step` divides
+by the number of targets and updates: every rank reduces, updates and sends back only its own share (source:
+Rajbhandari et al. 2020, ZeRO stage 1). Nothing in a step waits for the device: a step that must be skipped
+is skipped by arithmetic.
 
 Muon: Jordan et al. 2024; orthogonalisation by Amsel et al. 2025, Polar Express (arXiv 2505.16932);
 per-neuron second moment by Li et al. 2025, NorMuon (arXiv 2510.05491); cautious weight decay by
@@ -96,7 +97,7 @@ class Optimizer:
         for plan in self._plans:
             plan.reduce()
         shares = [grad for plan in self._plans for grad in plan.reduced() if grad.numel()]
-        return torch.stack(torch._foreach_norm(shares)).square().sum() if shares else torch.zeros(())
+        return torch.stack(torch._foreach_norm(shares)).square().sum() if shares else torch.zeros(())  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's share of the state. The shares of all ranks, in rank order, are the whole."""
@@ -219,7 +220,7 @@ class _MuonPlan(_Plan):
         self.finish_works()
         for shape, pieces in self.stacks.items():
             new = list(self.gathered.pop(shape)[: len(pieces)].unbind())
-            torch._foreach_copy_([p.detach()[a:b] for p, a, b in pieces], new)
+            torch._foreach_copy_([p.detach()[a:b] for p, a, b in pieces], new)  # pyright: ignore[reportPrivateImportUsage]
 
     def load(self, tensor: Tensor, name: str, shares: list[Tensor]) -> None:
         shape = next(s for s in self.stacks if name.startswith(self._key(s) + "."))
@@ -277,7 +278,7 @@ class _AdamWPlan(_Plan):
         steps += ok
         names = [name for name, _ in group.parameters]
         # torch's one fused kernel: it divides by grad_scale, and touches nothing when found_inf is 1
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [p.detach()[rows] for p, rows in self.shards],
             self.grads,
             [group.state[f"adamw.{name}.first_moment"] for name in names],

@@ -60,7 +60,8 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, device as devices, scaling
+    from nanochat import checkpoint_manager, scaling
+    from nanochat import device as devices
     from nanochat.checkpoint_manager import Training
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import open_corpus
@@ -119,7 +120,8 @@ def main(config: Config) -> None:
     )
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(
-        f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), {steps * batch_tokens:,} in all"
+        f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), "
+        f"{steps * batch_tokens:,} in all"
     )
 
     # ------------------------------------------------------------------ resume
@@ -132,7 +134,8 @@ def main(config: Config) -> None:
         for name, value in dataclasses.asdict(model_config).items():
             if meta["model"][name] != value:
                 raise UserError(
-                    f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: use its flags, or another --model_tag"
+                    f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: "
+                    "use its flags, or another --model_tag"
                 )
         if meta["tokenizer"] != tokenizer.fingerprint():
             raise UserError(
@@ -208,9 +211,8 @@ def main(config: Config) -> None:
             clock, clock_step = time.perf_counter(), progress.step
     loader.close()
     if progress.best_val_bpb is not None:
-        print0(
-            f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, best validation {progress.best_val_bpb:.4f} bits per byte"
-        )
+        best = f"best validation {progress.best_val_bpb:.4f} bits per byte"
+        print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, {best}")
     devices.shutdown(device)
 
 
@@ -241,7 +243,8 @@ def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
         near = max(1, round(config.total_batch_size / micro_tokens)) * micro_tokens
         raise UserError(
             f"--total_batch_size {config.total_batch_size} is not {given or 'a multiple of'} x {micro_tokens} tokens "
-            f"(device_batch_size x max_seq_len x processes): use {(given or 0) * micro_tokens or near}, or another --device_batch_size"
+            f"(device_batch_size x max_seq_len x processes): "
+            f"use {(given or 0) * micro_tokens or near}, or another --device_batch_size"
         )
     return count
 

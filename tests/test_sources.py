@@ -121,13 +121,13 @@ def test_byte_order_mark_and_utf16(tmp_path):
         open_corpus(path, path)
 
 
-def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, caplog):
+def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, capsys):
     path = write(tmp_path / "bad.txt", b"good\xff\n" + b"line \xfe here \xef\xbf\xbd\n" * 2 + b"fine\n" * 2000)
     corpus = open_corpus(path)[0]
     assert documents(corpus)[0].startswith("good\ufffd\nline \ufffd here \ufffd\n")
     documents(corpus)
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"{path}: 3 invalid UTF-8 sequences are read as \ufffd"]
+    messages = capsys.readouterr().err.splitlines()
+    assert messages == [f"warning: {path}: 3 invalid UTF-8 sequences are read as \ufffd"]
 
 
 def test_one_line_of_ten_megabytes(tmp_path):

@@ -64,8 +64,8 @@ class Dataset:
 # How sure we are stands above each entry; nothing here was tried from a connected machine yet.
 DATASETS = {
     # Repo, pattern, last shard 6542: nanochat upstream and its forks agree; a shard is about 92 MB, 84 row groups of
-    # 1,024 documents. Revision: ten public projects pin this one. Licence: of the source, nvidia/ClimbMix; its card
-    # says MIT. No text copy is known on ModelScope (nv-community/ClimbMix holds GPT-2 tokens).
+    # 1,024 documents. Revision: ten files of public projects name this one. Licence: of the source,
+    # nvidia/ClimbMix; its card says MIT. No text copy is known on ModelScope (nv-community/ClimbMix holds GPT-2 tokens).
     "climbmix": Dataset(
         {"hf": Shards("karpathy/climbmix-400b-shuffle", CLIMBMIX_REVISION, "shard_{:05d}.parquet", 6543)},
         licence="CC BY-NC 4.0",
@@ -73,7 +73,8 @@ DATASETS = {
     ),
     # hf: nanochat upstream until March 2026, last shard 1822, about 100 MB each; no pinned revision was found, so only
     # the sha256 that the hub sends guards against a change. Licence: of the source, HuggingFaceFW/fineweb-edu.
-    # ModelScope: public scripts name these folders of the mirror; its shards are about 2 GB each, hence two.
+    # ModelScope: public scripts name such folders; that this mirror has this one, at about 2 GB a shard, is
+    # unconfirmed.
     "fineweb-edu": Dataset(
         {
             "hf": Shards("karpathy/fineweb-edu-100b-shuffle", "main", "shard_{:05d}.parquet", 1823),

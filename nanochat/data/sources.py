@@ -15,7 +15,6 @@ import difflib
 import gzip
 import itertools
 import json
-import logging
 import mmap
 import os
 import re
@@ -31,6 +30,7 @@ import numpy as np
 
 from nanochat.cli import UserError
 from nanochat.data import hub as hubs
+from nanochat.log import warn
 
 DOCUMENT_BYTES = 4096  # of a .txt without separators
 LARGEST_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
@@ -39,7 +39,6 @@ MARK = b"<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 NAMES = ("demo", "pydoc", *hubs.DATASETS)
-log = logging.getLogger(__name__)
 
 
 class Corpus(Protocol):
@@ -211,7 +210,7 @@ class TextFile(IndexedFile):
                     filled, count = filled + end - begin, count + 1
                     invalid += _invalid(data[begin:end])
         if invalid:
-            log.warning("%s: %d invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}", path, invalid)
+            warn(f"{path}: {invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
         self.begins = np.array([*begins, self.stop], dtype=np.int64)  # (blocks + 1,) bytes
         super().__init__(path, [*starts, count])
 
