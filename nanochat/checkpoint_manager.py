@@ -10,6 +10,7 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
 The folder is written as `step_<n>.tmp`, flushed to the disk, and renamed by rank 0 once all ranks are done.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -75,12 +76,37 @@ def save(
     Raises UserError: when the disk cannot hold it; older checkpoints stay as they are.
     """
     final = folder / f"step_{step:06d}"
-    unfinished = final.with_name(final.name + ".tmp")
+    needed = sum(t.nbytes for t in model.state_dict().values())
+    if training is not None:
+        needed += sum(t.nbytes for t in training.to_tensors().values()) * device.world_size
+    try:
+        _write(final, needed, step, model, tokenizer, meta, training, device)
+    except (OSError, SafetensorError) as error:  # safetensors passes the system's error on in words only
+        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        message = _disk_is_full(folder, needed)  # counted before the unfinished folder goes
+        shutil.rmtree(_unfinished(final), ignore_errors=True)
+        raise UserError(message) from error
+    return final
+
+
+def _write(
+    final: Path,
+    needed: int,
+    step: int,
+    model: GPT,
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    training: Training | None,
+    device: Device,
+) -> None:
+    unfinished, replaced = _unfinished(final), final.with_name(final.name + ".old")
     if device.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
-        _check_room(folder, sum(t.nbytes for t in weights.values()), training, device)
+        if needed * 1.02 > shutil.disk_usage(final.parent).free:
+            raise UserError(_disk_is_full(final.parent, needed))
         save_file(weights, unfinished / "model.safetensors")
         tokenizer.save(unfinished)
         meta = {
@@ -103,11 +129,13 @@ def save(
         (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*files, unfinished / "manifest.json", unfinished):
             _flush_to_disk(path)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
+            final.rename(replaced)
         unfinished.rename(final)
-        _flush_to_disk(folder)
+        _flush_to_disk(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     _barrier(device)
-    return final
 
 
 def steps(folder: Path) -> list[int]:
@@ -129,13 +157,17 @@ def verify(step_folder: Path) -> dict[str, Any]:
             path = step_folder / Path(name).name
             if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{path} is damaged")
+        needed = {"model.safetensors", "meta.json", "tokenizer.json"}
+        if missing := needed - set(manifest):
+            raise DamagedCheckpoint(f"{step_folder} is damaged (its manifest has no {', '.join(sorted(missing))})")
         meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        version = meta.get("version")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(f"{step_folder} is damaged ({error})") from error
-    if meta.get("version") != FORMAT_VERSION:
-        raise UserError(f"{step_folder} has format version {meta.get('version')}, this code reads {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        raise UserError(f"{step_folder} has format version {version}, this code reads {FORMAT_VERSION}")
     return meta
 
 
@@ -201,8 +233,11 @@ def load_model(
         tokenizer = Tokenizer.load(chosen)
         model = GPT(GPTConfig(**meta["model"]))
         load_weights(model, chosen)
-    except (DamagedCheckpoint, TypeError) as error:
-        raise UserError(f"{error}: train it again, or name an older --step") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:  # damaged, or not ours
+        message = error if isinstance(error, DamagedCheckpoint) else f"{chosen} cannot be used ({error!r})"
+        raise UserError(f"{message}: train it again, or name an older --step") from error
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
     return model.to(device.torch_device).eval(), tokenizer, {**meta, "folder": str(chosen)}
@@ -220,14 +255,15 @@ def _maker(stage: str) -> str:
     return f"python -m scripts.{paths.STAGES[stage]}"
 
 
-def _check_room(folder: Path, weights: int, training: Training | None, device: Device) -> None:
-    shares = sum(t.nbytes for t in training.to_tensors().values()) * device.world_size if training else 0
-    needed, free = weights + shares, shutil.disk_usage(folder).free
-    if needed * 1.02 > free:
-        raise UserError(
-            f"the disk is full: a checkpoint needs {needed:,} bytes, {folder} has {free:,} free; make room, or "
-            f"point NANOCHAT_BASE_DIR elsewhere"
-        )
+def _unfinished(final: Path) -> Path:
+    return final.with_name(final.name + ".tmp")
+
+
+def _disk_is_full(folder: Path, needed: int) -> str:
+    return (
+        f"the disk is full: a checkpoint needs {needed:,} bytes, {folder} has {shutil.disk_usage(folder).free:,} "
+        f"free; make room, or point NANOCHAT_BASE_DIR elsewhere"
+    )
 
 
 def _barrier(device: Device) -> None:

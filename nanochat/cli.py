@@ -5,10 +5,14 @@ behind a field is its help. Exit codes: 0 done, 1 the run failed (one line says 
 2 bad flags. `NANOCHAT_TRACEBACK=1` shows the whole traceback of a failure.
 """
 
+import contextlib
 import errno
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Config = TypeVar("Config")
@@ -27,7 +31,22 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     if argv[:1] == ["--"]:
         argv = argv[1:]
     module = sys.modules[config_type.__module__]
-    return tyro.cli(config_type, args=argv, description=module.__doc__, use_underscores=True)
+    command = f"python -m {module.__spec__.name}" if module.__spec__ else Path(sys.argv[0]).name
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(config_type, prog=command, args=argv, description=module.__doc__, use_underscores=True)
+    except SystemExit as leaving:
+        if leaving.code:
+            fail(f"{_without_frame(said.getvalue())}; see `{command} --help`", code=2)
+        raise
+
+
+def _without_frame(text: str) -> str:
+    """What tyro says about a bad flag, without the box around it and the line on --help at its end."""
+    lines = [line.strip("│| ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line[:1] not in "╭╰+"]
+    sections = " ".join("\n" if line and not line.strip("─-") else line for line in lines).split("\n")
+    return "; ".join(section.strip() for section in sections if not section.strip().startswith("For full helptext"))
 
 
 def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
@@ -49,9 +68,10 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
             where = error.filename or "no file named"
             fail(f"the disk is full ({where}): free space or point NANOCHAT_BASE_DIR elsewhere")
         raise
-    except RuntimeError as error:  # every backend's out-of-memory error is a RuntimeError
-        if "out of memory" in str(error).lower() or "not enough memory" in str(error).lower():
-            first_line = str(error).splitlines()[0]
+    except (RuntimeError, MemoryError) as error:  # every backend's out-of-memory error is a RuntimeError
+        words = ("out of memory", "not enough memory", "can't allocate memory")
+        if isinstance(error, MemoryError) or any(word in str(error).lower() for word in words):
+            first_line = (str(error).splitlines() or ["MemoryError"])[0]
             fail(f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})")
         raise
 

@@ -52,7 +52,7 @@ class Engine:
     def decode_one_token(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B,), the last of each row, continue the cache; returns the logits behind them (B, V)."""
         hidden = self.model.hidden(tokens[:, None], cache)
-        cache.position += 1
+        cache.position.add_(1).clamp_(max=cache.capacity - 1)  # a row that has ended stays inside
         return self.model.logits(hidden[:, 0])
 
     def stream(
@@ -78,7 +78,7 @@ class Engine:
         longest = max(len(p) for p in prompts)
         if longest >= context:
             raise UserError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
-        max_tokens = min(max_tokens, context - longest)
+        room = [min(max_tokens, context - len(p)) for p in prompts]  # new tokens of each row, at most
         capacity = min(context, _round_up(longest + max_tokens))
         generator = torch.Generator(self.device.torch_device).manual_seed(seed)
 
@@ -88,14 +88,17 @@ class Engine:
         else:
             logits, cache = self.prefill(prompts, capacity)
         running = [True] * len(prompts)
-        for made in range(1, max_tokens + 1):
+        for made in range(1, max(room) + 1):
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
             column = tokens.tolist()  # the one wait for the device
-            running = [alive and token not in self.stop_ids for alive, token in zip(running, column, strict=True)]
+            running = [
+                alive and made <= most and token not in self.stop_ids
+                for alive, most, token in zip(running, room, column, strict=True)
+            ]
             if not any(running):
                 return
             yield [token if alive else None for alive, token in zip(running, column, strict=True)]
-            if made < max_tokens:
+            if made < max(room):
                 cache.visible = min(capacity, _round_up(longest + made))
                 logits = self.decode_one_token(tokens, cache)
 
@@ -145,12 +148,12 @@ def sample(
 
     top_k keeps the k best; top_p keeps the fewest best whose probabilities reach p (source: Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # greedy; dividing by less would overflow
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     if 0 < top_k < logits.size(-1):
-        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        best = logits.topk(top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter_(-1, best.indices, best.values)
     probabilities = logits.softmax(dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)

@@ -224,10 +224,10 @@ class _MuonPlan(_Plan):
 
     def load(self, tensor: Tensor, name: str, shares: list[Tensor]) -> None:
         shape = next(s for s in self.stacks if name.startswith(self._key(s) + "."))
-        whole = torch.cat(list(shares))[: len(self.stacks[shape])]
-        mine = whole[self.optimizer.rank * len(tensor) : (self.optimizer.rank + 1) * len(tensor)]
-        if mine.shape[1:] != tensor.shape[1:]:
+        count, whole = len(self.stacks[shape]), torch.cat(list(shares))
+        if whole.shape[1:] != tensor.shape[1:] or len(whole) != count + -count % len(shares):  # with its padding
             raise ValueError(f"the optimizer state {name} has another shape: it belongs to another model")
+        mine = whole[:count][self.optimizer.rank * len(tensor) : (self.optimizer.rank + 1) * len(tensor)]
         tensor.zero_()
         tensor[: len(mine)].copy_(mine)
 

@@ -87,10 +87,8 @@ def main(config: Config) -> None:
             for text in results["samples"]:
                 print0(f"\n{text}")
         if config.stories:
-            openings = openings or demo.prompts(config.stories, config.seed)
-            stories = [
-                s for i in range(0, config.stories, 50) for s in continue_text(openings[i : i + 50][: config.stories])
-            ]
+            openings = (openings or demo.prompts(config.stories, config.seed))[: config.stories]
+            stories = [s for i in range(0, config.stories, 50) for s in continue_text(openings[i : i + 50])]
             checks = [demo.check_story(story) for story in stories]
             results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
             failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")

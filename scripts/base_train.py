@@ -143,7 +143,10 @@ def main(config: Config) -> None:
             )
         shares = checkpoint_manager.load_training(step_folder, meta)
         checkpoint_manager.load_weights(model, step_folder)
-        optimizer.load_state_dict([share.optimizer for share in shares])
+        try:
+            optimizer.load_state_dict([share.optimizer for share in shares])
+        except ValueError as error:  # --optimizer is not the one it was trained with
+            raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
         loader_state = LoaderState.merge([share.loader for share in shares])
         device.set_rng_state(shares[device.rank % len(shares)].rng)
         progress = Progress(**meta["progress"])
@@ -224,6 +227,11 @@ def check(config: Config) -> None:
     for flag in ("num_iterations", "total_batch_size", "gradient_accumulation_steps"):
         if getattr(config, flag) is not None and getattr(config, flag) < 1:
             raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
+    for flag in ("eval_every", "save_every", "dataloader_num_workers", "seed"):
+        if getattr(config, flag) < 0:
+            raise UserError(f"--{flag} {getattr(config, flag)}: 0 or more")
+    if config.target_param_data_ratio <= 0:
+        raise UserError(f"--target_param_data_ratio {config.target_param_data_ratio}: above 0, such as 12")
     if config.head_dim % 2:
         raise UserError(f"--head_dim {config.head_dim}: an even number, such as 64 or 128")
     if set(config.window_pattern) - set("SL") or not config.window_pattern:

@@ -65,7 +65,7 @@ class Dataset:
 DATASETS = {
     # Repo, pattern, last shard 6542: nanochat upstream and its forks agree; a shard is about 92 MB, 84 row groups of
     # 1,024 documents. Revision: ten files of public projects name this one. Licence: of the source,
-    # nvidia/ClimbMix; its card says MIT. No text copy is known on ModelScope (nv-community/ClimbMix holds GPT-2 tokens).
+    # nvidia/ClimbMix; its card says MIT. ModelScope is not known to have the text (nv-community/ClimbMix is tokens).
     "climbmix": Dataset(
         {"hf": Shards("karpathy/climbmix-400b-shuffle", CLIMBMIX_REVISION, "shard_{:05d}.parquet", 6543)},
         licence="CC BY-NC 4.0",

@@ -114,7 +114,8 @@ class Loader:
         self._lanes = {lane: _Lane(source, lane, state) for lane in range(rank, count, world_size)}
         self._lane_count, self._stride, self._source = count, world_size, source
         first = state.row if state else 0
-        self._row = first + (rank - first) % world_size  # this rank's next row
+        self._offset = (rank - first) % world_size  # of this rank's rows behind the first of all ranks
+        self._row = first + self._offset  # this rank's next row
         self._batch_rows, self._row_tokens = batch_rows, row_tokens
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(PREFETCH)
         self._stop = threading.Event()
@@ -129,6 +130,7 @@ class Loader:
             self._thread.start()
         item = self._queue.get()
         if isinstance(item, BaseException):
+            self._queue.put(item)  # the thread has ended: whoever asks again is told again
             raise item
         return item
 
@@ -159,7 +161,7 @@ class Loader:
             self._row += self._stride
         tokens = torch.from_numpy(rows)
         states = {number: lane.state() for number, lane in self._lanes.items()}
-        state = LoaderState(self._row - self._row % self._stride, states, self._lane_count)
+        state = LoaderState(self._row - self._offset, states, self._lane_count)
         blocks = self._source.block_count
         passed = min(lane.block * self._lane_count + number for number, lane in self._lanes.items())
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, passed // blocks if blocks else 0)
@@ -237,6 +239,6 @@ class _Lane:
             self.document += len(texts)
             if self.document >= len(self.texts):
                 empty = 0 if self.texts else empty + 1
-                if empty > (self.source.block_count or 1000):
+                if empty > 50 * (self.source.block_count or 1000):  # a lane meets its blocks by chance
                     raise UserError(f"{self.source.corpus.name}: every document is empty")
                 self.block, self.document, self.texts = self.block + 1, 0, None

@@ -1,0 +1,37 @@
+"""One torch thread and one seed for every test, and no test writes where the user's runs live."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import tiny
+import torch
+
+from nanochat.gpt import GPTConfig
+from nanochat.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs, checkpoints and downloads of all tests go to a temporary folder."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NANOCHAT_BASE_DIR", os.fspath(tmp_path_factory.mktemp("base")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_seed() -> None:
+    """The same numbers at every run, and no second thread to wait for where cores are shared."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_config() -> GPTConfig:
+    return tiny.tiny_config()
+
+
+@pytest.fixture
+def tiny_tokenizer() -> Tokenizer:
+    return tiny.tiny_tokenizer()

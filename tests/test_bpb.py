@@ -1,0 +1,175 @@
+"""Bits per byte by hand, and the same however the text is cut into rows, batches and ranks."""
+
+import math
+
+import pytest
+import torch
+from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.evals.bpb import bits_per_byte, validation_rows
+from nanochat.tokenizer import Tokenizer
+
+BLOCKS = [["the then", "从 an ox"], [], ["hat", "the 从从 theme", "x"]]  # the last block ends in the middle of nothing
+ALL = 10**6
+
+
+class Blocks:
+    """A corpus of a few blocks, or of the same ones for ever."""
+
+    name = "blocks"
+
+    def __init__(self, endless: bool = False):
+        self.endless, self.read = endless, 0
+
+    def block_count(self) -> int | None:
+        return None if self.endless else len(BLOCKS)
+
+    def read_block(self, index: int) -> list[str]:
+        self.read += 1
+        return BLOCKS[index % len(BLOCKS)]
+
+
+class Uniform:
+    """Gives every token of V the same probability."""
+
+    def __init__(self, vocab_size: int):
+        self.nats = math.log(vocab_size)
+
+    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        assert tokens.min() >= 0
+        return torch.where(targets == IGNORE, 0.0, self.nats)
+
+
+class Pairs:
+    """Losses that a token and its predecessor decide, and a record of what was asked."""
+
+    def __init__(self, vocab_size: int):
+        self.table = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 9
+        self.asked: list[tuple[int, int]] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.shapes.add(tuple(tokens.shape))
+        pairs = torch.stack((tokens, targets), dim=-1)[targets != IGNORE]
+        self.asked += [(first, second) for first, second in pairs.tolist()]
+        return torch.where(targets == IGNORE, 0.0, self.table[tokens, targets.clamp(min=0)])
+
+
+def stream(tokenizer: Tokenizer) -> list[int]:
+    """All documents of BLOCKS, a begin token before each."""
+    documents = [document for block in BLOCKS for document in block]
+    return sum((tokenizer.encode(document, prepend="<|bos|>") for document in documents), [])
+
+
+def weights(tokenizer: Tokenizer) -> Tensor:
+    return torch.tensor(tokenizer.token_bytes())
+
+
+def by_hand(tokenizer: Tokenizer) -> float:
+    """Pairs over the whole stream: bits of all but the begin tokens, over the bytes of the text."""
+    tokens, begin = stream(tokenizer), tokenizer.get_bos_token_id()
+    table = Pairs(tokenizer.vocab_size).table
+    nats = sum(table[a, b].item() for a, b in zip(tokens, tokens[1:], strict=False) if b != begin)
+    return nats / math.log(2) / sum(len(text.encode()) for block in BLOCKS for text in block)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("row_tokens", [1, 2, 5, 7, 100])
+@pytest.mark.parametrize("max_tokens", [ALL, 20, 1])
+def test_rows_hold_the_stream_and_each_begins_with_the_last_of_the_one_before(row_tokens: int, max_tokens: int) -> None:
+    tokenizer = tiny_tokenizer()
+    rows = validation_rows(Blocks(), tokenizer, row_tokens, max_tokens)
+    assert rows.dtype == torch.int64
+    assert rows.size(1) == row_tokens + 1
+    assert torch.equal(rows[1:, 0], rows[:-1, -1])
+    targets = rows[:, 1:].flatten().tolist()
+    expected = stream(tokenizer)[: max_tokens + 1]
+    assert [rows[0, 0].item(), *targets[: len(expected) - 1]] == expected
+    assert targets[len(expected) - 1 :] == [IGNORE] * (len(targets) - len(expected) + 1)
+    assert len(targets) - (len(expected) - 1) < row_tokens  # no row of filling alone
+
+
+def test_an_endless_corpus_is_read_no_further_than_needed(tiny_tokenizer: Tokenizer) -> None:
+    corpus = Blocks(endless=True)
+    rows = validation_rows(corpus, tiny_tokenizer, 16, 80)
+    assert rows.shape == (5, 17)
+    assert not (rows == IGNORE).any()
+    assert corpus.read <= 3 * 80 // len(stream(tiny_tokenizer)) + 3
+
+
+def test_a_text_of_one_token_still_is_a_row(tiny_tokenizer: Tokenizer) -> None:
+    class Empty(Blocks):
+        def read_block(self, index: int) -> list[str]:
+            return [""] if index == 0 else []
+
+    rows = validation_rows(Empty(), tiny_tokenizer, 4, 100)
+    assert rows.tolist() == [[tiny_tokenizer.get_bos_token_id(), *[IGNORE] * 4]]
+    value = bits_per_byte(Uniform(9), rows, weights(tiny_tokenizer), 2, cpu_device())
+    assert math.isnan(value)  # no byte to predict
+
+
+# ---------------------------------------------------------------------- the number
+
+
+def test_uniform_by_hand() -> None:
+    """Six tokens of text over eleven bytes: 6 log2(V) / 11. The two special tokens count for nothing."""
+    tokenizer = tiny_tokenizer()
+    begin = tokenizer.get_bos_token_id()
+    the, ox, from_ = tokenizer.encode(" the"), tokenizer.encode("a"), tokenizer.encode("从")
+    assert (len(the), len(ox), len(from_)) == (1, 1, 1)
+    rows = torch.tensor([[begin, *the, *ox, begin, *from_], [*from_, begin, *ox, *ox, *ox]])
+    text_bytes = (4 + 1 + 3) + (1 + 1 + 1)
+    model = Uniform(tokenizer.vocab_size)
+    value = bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device())
+    assert value == pytest.approx(6 * math.log2(tokenizer.vocab_size) / text_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 3, 50])
+@pytest.mark.parametrize("row_tokens", [1, 3, 8, 200])
+def test_neither_rows_nor_batches_change_what_a_bigram_scores(row_tokens: int, batch_rows: int) -> None:
+    tokenizer = tiny_tokenizer()
+    model = Pairs(tokenizer.vocab_size)
+    rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
+    value = bits_per_byte(model, rows, weights(tokenizer), batch_rows, cpu_device())
+    assert value == pytest.approx(by_hand(tokenizer), rel=1e-5)
+    tokens = stream(tokenizer)
+    assert sorted(model.asked) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
+    assert model.shapes == {(batch_rows, row_tokens)}, "a shape of its own for the last batch: compiled twice"
+
+
+def test_a_model_scores_as_its_logits_say(tiny_tokenizer: Tokenizer) -> None:
+    """Row by row in fp64, special targets left out; in bf16 nearly the same."""
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size))
+    rows = validation_rows(Blocks(), tiny_tokenizer, 16, ALL)
+    sizes = weights(tiny_tokenizer)
+    nats, text_bytes = 0.0, 0
+    for row in rows:
+        row = row[row != IGNORE]
+        chances = model(row[None, :-1])[0].double().log_softmax(dim=-1)
+        for place, token in enumerate(row[1:].tolist()):
+            if sizes[token]:
+                nats -= chances[place, token].item()
+                text_bytes += int(sizes[token])
+    value = bits_per_byte(model, rows, sizes, 4, cpu_device())
+    assert value == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+    near = bits_per_byte(model, rows, sizes, 4, cpu_device(dtype=torch.bfloat16))
+    assert near != value
+    assert near == pytest.approx(value, rel=0.03)
+
+
+def score_on_a_rank(device: Device, row_tokens: int) -> float:
+    tokenizer = tiny_tokenizer()
+    rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
+    return bits_per_byte(Pairs(tokenizer.vocab_size), rows, weights(tokenizer), 2, device)
+
+
+@pytest.mark.parametrize("row_tokens", [5, 200])  # an odd number of rows; one row for two ranks
+def test_two_ranks_score_as_one(row_tokens: int) -> None:
+    alone = score_on_a_rank(cpu_device(), row_tokens)
+    one, two = run_ranks(score_on_a_rank, row_tokens)
+    assert one == two == pytest.approx(alone, rel=1e-6)

@@ -1,0 +1,625 @@
+"""Checkpoints: exact round trips, damage found, a kill or a full disk at any moment costs nothing, nothing runs."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from nanochat import checkpoint_manager, paths
+from nanochat import device as devices
+from nanochat.checkpoint_manager import DamagedCheckpoint, Training, load_model, load_training, newest, save, steps
+from nanochat.cli import UserError
+from nanochat.data.loader import LaneState, LoaderState
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import next_token_loss, train_step
+
+TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
+CONFIG = GPTConfig(vocab_size=TOKENIZER.vocab_size, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1)
+FILES = ("manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.rank0.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def base_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # thousands of saves need not reach the disk
+    return tmp_path
+
+
+@pytest.fixture
+def device():
+    return devices.init("cpu", "float32")
+
+
+@pytest.fixture
+def folder() -> Path:
+    return paths.checkpoint_dir("base", "tiny")
+
+
+def new_model(seed: int = 0) -> GPT:
+    model = GPT(CONFIG)
+    model.init_weights(seed)
+    return model
+
+
+def new_training(seed: int = 0) -> Training:
+    generator = torch.Generator().manual_seed(seed)
+    return Training(
+        {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0)},
+        {"row": torch.tensor([seed, 8])},
+        {"host": torch.get_rng_state()},
+    )
+
+
+def save_step(folder: Path, step: int, device, seed: int = 0, training: bool = True) -> Path:
+    meta = {"stage": "base", "seed": seed}
+    return save(folder, step, new_model(seed), TOKENIZER, meta, new_training(seed) if training else None, device)
+
+
+def same_tensors(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def rewrite_manifest(step_folder: Path) -> None:
+    """Make a file that was changed on purpose look as it was saved."""
+    names = [path for path in step_folder.iterdir() if path.name != "manifest.json"]
+    manifest = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in names
+    }
+    (step_folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+# ---------------------------------------------------------------------- round trip
+
+
+def test_round_trip_is_exact(folder, device):
+    """Weights with NaN and negative zero, a real optimizer's state, the loader's, the random generator's."""
+    model = new_model(3)
+    with torch.no_grad():
+        model.embedding.weight[0, :2] = torch.tensor([torch.nan, -0.0])
+    bits = {name: tensor.clone().view(torch.int32) for name, tensor in model.state_dict().items()}
+    optimizer = optimizer_of(new_model(1), steps=2)
+    lanes = {0: LaneState(3, 32, (torch.arange(4).int().numpy(),)), 1: LaneState(2, 0, ())}
+    loader = LoaderState(12, lanes, 2)
+    torch.manual_seed(5)
+    training = Training(optimizer.state_dict(), loader.to_tensors(), device.rng_state())
+    path = save(folder, 12, model, TOKENIZER, {"stage": "base", "note": "é"}, training, device)
+    expected = torch.randn(4)
+
+    assert path == folder / "step_000012"
+    assert sorted(file.name for file in path.iterdir()) == list(FILES)
+    assert [file.name for file in folder.iterdir()] == ["step_000012"]
+    found = newest(folder)
+    assert found is not None and found[0] == path
+    meta = found[1]
+    assert (meta["step"], meta["stage"], meta["note"], meta["world_size"]) == (12, "base", "é", 1)
+    assert GPTConfig(**meta["model"]) == CONFIG
+    assert meta["tokenizer"] == TOKENIZER.fingerprint()
+
+    loaded, tokenizer, _ = load_model("base", device)
+    assert same_tensors({name: tensor.view(torch.int32) for name, tensor in loaded.state_dict().items()}, bits)
+    assert not loaded.training
+    assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
+    (share,) = load_training(path, meta)
+    assert same_tensors(share.optimizer, optimizer.state_dict())
+    merged = LoaderState.merge([share.loader])
+    assert (merged.row, merged.lane_count) == (12, 2)
+    assert same_tensors(merged.to_tensors(), loader.to_tensors())
+    device.set_rng_state(share.rng)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def optimizer_of(model: GPT, steps: int) -> Optimizer:
+    groups = model.parameter_groups()
+    kinds = [("muon" if role in ("matrix", "qkv") else "adamw", groups[role]) for role in groups]
+    optimizer = Optimizer([ParameterGroup(kind, group, 0.01) for kind, group in kinds if group])
+    for seed in range(steps):
+        tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(seed))
+        device = devices.init("cpu", "float32")
+        train_step(model, optimizer, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=device)
+    return optimizer
+
+
+def test_steps_after_a_load_equal_steps_without_one(folder, device):
+    straight = new_model()
+    optimizer_of(straight, steps=4)
+    stopped = new_model()
+    optimizer = optimizer_of(stopped, steps=2)
+    path = save(folder, 2, stopped, TOKENIZER, {}, Training(optimizer.state_dict(), {}, {}), device)
+
+    resumed = new_model(seed=9)
+    checkpoint_manager.load_weights(resumed, path)
+    again = optimizer_of(resumed, steps=0)
+    again.load_state_dict([share.optimizer for share in load_training(path, checkpoint_manager.verify(path))])
+    for seed in (2, 3):
+        tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(seed))
+        train_step(resumed, again, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=device)
+    assert same_tensors(resumed.state_dict(), straight.state_dict())
+
+
+def test_weights_alone_load_but_do_not_resume(folder, device):
+    path = save_step(folder, 1, device, training=False)
+    assert not list(path.glob("training*"))
+    load_model(str(path), device)
+    with pytest.raises(UserError, match="cannot be resumed"):
+        load_training(path, checkpoint_manager.verify(path))
+
+
+def in_two_ranks(action, device, monkeypatch) -> list[BaseException | None]:
+    """Run action(device) as rank 0 and rank 1, in two threads that meet at every barrier."""
+    barrier, errors = threading.Barrier(2, timeout=30), [None, None]
+    monkeypatch.setattr(checkpoint_manager.dist, "barrier", barrier.wait)
+
+    def work(rank: int) -> None:
+        try:
+            action(dataclasses.replace(device, rank=rank, world_size=2))
+        except BaseException as error:
+            errors[rank] = error
+            barrier.abort()  # as the launcher ends the others when one of them dies
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}") for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_every_rank_saves_its_share(folder, device, monkeypatch):
+    errors = in_two_ranks(lambda here: save_step(folder, 5, here, seed=here.rank), device, monkeypatch)
+    assert errors == [None, None]
+    path, meta = newest(folder)
+    assert meta["world_size"] == 2
+    assert meta["seed"] == 0  # rank 0 writes what all share
+    shares = load_training(path, meta)
+    assert [int(share.loader["row"][0]) for share in shares] == [0, 1]
+    for rank, share in enumerate(shares):
+        assert same_tensors(share.optimizer, new_training(rank).optimizer)
+    (path / "training.rank1.safetensors").unlink()
+    with pytest.raises(DamagedCheckpoint, match="rank1"):
+        checkpoint_manager.verify(path)
+
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flips_and_cuts_of_every_file_are_found(folder, device, name):
+    path = save_step(folder, 1, device)
+    file = path / name
+    whole = file.read_bytes()
+    source = random.Random(name)
+    for _ in range(100):
+        place, bit = source.randrange(len(whole)), 1 << source.randrange(8)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        with pytest.raises(DamagedCheckpoint, match=r"step_000001.* is damaged"):
+            checkpoint_manager.verify(path)
+    for length in {0, 1, len(whole) - 1, *(source.randrange(len(whole)) for _ in range(30))}:
+        file.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpoint):
+            checkpoint_manager.verify(path)
+    file.unlink()
+    with pytest.raises(DamagedCheckpoint):
+        checkpoint_manager.verify(path)
+    file.write_bytes(whole)
+    assert checkpoint_manager.verify(path)["step"] == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_newest_falls_back_with_a_warning(folder, device, capsys, name):
+    for step in (1, 2, 3):
+        save_step(folder, step, device, seed=step)
+    for step, left in ((3, 2), (2, 1)):
+        file = folder / f"step_{step:06d}" / name
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        path, meta = newest(folder)
+        assert (path.name, meta["step"], meta["seed"]) == (f"step_{left:06d}", left, left)
+        warning = capsys.readouterr().err
+        assert f"step_{step:06d}" in warning and "falling back" in warning
+        assert warning.startswith("warning: ")
+    load_model("base", device)
+    shutil.rmtree(folder / "step_000001")
+    assert newest(folder) is None
+    with pytest.raises(UserError, match=r"no whole checkpoint.*`python -m scripts.base_train`"):
+        load_model("base", device)
+
+
+def test_a_folder_without_checkpoints_has_none(folder):
+    assert steps(folder) == []
+    assert newest(folder) is None
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "step_000007.tmp").mkdir()
+    (folder / "step_000008.old").mkdir()
+    assert steps(folder) == []
+    assert newest(folder) is None
+
+
+def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, device, capsys):
+    save_step(folder, 2, device)
+    leftover = folder / "step_000003.tmp"
+    shutil.copytree(folder / "step_000002", leftover)
+    (leftover / "training.rank7.safetensors").write_bytes(b"of a run of eight")
+    assert steps(folder) == [2]
+    assert newest(folder)[1]["step"] == 2
+    assert capsys.readouterr().err == ""
+    path = save_step(folder, 3, device)
+    assert sorted(file.name for file in path.iterdir()) == list(FILES)
+    assert newest(folder)[1]["step"] == 3
+    assert not leftover.exists()
+
+
+def test_another_format_version_is_named(folder, device):
+    path = save_step(folder, 1, device)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "version": 99}))
+    rewrite_manifest(path)
+    with pytest.raises(UserError, match="version 99, this code reads 1"):
+        load_model("base", device)
+
+
+# ---------------------------------------------------------------------- a kill at any moment
+
+
+class Killed(BaseException):
+    """What no handler catches."""
+
+
+class Interruption:
+    """Counts the file operations of one thread, and stops it before, or in the middle of, number `at`."""
+
+    def __init__(self, at: int, monkeypatch, torn: bool = False, thread: str = "", error: BaseException | None = None):
+        self.at, self.torn, self.thread, self.error, self.count = at, torn, thread, error or Killed(), 0
+        for owner, name in (
+            (pathlib.Path, "mkdir"), (pathlib.Path, "open"), (pathlib.Path, "rename"), (pathlib.Path, "replace"),
+            (os, "open"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (checkpoint_manager, "save_file"),
+            (pathlib.Path, "write_text"),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, self.wrap(name, getattr(owner, name)))
+
+    def wrap(self, name, operation):
+        def interrupted(*args, **options):
+            if self.thread in threading.current_thread().name:
+                self.count += 1
+                if self.count == self.at:
+                    if self.torn and name == "save_file":
+                        operation(*args, **options)
+                        os.truncate(args[1], Path(args[1]).stat().st_size // 2)
+                    elif self.torn and name == "write_text":
+                        operation(args[0], args[1][: len(args[1]) // 2], **options)
+                    raise self.error
+            return operation(*args, **options)
+
+        return interrupted
+
+
+def prepare(scenario: str, folder: Path, device) -> set[tuple[int, int] | None]:
+    """Lay out a folder in which step 2 is about to be saved with seed 7; returns what may be newest if it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if scenario == "the first":
+        return {None}
+    save_step(folder, 1, device, seed=1)
+    if scenario == "over a leftover":
+        save_step(folder, 2, device, seed=2).rename(folder / "step_000002.tmp")
+    if scenario == "over a damaged one":
+        (save_step(folder, 2, device, seed=2) / "model.safetensors").write_bytes(b"")
+    if scenario == "over a whole one":
+        save_step(folder, 2, device, seed=2)
+        return {(1, 1), (2, 2)}  # (1, 1) only between two renames, with (2, 2) put aside
+    return {(1, 1)}
+
+
+def newest_as_pair(folder: Path) -> tuple[int, int] | None:
+    found = newest(folder)
+    if found is None:
+        return None
+    load_weights_of_seed(found[0], found[1]["seed"])
+    return found[1]["step"], found[1]["seed"]
+
+
+def load_weights_of_seed(path: Path, seed: int) -> None:
+    model = new_model(100)
+    checkpoint_manager.load_weights(model, path)
+    assert same_tensors(model.state_dict(), new_model(seed).state_dict())
+    assert same_tensors(load_training(path, checkpoint_manager.verify(path))[0].optimizer, new_training(seed).optimizer)
+
+
+SCENARIOS = ("the first", "after an older one", "over a leftover", "over a damaged one", "over a whole one")
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["before", "in the middle"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_kill_at_any_operation_leaves_a_usable_newest(folder, device, scenario, torn):
+    outcomes = []
+    for at in range(1, 200):
+        allowed = prepare(scenario, folder, device)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                interruption = Interruption(at, patch, torn)
+                save_step(folder, 2, device, seed=7)
+        except Killed:
+            found = newest_as_pair(folder)
+            assert found in allowed | {(2, 7)}
+            outcomes.append(found)
+        else:
+            break
+    assert interruption.count == at - 1 > 20  # so every operation was stopped once
+    assert (2, 7) in outcomes  # kills behind the rename find the new one
+    assert outcomes.index((2, 7)) > 15
+    if scenario == "over a whole one":
+        assert outcomes.count((1, 1)) <= 1
+    save_step(folder, 2, device, seed=7)  # and whatever a kill left is no obstacle
+    assert newest_as_pair(folder) == (2, 7)
+    assert {path.name for path in folder.iterdir()} <= {"step_000001", "step_000002"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_of_one_of_two_ranks_leaves_a_usable_newest(folder, device, monkeypatch, rank):
+    for at in range(1, 200):
+        prepare("after an older one", folder, device)
+        with pytest.MonkeyPatch.context() as patch:
+            interruption = Interruption(at, patch, thread=f"rank{rank}")
+            errors = in_two_ranks(lambda here: save_step(folder, 2, here, seed=7 + here.rank), device, monkeypatch)
+        found = newest(folder)
+        if found[1]["step"] == 2:
+            assert found[1]["seed"] == 7
+            assert [int(share.loader["row"][0]) for share in load_training(*found)] == [7, 8]
+        else:
+            assert found[1]["seed"] == 1
+            assert isinstance(errors[rank], Killed)
+        if errors == [None, None]:
+            break
+    assert interruption.count == at - 1 > 0
+    assert found[1]["step"] == 2
+
+
+def test_everything_reaches_the_disk_before_the_rename_and_the_rename_after(folder, device, monkeypatch):
+    flushed, at_rename = [], []
+    rename = Path.rename
+
+    def record_rename(self, target):
+        at_rename[:] = [len(flushed), {file.stat().st_ino for file in (self, *self.iterdir())}]
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
+    monkeypatch.setattr(Path, "rename", record_rename)
+    save_step(folder, 1, device)
+    before, inodes = at_rename
+    assert len(inodes) == 1 + len(FILES)
+    assert inodes <= set(flushed[:before])
+    assert folder.stat().st_ino in flushed[before:]
+
+
+# ---------------------------------------------------------------------- a full disk
+
+
+def test_too_little_room_is_told_before_writing(folder, device, monkeypatch):
+    save_step(folder, 1, device)
+    usage = namedtuple("usage", "total used free")(10**6, 10**6 - 1234, 1234)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    weights = sum(tensor.nbytes for tensor in new_model().state_dict().values())
+    share = sum(tensor.nbytes for tensor in new_training().to_tensors().values())
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        save_step(folder, 2, device)
+    assert f"needs {weights + share:,} bytes" in str(caught.value)
+    assert "1,234 free" in str(caught.value)
+    assert "NANOCHAT_BASE_DIR" in str(caught.value)
+    monkeypatch.undo()
+    assert newest(folder)[1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["system", "safetensors"],
+)
+def test_a_disk_that_fills_up_while_saving(folder, device, error):
+    """At every operation: one clear error with both numbers, older steps whole, the room given back."""
+    told = 0
+    for at in range(1, 200):
+        prepare("after an older one", folder, device)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                interruption = Interruption(at, patch, torn=True, error=error)
+                save_step(folder, 2, device, seed=7)
+        except UserError as user_error:
+            told += 1
+            assert "needs" in str(user_error) and "free" in str(user_error)
+            assert not (folder / "step_000002.tmp").exists()
+            assert newest_as_pair(folder) in {(1, 1), (2, 7)}
+        except SafetensorError:
+            pytest.fail("not told as a user's error")
+        else:
+            assert newest_as_pair(folder) == (2, 7)
+            if interruption.count < at:
+                break
+    assert told > 15
+
+
+def test_other_errors_of_a_save_are_not_called_a_full_disk(folder, device, monkeypatch):
+    def fails(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)")
+
+    monkeypatch.setattr(checkpoint_manager, "save_file", fails)
+    with pytest.raises(SafetensorError, match="Read-only"):
+        save_step(folder, 1, device)
+
+
+# ---------------------------------------------------------------------- load_model
+
+
+def test_load_model_by_stage_tag_step_and_folder(base_folder, device):
+    for tag, step, seed in (("old", 1, 1), ("old", 5, 2), ("new", 3, 3)):
+        save_step(paths.checkpoint_dir("base", tag), step, device, seed=seed)
+    save_step(paths.checkpoint_dir("sft", "chat"), 9, device, seed=4)
+
+    def seed_of(*args, **options) -> int:
+        model, _, meta = load_model(*args, device=device, **options)
+        assert same_tensors(model.state_dict(), new_model(meta["seed"]).state_dict())
+        assert Path(meta["folder"]).name == f"step_{meta['step']:06d}"
+        return meta["seed"]
+
+    bases = base_folder / "checkpoints" / "base"
+    os.utime(bases / "old" / "step_000005", (1, 1))
+    assert seed_of("base") == 3
+    os.utime(bases / "new" / "step_000003", (0, 0))
+    assert seed_of("base") == 2  # the tag written last, not the first by name
+    assert seed_of("base", model_tag="new") == 3
+    assert seed_of("base", model_tag="old", step=1) == 1
+    assert seed_of("sft") == 4
+    assert seed_of(str(bases / "old" / "step_000001")) == 1
+    assert load_model("sft")[0].device.type in devices.KINDS  # no device: the best one here
+    assert load_model("sft", "cpu")[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("stage", paths.STAGES)
+def test_a_missing_checkpoint_names_the_script_that_makes_it(stage, device):
+    command = rf"`python -m scripts\.{paths.STAGES[stage]}`"
+    with pytest.raises(UserError, match=rf"no {stage} checkpoint.*{command}"):
+        load_model(stage, device)
+    with pytest.raises(UserError, match=command):
+        load_model(stage, device, model_tag="none")
+
+
+def test_what_load_model_cannot_find_is_named(base_folder, folder, device):
+    for step in (2, 4):
+        save_step(folder, step, device)
+    with pytest.raises(UserError, match=r"no step 3 .*\[2, 4\]"):
+        load_model("base", device, step=3)
+    with pytest.raises(UserError, match="no step -1"):
+        load_model("base", device, step=-1)
+    for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
+        with pytest.raises(UserError, match="neither a stage .*base, mid, sft, dpo, rl.* nor a checkpoint"):
+            load_model(source, device)
+    with pytest.raises(UserError, match="--device"):
+        load_model("base", "tpu")
+
+
+# ---------------------------------------------------------------------- nothing from outside runs or crashes
+
+
+class Malicious:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, device, name, how):
+    path = save_step(folder, 1, device)
+    marker = tmp_path / "it ran"
+    if how == "pickle":
+        (path / name).write_bytes(pickle.dumps(Malicious(marker)))
+    else:
+        torch.save(Malicious(marker), path / name)
+    with pytest.raises(UserError):
+        load_model("base", device)
+    rewrite_manifest(path)
+    if name.startswith("training"):
+        with pytest.raises(SafetensorError):
+            load_training(path, checkpoint_manager.verify(path))
+    else:
+        with pytest.raises(UserError):
+            load_model(str(path), device)
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Malicious(marker)))
+    assert marker.exists()  # the payload works where something runs it
+
+
+def test_mutated_weights_are_an_error_not_a_crash(folder, device):
+    """With a manifest that matches, so that the file itself is parsed; most changes in its header."""
+    path = save_step(folder, 1, device, training=False)
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    source = random.Random(0)
+    refused = 0
+    for trial in range(200):
+        data = bytearray(whole)
+        for _ in range(source.randrange(1, 4)):
+            place = source.randrange(8 if trial % 4 == 0 else header if trial % 4 < 3 else len(whole))
+            data[place] = source.randrange(256)
+        kind = source.randrange(6)
+        if kind == 0:
+            data = data[: source.randrange(len(data))]
+        elif kind == 1:
+            data += bytes(source.randrange(1, 64))
+        file.write_bytes(data)
+        rewrite_manifest(path)
+        try:
+            load_model(str(path), device)
+        except UserError as error:
+            refused += 1
+            assert "train it again" in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: [],
+        lambda meta: "text",
+        lambda meta: {key: value for key, value in meta.items() if key != "model"},
+        lambda meta: {**meta, "model": None},
+        lambda meta: {**meta, "model": {**meta["model"], "unknown": 1}},
+        lambda meta: {**meta, "model": {**meta["model"], "n_head": 0, "head_dim": 0}},
+        lambda meta: {**meta, "model": {**meta["model"], "n_kv_head": 3}},
+        lambda meta: {**meta, "model": {**meta["model"], "width": 6}},
+        lambda meta: {**meta, "model": {**meta["model"], "vocab_size": "many"}},
+        lambda meta: {**meta, "version": "1"},
+    ],
+)
+def test_meta_data_that_describes_no_model_is_one_error(folder, device, change):
+    path = save_step(folder, 1, device)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(change(meta)))
+    rewrite_manifest(path)
+    with pytest.raises(UserError):
+        load_model(str(path), device)
+
+
+def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder, device):
+    path = save_step(folder, 1, device)
+    manifest = json.loads((path / "manifest.json").read_text())
+    outside = tmp_path / "outside.txt"
+    outside.write_text("private")
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}
+    for name in ("../../../../outside.txt", str(outside)):
+        (path / "manifest.json").write_text(json.dumps({**manifest, name: entry}))
+        with pytest.raises(DamagedCheckpoint):
+            checkpoint_manager.verify(path)
+    for left_out in ("model.safetensors", "meta.json", "tokenizer.json"):
+        (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != left_out}))
+        with pytest.raises(DamagedCheckpoint, match=left_out):
+            checkpoint_manager.verify(path)
+
+
+@pytest.mark.parametrize("tag", ["..", "../tiny", "/tmp", "a/b", "a\\b", ".hidden", "a\0b", "~", "tiny/", "%2e%2e"])
+def test_a_tag_never_leaves_its_folder(folder, device, tag):
+    save_step(folder, 1, device)
+    save_step(folder.parent.parent / "tiny", 1, device)  # what ../tiny would reach
+    with pytest.raises(UserError, match="--model_tag"):
+        load_model("base", device, model_tag=tag)

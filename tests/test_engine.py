@@ -1,0 +1,282 @@
+"""Generation: greedy as the model alone would, batched as alone, sampled by the probabilities asked for."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat import engine as engines
+from nanochat.cli import UserError
+from nanochat.engine import Engine, check_sampling, sample
+from nanochat.gpt import GPT
+from nanochat.tokenizer import Tokenizer
+
+CONTEXT = 48
+
+
+def make_engine(shape: str = "fast", seed: int = 0, device: Any = None) -> Engine:
+    """A lively model over the tiny tokenizer's vocabulary, whose stop tokens never come by themselves."""
+    tokenizer = tiny_tokenizer()
+    model = lively_model(tiny_config(**{**SHAPES[shape], "vocab_size": tokenizer.vocab_size, "sequence_len": CONTEXT}))
+    engine = Engine(model, tokenizer, device or cpu_device())
+    engine.stop_ids = set()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: list[int], new: int) -> list[int]:
+    """Without a cache, the whole row again for every token."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def rows_of(columns: list[list[int | None]], row: int) -> list[int]:
+    """One row of what `stream` gave; once a row has ended it stays so."""
+    column = [c[row] for c in columns]
+    tokens = [token for token in column if token is not None]
+    assert column == tokens + [None] * (len(column) - len(tokens))
+    return tokens
+
+
+# ---------------------------------------------------------------------- greedy
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length", [1, 5, 20])
+def test_greedy_is_the_model_without_a_cache(shape: str, length: int) -> None:
+    engine, prompt = make_engine(shape), prompt_of(length)
+    sequences, masks = engine.generate_batch(prompt, num_samples=2, max_tokens=20, temperature=0)
+    expected = greedy(engine.model, prompt, 20)
+    assert sequences == [prompt + expected] * 2
+    assert masks == [[0] * length + [1] * 20] * 2
+    assert len(set(expected)) > 3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixed_batch_is_each_prompt_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "CACHE_STEP", 8)  # the visible part grows several times
+    engine = make_engine(shape)
+    prompts = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12)]
+    columns = list(engine.stream(prompts, max_tokens=14, temperature=0))
+    for row, prompt in enumerate(prompts):
+        assert rows_of(columns, row) == greedy(engine.model, prompt, 14)
+
+
+def test_a_long_neighbour_takes_no_room_from_a_short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "CACHE_STEP", 8)
+    engine = make_engine()
+    prompts = [prompt_of(length, seed=length) for length in (4, 40, CONTEXT - 1)]
+    columns = list(engine.stream(prompts, max_tokens=30, temperature=0))
+    assert len(columns) == 30
+    for row, (prompt, room) in enumerate(zip(prompts, (30, 8, 1), strict=True)):
+        assert rows_of(columns, row) == greedy(engine.model, prompt, room)
+
+
+def test_prefill_and_decode_one_token_give_the_models_logits(engine: Engine) -> None:
+    prompts = [prompt_of(6), prompt_of(3, seed=1)]
+    logits, cache = engine.prefill(prompts, capacity=16)
+    for token in (7, 8):
+        for row, prompt in enumerate(prompts):
+            torch.testing.assert_close(logits[row], engine.model(torch.tensor([prompt]))[0, -1], rtol=1e-4, atol=1e-4)
+            prompt.append(token)
+        logits = engine.decode_one_token(torch.tensor([token, token]), cache)
+    assert cache.position.tolist() == [8, 5]
+
+
+def test_a_prompt_is_not_changed(engine: Engine) -> None:
+    prompt = prompt_of(5)
+    engine.generate_batch(prompt, num_samples=2, max_tokens=3)
+    assert prompt == prompt_of(5)
+
+
+def test_equal_prompts_are_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilled: list[int] = []
+    prefill = engine.prefill
+
+    def counted(prompts: list[list[int]], capacity: int) -> Any:
+        prefilled.append(len(prompts))
+        return prefill(prompts, capacity)
+
+    monkeypatch.setattr(engine, "prefill", counted)
+    equal = list(engine.stream([prompt_of(9)] * 3, max_tokens=9, temperature=0))
+    mixed = list(engine.stream([prompt_of(9)] * 2 + [prompt_of(4)], max_tokens=9, temperature=0))
+    assert prefilled == [1, 3]
+    assert [rows_of(equal, row) for row in range(3)] == [rows_of(mixed, 0)] * 3
+
+
+def test_bfloat16_weights_are_a_copy() -> None:
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
+    engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=torch.bfloat16))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(p.dtype == torch.bfloat16 for p in engine.model.parameters())
+    logits, cache = engine.prefill([prompt_of(9)], capacity=16)
+    assert (logits.dtype, cache.keys.dtype) == (torch.float32, torch.bfloat16)
+    exact = model(torch.tensor([prompt_of(9)]))[0, -1]
+    assert (logits[0] - exact).norm() < 0.1 * exact.norm()
+
+
+# ---------------------------------------------------------------------- where it ends
+
+
+def test_a_document_or_an_answer_ends_at_its_token(engine: Engine, tiny_tokenizer: Tokenizer) -> None:
+    stops = {tiny_tokenizer.encode_special(name) for name in ("<|bos|>", "<|assistant_end|>")}
+    assert Engine(engine.model, tiny_tokenizer, cpu_device()).stop_ids == stops
+
+
+def test_a_row_ends_with_a_stop_token_which_is_not_handed_out() -> None:
+    engine = make_engine()
+    prompts = [prompt_of(length, seed=length) for length in (9, 5, 12)]
+    free = [greedy(engine.model, prompt, 10) for prompt in prompts]
+    stop = free[1][4]
+    engine.stop_ids = {stop}
+    expected = [row[: row.index(stop)] if stop in row else row for row in free]
+    columns = list(engine.stream(prompts, max_tokens=10, temperature=0))
+    assert [rows_of(columns, row) for row in range(3)] == expected
+    assert len(expected[1]) <= 4
+    assert len(columns) == max(map(len, expected))
+    sequences, masks = engine.generate_batch(prompts[1], max_tokens=10, temperature=0)
+    assert sequences == [prompts[1] + expected[1]]
+    assert [len(m) for m in masks] == [len(s) for s in sequences]
+    assert sum(masks[0]) == len(expected[1])
+
+
+def test_the_stream_ends_when_all_rows_have(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "stop_ids", set(range(engine.model.config.vocab_size)))
+    assert list(engine.stream([prompt_of(4)] * 2, max_tokens=10)) == []
+    assert engine.generate_batch(prompt_of(4), num_samples=2) == ([prompt_of(4)] * 2, [[0] * 4] * 2)
+
+
+@pytest.mark.parametrize(("length", "asked", "given"), [(5, 3, 3), (5, 1, 1), (5, 0, 0), (40, 100, 8), (47, 9, 1)])
+def test_max_tokens_and_the_context_limit_a_row(engine: Engine, length: int, asked: int, given: int) -> None:
+    sequences, masks = engine.generate_batch(prompt_of(length), max_tokens=asked, temperature=0)
+    assert len(sequences[0]) == len(masks[0]) == length + given
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def test_the_seed_decides(engine: Engine) -> None:
+    def generate(seed: int, **settings: Any) -> list[list[int]]:
+        return engine.generate_batch(prompt_of(6), num_samples=3, max_tokens=12, seed=seed, **settings)[0]
+
+    torch.manual_seed(1)
+    first = generate(3)
+    torch.manual_seed(2)  # the global generator has no say
+    assert generate(3) == first
+    assert generate(4) != first
+    assert len({tuple(row) for row in first}) == 3, "the rows of one batch are drawn alike"
+    assert generate(3, temperature=0) == generate(4, temperature=0)
+    assert generate(3, top_k=1) == generate(3, temperature=0)
+    assert generate(3, temperature=1e-5) == generate(3, temperature=0)
+    assert generate(3, top_p=1e-6) == generate(3, temperature=0)
+
+
+DRAWS = 20_000
+
+
+def frequencies(probabilities: Tensor, seed: int = 0, **settings: Any) -> Tensor:
+    """How often each token was drawn, over DRAWS rows."""
+    logits = probabilities.log().expand(DRAWS, -1)
+    drawn = sample(logits, **{"temperature": 1.0, **settings}, generator=torch.Generator().manual_seed(seed))
+    assert drawn.shape == (DRAWS,)
+    return drawn.bincount(minlength=probabilities.numel()).float()
+
+
+def assert_drawn_from(counts: Tensor, expected: Tensor) -> None:
+    """Chi-square: a right sampler fails this once in a million seeds, and the seed is fixed."""
+    possible = expected > 0
+    assert not counts[~possible].any()
+    statistic = ((counts - DRAWS * expected).square() / (DRAWS * expected))[possible].sum().item()
+    freedom = int(possible.sum()) - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 12
+
+
+P = torch.tensor([0.05, 0.3, 0.1, 0.25, 0.02, 0.18, 0.1])
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_samples_follow_the_softmax(temperature: float) -> None:
+    expected = P ** (1 / temperature)
+    assert_drawn_from(frequencies(P, temperature=temperature), expected / expected.sum())
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 3]), (3, [1, 3, 5]), (7, range(7)), (99, range(7))])
+def test_top_k_keeps_the_best(top_k: int, kept: list[int]) -> None:
+    expected = torch.zeros(7)
+    expected[list(kept)] = P[list(kept)]
+    assert_drawn_from(frequencies(P, top_k=top_k), expected / expected.sum())
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.01, [1]), (0.29, [1]), (0.31, [1, 3]), (0.54, [1, 3]), (0.56, [1, 3, 5]), (0.999, range(7)), (1.0, range(7))],
+)
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: list[int]) -> None:
+    expected = torch.zeros(7)
+    expected[list(kept)] = P[list(kept)]
+    assert_drawn_from(frequencies(P, top_p=top_p), expected / expected.sum())
+
+
+def test_top_k_cuts_before_top_p() -> None:
+    expected = torch.tensor([0, 0.3, 0, 0.25, 0, 0, 0]) / 0.55  # of the best three, 0.41 + 0.34 reach 0.7
+    assert_drawn_from(frequencies(P, top_k=3, top_p=0.7), expected)
+
+
+def test_top_k_keeps_no_more_where_logits_are_equal() -> None:
+    counts = frequencies(torch.full((6,), 1 / 6), top_k=2)
+    assert (counts > 0).sum() == 2
+
+
+def test_each_row_is_cut_by_itself() -> None:
+    logits = torch.stack((P.log(), P.flip(0).log()))
+    assert sample(logits, temperature=1.0, top_k=1).tolist() == [1, 5]
+    assert sample(logits, temperature=1.0, top_p=0.2).tolist() == [1, 5]
+    assert sample(logits, temperature=0).tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-40, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    check_sampling(temperature, 0, 1.0)
+    assert frequencies(P, temperature=temperature)[1] == DRAWS
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -0.1}, "--temperature -0.1"),
+        ({"temperature": math.nan}, "--temperature nan"),
+        ({"temperature": math.inf}, "--temperature inf"),
+        ({"top_k": -1}, "--top_k -1"),
+        ({"top_p": 0.0}, "--top_p 0.0"),
+        ({"top_p": 1.01}, "--top_p 1.01"),
+        ({"top_p": math.nan}, "--top_p nan"),
+    ],
+)
+def test_settings_out_of_range_are_named(engine: Engine, settings: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        engine.generate_batch(prompt_of(3), **settings)  # type: ignore[arg-type]
+
+
+def test_prompts_that_do_not_fit_are_told(engine: Engine) -> None:
+    with pytest.raises(UserError, match=f"the prompt has {CONTEXT} tokens, the model's context {CONTEXT}"):
+        engine.generate_batch(prompt_of(CONTEXT))
+    for prompts in ([], [[]], [[1], []]):
+        with pytest.raises(UserError, match="empty prompt"):
+            list(engine.stream(prompts, max_tokens=3))

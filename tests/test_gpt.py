@@ -1,0 +1,333 @@
+"""The model: cached as uncached, no look ahead, the promised initial state, every parameter in one group."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import SHAPES, cpu_device, lively_model, tiny_config
+from torch import Tensor
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.gpt import GPT, GPTConfig, rotate
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+def random_tokens(model: GPT, B: int, T: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------- cached as uncached
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """The plainest decoding there is: the whole row again for every token. Returns tokens (B, new) and logits."""
+    tokens, logits = prompt, []
+    for _ in range(new):
+        logits.append(model(tokens)[:, -1])
+        tokens = torch.cat((tokens, logits[-1].argmax(dim=-1, keepdim=True)), dim=1)
+    return tokens[:, prompt.size(1) :], torch.stack(logits, dim=1)
+
+
+@torch.no_grad()
+def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tuple[Tensor, Tensor]:
+    """The same against a cache; the prompt goes in by `chunks`."""
+    cache = model.new_cache(prompt.size(0), model.config.sequence_len, torch.float32)
+    out: list[Tensor] = []
+    for tokens in prompt.split(chunks, dim=1):
+        last = model(tokens, cache=cache)[:, -1]
+        cache.position += tokens.size(1)
+        cache.fresh = False
+    logits = [last]
+    while len(out) < new:
+        out.append(logits[-1].argmax(dim=-1))
+        if len(out) < new:
+            logits.append(model(out[-1][:, None], cache=cache)[:, -1])
+            cache.position += 1
+    return torch.stack(out, dim=1), torch.stack(logits, dim=1)
+
+
+@shapes
+@pytest.mark.parametrize("chunks", [[5], [11], [1, 1, 1], [6, 1, 4]], ids=str)
+def test_cached_greedy_decoding_is_exact(shape: str, chunks: list[int]) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    prompt = random_tokens(model, 3, sum(chunks))
+    new = model.config.sequence_len - sum(chunks)  # to the end of the context, past the window
+    tokens, logits = greedy(model, prompt, new)
+    cached_tokens, cached_logits = greedy_cached(model, prompt, new, chunks)
+    assert torch.equal(cached_tokens, tokens)
+    torch.testing.assert_close(cached_logits, logits, rtol=1e-4, atol=1e-4)
+    assert len(set(tokens.flatten().tolist())) > 8, "the case is too easy to show anything"
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 1}, {"n_kv_head": 4}, {"window_pattern": "S"}], ids=str)
+def test_cached_greedy_decoding_is_exact_for_heads_and_windows(changes: dict[str, Any]) -> None:
+    model = lively_model(tiny_config(**changes), seed=5)
+    prompt = random_tokens(model, 2, 7)
+    assert torch.equal(greedy_cached(model, prompt, 20, [7])[0], greedy(model, prompt, 20)[0])
+
+
+# ---------------------------------------------------------------------- what a token may see
+
+
+@shapes
+@pytest.mark.parametrize("at", [1, 9, 30])
+def test_no_token_sees_a_later_one(shape: str, at: int) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    tokens = random_tokens(model, 2, 32)
+    changed = tokens.clone()
+    changed[:, at] = (changed[:, at] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :at], after[:, :at])
+    assert (before[:, at:] != after[:, at:]).any(dim=-1).all(), "a later token does not see the change"
+
+
+def test_a_window_hides_what_lies_behind_it() -> None:
+    """Two layers: the first sees 8 tokens. The only way of token 0 to token 20 is then the last layer's one hop, so
+    without that layer's attention nothing of it arrives."""
+    model = lively_model(tiny_config(n_layer=2, window_pattern="S"))
+    assert [model.config.window(layer) for layer in range(2)] == [8, 0]
+    with torch.no_grad():
+        model.blocks[1].attention.output.weight.zero_()  # type: ignore[union-attr]
+    tokens = random_tokens(model, 1, 32)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 100
+    different = (model(tokens) != model(changed)).any(dim=-1)[0]
+    assert different[:8].all()
+    assert not different[8:].any()
+
+
+def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
+    config = tiny_config(n_layer=6, window_pattern="SSL", sequence_len=64)
+    assert [config.window(layer) for layer in range(6)] == [16, 16, 0, 16, 16, 0]
+    assert [tiny_config(n_layer=3, window_pattern="S").window(layer) for layer in range(3)] == [8, 8, 0]
+    assert tiny_config(window_pattern="S", sequence_len=3).window(0) == 1
+
+
+def test_value_embeddings_stand_on_every_other_layer_and_the_last() -> None:
+    for layers, expected in ((1, {"0"}), (4, {"1", "3"}), (5, {"0", "2", "4"})):
+        model = GPT(tiny_config(n_layer=layers))
+        assert set(model.value_embeddings) == expected
+        assert {str(i) for i, b in enumerate(model.blocks) if b.attention.value_gate is not None} == expected  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------- the loss
+
+
+@shapes
+def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
+    targets[0, :5], targets[2] = IGNORE, IGNORE
+    logits = model(tokens)
+    assert logits.shape == (3, 20, 100)
+    assert logits.dtype == torch.float32
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none").view(3, 20)
+    losses = losses * (targets != IGNORE)
+    torch.testing.assert_close(model(tokens, targets), losses.sum(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(model.losses(tokens, targets), losses, rtol=1e-4, atol=1e-4)
+    fused = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
+    plain = torch.autograd.grad(losses.sum(), list(model.parameters()))
+    for (name, _), one, other in zip(model.named_parameters(), fused, plain, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm(), name
+        assert other.any(), f"{name} has no effect"
+
+
+def test_autocast_stays_near_fp32() -> None:
+    model = lively_model(tiny_config())
+    tokens, targets = random_tokens(model, 4, 32), random_tokens(model, 4, 32, seed=1)
+    exact = model(tokens, targets)
+    with cpu_device(dtype=torch.bfloat16).autocast():
+        assert model.hidden(tokens).dtype == torch.bfloat16
+        loss = model(tokens, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+    assert loss.item() != exact.item()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@shapes
+def test_logits_keep_within_the_cap(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    with torch.no_grad():
+        model.head_weight().mul_(100)
+        largest = model(random_tokens(model, 2, 20)).abs().max()
+    assert largest <= 15 if model.config.logit_cap else largest > 30
+
+
+@shapes
+def test_padded_rows_get_neither_probability_nor_gradient(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    assert model.embedding.weight.shape[0] == model.config.padded_vocab_size == 128
+    tokens, targets = random_tokens(model, 2, 20), random_tokens(model, 2, 20, seed=1)
+    assert model(tokens).size(-1) == 100
+    before = model(tokens, targets)
+    before.backward()
+    tables = [p for _, p in sum((model.parameter_groups()[r] for r in ("embedding", "value_embedding", "head")), [])]
+    for table in tables:
+        assert table.grad is not None
+        assert table.grad[:100].any()
+        assert not table.grad[100:].any()
+        table.data[100:] = 1e6
+    assert torch.equal(model(tokens, targets), before)
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(1, 64), (64, 64), (65, 128), (32768, 32768), (50257, 50304)])
+def test_the_vocabulary_is_padded_to_64(vocab: int, padded: int) -> None:
+    assert GPTConfig(vocab_size=vocab).padded_vocab_size == padded
+
+
+# ---------------------------------------------------------------------- rotary positions
+
+
+@pytest.mark.parametrize("theta", [100.0, 100_000.0])
+def test_rotary_is_a_complex_rotation(theta: float) -> None:
+    model = GPT(tiny_config(rope_theta=theta, head_dim=16))
+    x = torch.randn(2, 32, 3, 16, dtype=torch.float64)
+    cos, sin = model.rotary_cos.double()[:, None], model.rotary_sin.double()[:, None]
+    turn = torch.tensor([[t * theta ** (-2 * j / 16) for j in range(8)] for t in range(32)], dtype=torch.float64)
+    z = torch.complex(x[..., :8], x[..., 8:]) * torch.exp(1j * turn)[None, :, None]
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat((z.real, z.imag), dim=-1), rtol=0, atol=1e-5)
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    model = GPT(tiny_config(head_dim=16))
+    q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 32, 1, 16)
+    cos, sin = model.rotary_cos[:, None], model.rotary_sin[:, None]
+    products = torch.einsum("btd,bsd->ts", rotate(q, cos, sin)[:, :, 0], rotate(k, cos, sin)[:, :, 0])  # (T, T)
+    for distance in (0, 1, 7, 20):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert (products.diagonal(-1)[0] - products.diagonal(1)[0]).abs() > 1e-3, "before and behind look the same"
+
+
+# ---------------------------------------------------------------------- parameters and their initial values
+
+
+@shapes
+def test_every_parameter_stands_in_one_group(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    groups = model.parameter_groups()
+    names = [name for group in groups.values() for name, _ in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    named = dict(model.named_parameters())
+    assert all(named[name] is parameter for group in groups.values() for name, parameter in group)
+    assert len(groups["matrix"]) == 3 * 3  # attention output, MLP in and out
+    assert [n for n, _ in groups["qkv"]] == [f"blocks.{i}.attention.qkv.weight" for i in range(3)]
+    assert all(p.ndim == 2 for role in ("matrix", "qkv") for _, p in groups[role])
+    assert len(groups["head"]) == (0 if model.config.tied_head else 1)
+    assert len(groups["residual_scale"]) == (1 if model.config.residual_scales else 0)
+    assert all(p.ndim == 1 or "value_gate" in name for name, p in groups["vector"])
+
+
+@shapes
+def test_from_the_meta_device_the_same(shape: str) -> None:
+    config = tiny_config(**SHAPES[shape])
+    direct = GPT(config)
+    direct.init_weights(7)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan)
+    model.init_weights(7)
+    for name, tensor in {**direct.state_dict(), **dict(direct.named_buffers())}.items():
+        assert torch.equal(tensor, model.get_parameter(name) if "rotary" not in name else model.get_buffer(name)), name
+    assert not any("rotary" in name for name in model.state_dict()), "the tables follow from the config"
+
+
+def test_initial_values() -> None:
+    model = GPT(tiny_config(width=256, n_head=4, n_kv_head=2, vocab_size=1024, n_layer=3))
+    model.init_weights(0)
+    weights = dict(model.named_parameters())
+    std = 1 / math.sqrt(256)
+
+    def is_uniform(name: str, std: float) -> None:
+        weight = weights[name]
+        assert weight.std().item() == pytest.approx(std, rel=0.02), name
+        assert weight.abs().max().item() == pytest.approx(std * math.sqrt(3), rel=0.001), name
+
+    for name, size in (("embedding.weight", 0.8), ("head.weight", 0.001)):
+        assert weights[name].std().item() == pytest.approx(size, rel=0.02)
+        assert weights[name].mean().item() == pytest.approx(0, abs=0.01 * size)
+        assert weights[name].abs().max() > 3.5 * size  # normal, not uniform
+    for i in range(3):
+        is_uniform(f"blocks.{i}.attention.qkv.weight", std)
+        is_uniform(f"blocks.{i}.mlp.input.weight", 0.4 * std)
+        assert not weights[f"blocks.{i}.attention.output.weight"].any()
+        assert not weights[f"blocks.{i}.mlp.output.weight"].any()
+    for i in (0, 2):
+        is_uniform(f"value_embeddings.{i}.weight", std)
+        assert not weights[f"blocks.{i}.attention.value_gate.weight"].any()
+    torch.testing.assert_close(weights["residual_scales"], torch.tensor([1.15, 1.10, 1.05]))
+    torch.testing.assert_close(weights["embedding_scales"], torch.tensor([0.20, 0.125, 0.05]))
+
+
+def test_learned_norms_begin_at_one_and_biases_at_zero() -> None:
+    model = lively_model(tiny_config(**SHAPES["qwen2"]))
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert parameter.eq(1 if "norm" in name else 0).all(), name
+
+
+@shapes
+def test_a_fresh_model_is_the_identity_that_knows_nothing(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    model.init_weights(0)
+    tokens = random_tokens(model, 2, 16)
+    x = model.embedding(tokens)
+    if model.embedding_norm is not None:
+        x = model.embedding_norm(x)
+    torch.testing.assert_close(model.hidden(tokens), model.norm(x), rtol=1e-5, atol=1e-5)
+    if not model.config.tied_head:
+        loss = model(tokens, random_tokens(model, 2, 16, seed=1)) / 32
+        assert loss.item() == pytest.approx(math.log(100), abs=0.01)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    models = [GPT(tiny_config()) for _ in range(3)]
+    for model, seed in zip(models, (3, 3, 4), strict=True):
+        torch.manual_seed(seed * 100)  # the global generator has no say
+        model.init_weights(seed)
+    one, same, other = (m.blocks[0].attention.qkv.weight for m in models)  # type: ignore[union-attr]
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+# ---------------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"width": 30, "n_head": 4}, "width 30 is not a multiple of n_head 4"),
+        ({"n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
+        ({"window_pattern": ""}, "--window_pattern ''"),
+    ],
+)
+def test_impossible_configs_say_why(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**changes)
+
+
+def test_sizes_left_at_zero_follow_from_the_width() -> None:
+    config = tiny_config(width=48, n_head=4)
+    assert (config.head_dim, config.mlp_width) == (12, 192)
+    config = tiny_config(width=30, n_head=4, head_dim=16, mlp_width=10)  # heads may be wider than the model
+    assert (config.head_dim, config.mlp_width) == (16, 10)
+    assert GPT(config).blocks[0].attention.output.weight.shape == (30, 64)  # type: ignore[union-attr]
+
+
+def test_a_row_longer_than_the_context_is_refused() -> None:
+    model = GPT(tiny_config())
+    with pytest.raises(AssertionError, match="33 tokens in a row of at most 32"):
+        model(torch.zeros(1, 33, dtype=torch.long))

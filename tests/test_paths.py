@@ -1,0 +1,71 @@
+"""Folders: below one base folder, moved by the environment, and no tag leads out of it."""
+
+from pathlib import Path
+
+import pytest
+
+from nanochat import paths
+from nanochat.cli import UserError
+
+OUTSIDE = (
+    *("", ".", "..", "...", "../x", "../../etc/passwd", "..\\x", "x/..", "x/../../y", "./x", "/", "/etc", "//x", "x/"),
+    *("x/y", "x\\y", "\\\\host\\share", "C:\\x", "C:x", "~", "~/x", "~root", "$HOME", "${HOME}", "`id`", "$(id)"),
+    *("x;y", "x|y", "x&y", "x y", " x", "x ", "x\n", "\nx", "x\0", "x\0/../y", "%2e%2e%2f", "..%2f", "x*", "x?"),
+    *(".hidden", ".tmp", "-rf", "--help", "\u2025/x", "\uff0e\uff0e/x", "\u2215etc", "x\u202e", "é", "模型", "x" * 101),
+    *("file:///etc", "http://x", "x\ty", "x'y", 'x"y', "<x>"),
+)
+
+
+def test_the_base_folder_is_read_from_the_environment_at_each_call(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "one"))
+    assert paths.base_dir() == tmp_path / "one"
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "two"))
+    assert paths.tokenizer_dir() == tmp_path / "two" / "tokenizer"
+    assert paths.data_dir("climbmix") == tmp_path / "two" / "data" / "climbmix"
+    assert paths.checkpoint_dir("base", "d4") == tmp_path / "two" / "checkpoints" / "base" / "d4"
+    assert paths.run_dir("sft", "d4") == tmp_path / "two" / "runs" / "sft" / "d4"
+    assert not (tmp_path / "two").exists()  # naming a folder does not make it
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "~/three")
+    assert paths.base_dir() == tmp_path / "three"
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv("NANOCHAT_BASE_DIR")
+        else:
+            monkeypatch.setenv("NANOCHAT_BASE_DIR", unset)
+        assert paths.base_dir() == tmp_path / ".cache" / "nanochat"
+
+
+@pytest.mark.parametrize("tag", ["d4", "d12-long", "2024.05.01", "lr=0.1+wd", "_x", "A", "x" * 100, "a..b", "x.."])
+def test_plain_names_pass(tag, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    assert paths.safe_tag(tag) == tag
+    assert paths.checkpoint_dir("base", tag).resolve().parent == (tmp_path / "checkpoints" / "base").resolve()
+
+
+def test_at_least_fifty_ways_out_are_tried():
+    assert len(set(OUTSIDE)) >= 50
+
+
+@pytest.mark.parametrize("tag", OUTSIDE, ids=ascii)
+def test_ways_out_are_refused(tag, tmp_path):
+    with pytest.raises(UserError, match="--model_tag") as caught:
+        paths.safe_tag(tag)
+    assert "\n" not in str(caught.value)
+    for folder in (paths.checkpoint_dir, paths.run_dir):
+        with pytest.raises(UserError):
+            folder("base", tag)
+
+
+@pytest.mark.parametrize("stage", ["", "..", "base/", "BASE", "pretrain", "../base"])
+def test_unknown_stages_are_refused(stage):
+    for folder in (paths.checkpoint_dir, paths.run_dir):
+        with pytest.raises(UserError, match="base, mid, sft, dpo, rl"):
+            folder(stage, "d4")
+
+
+def test_stages_and_scripts_go_together():
+    """A stage names the script that makes its checkpoints; the ones that exist name themselves so."""
+    scripts = {path.stem for path in (Path(__file__).parent.parent / "scripts").glob("*.py")}
+    assert list(paths.STAGES) == ["base", "mid", "sft", "dpo", "rl"]
+    assert paths.STAGES["base"] in scripts

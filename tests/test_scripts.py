@@ -1,0 +1,538 @@
+"""The commands: help at once, the whole chain, exact resumes, equal losses at any world size, one line a mistake.
+
+Most tests run a script's `main` in this process, through the same `run` as on the command line; those marked
+slow start real processes.
+"""
+
+import hashlib
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import cli
+from nanochat import device as devices
+from nanochat.log import REQUIRED
+from nanochat.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+TINY = (
+    *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
+    *("--eval_tokens=256", "--log_every=1", "--dtype=float32", "--device=cpu"),
+)
+BATCH_TOKENS = 256
+
+# What other people's documents already use (the public contract).
+CONTRACT_FLAGS = {
+    "tok_train": "data val_data",
+    "tok_eval": "data val_data",
+    "base_train": "depth device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers "
+    "num_iterations max_seq_len target_param_data_ratio window_pattern run model_tag resume data val_data hub",
+    "base_eval": "data val_data",
+    "chat_cli": "source",
+    "mid_train": "device_batch_size total_batch_size data",
+    "chat_sft": "device_batch_size target_examples_per_step",
+    "chat_rl": "device_batch_size examples_per_step",
+    "chat_web": "host port source",
+}
+
+
+@pytest.fixture(scope="module")
+def trained_tokenizer(tmp_path_factory) -> Path:
+    """A folder with the tokenizer that most tests share."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = [f"{word} {number}. Once upon a time " for number in range(300) for word in ("The boat", "A small fish")]
+    Tokenizer.train(texts, 320).save(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path / "base"
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tokenizer(trained_tokenizer, base) -> None:
+    shutil.copytree(trained_tokenizer, base / "tokenizer")
+
+
+def call(script: str, *argv: str) -> None:
+    """Run a script's main in this process as the command line does; raises SystemExit with its exit code."""
+    module = importlib.import_module(f"scripts.{script}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *argv])
+        cli.run(module.main, module.Config)
+
+
+def process(*command: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+def torchrun(*argv: str) -> subprocess.CompletedProcess:
+    result = process("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *argv)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def metrics(base: Path, tag: str = "d1") -> list[dict]:
+    return [json.loads(line) for line in (base / "runs" / "base" / tag / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(base: Path, tag: str = "d1") -> list[float]:
+    return [line["loss"] for line in metrics(base, tag)]
+
+
+def sha256(base: Path, step: int, name: str = "model.safetensors", tag: str = "d1") -> str:
+    path = base / "checkpoints" / "base" / tag / f"step_{step:06d}" / name
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_answers_without_torch_and_touches_nothing(script, tmp_path):
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    for name in ("torch", "torch_npu"):
+        (stub / f"{name}.py").write_text("raise SystemExit('--help imports torch')")
+    result = process(f"scripts.{script}", "--help", PYTHONPATH=str(stub), COLUMNS="100")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"python -m scripts.{script}" in result.stdout
+    for flag in CONTRACT_FLAGS.get(script, "").split():
+        assert re.search(rf"--{flag}\b", result.stdout)
+    assert not (tmp_path / "base").exists()
+    result = process(f"scripts.{script}", PYTHONPATH=str(stub)) if script == "base_train" else None
+    assert result is None or "--help imports torch" in result.stderr  # the stub stops what does import it
+
+
+# ---------------------------------------------------------------------- the chain
+
+
+def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkeypatch):
+    call("tok_train", "--max_chars=100000", "--vocab_size=300")
+    assert Tokenizer.load(base / "tokenizer").vocab_size == 300
+    call("tok_eval")
+    assert "bytes per token" in capsys.readouterr().out
+
+    call("base_train", *TINY, "--num_iterations=30", "--eval_every=10", "--save_every=20")
+    out = capsys.readouterr().out
+    assert "loss" in out and "val_bpb" in out and "saved " in out
+    lines = metrics(base)
+    assert [line["step"] for line in lines] == list(range(30))
+    for line in lines:
+        assert set(REQUIRED) <= set(line)
+        assert line["tokens"] == (line["step"] + 1) * BATCH_TOKENS
+        assert line["tok_per_sec"] > 0 and line["peak_memory_bytes"] > 0 and line["skipped_steps"] == 0
+    assert [line["step"] for line in lines if "val_bpb" in line] == [9, 19, 29]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert lines[0]["loss"] == pytest.approx(math.log(300), rel=0.01)  # a uniform guess
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert lines[-1]["val_bpb"] < lines[9]["val_bpb"]
+    assert sorted(p.name for p in (base / "checkpoints/base/d1").iterdir()) == ["step_000020", "step_000030"]
+
+    sizes = ("--eval_tokens=256", "--device_batch_size=2", "--dtype=float32", "--device=cpu", "--max_tokens=8")
+    call("base_eval", *sizes, "--samples=2", "--stories=3")
+    out = capsys.readouterr().out
+    results = json.loads((base / "runs/base/d1/eval.json").read_text())
+    assert results["step"] == 30
+    assert results["val_bpb"] == pytest.approx(lines[-1]["val_bpb"], rel=1e-6)  # training evaluates as base_eval does
+    assert 0 < results["train_bpb"] < 8 and results["train_bpb"] != results["val_bpb"]
+    assert len(results["samples"]) == 2 and results["stories"] == 3 and 0 <= results["stories_passed"] <= 3
+    assert all(sample in out for sample in results["samples"])
+    call("base_eval", *sizes, "--samples=1", "--prompt=Mia the fox", "--step=20")
+    results = json.loads((base / "runs/base/d1/eval.json").read_text())
+    assert results["step"] == 20 and results["samples"][0].startswith("Mia the fox")
+    capsys.readouterr()
+
+    greedy = ("--temperature=0", "--max_tokens=8", "--dtype=float32", "--device=cpu")
+    call("chat_cli", "-p", "Once upon", *greedy)
+    once = capsys.readouterr().out
+    assert once.startswith("Once upon") and once.endswith("\n") and len(once) > len("Once upon\n")
+    call("chat_cli", "--prompt=Once upon", *greedy)
+    assert capsys.readouterr().out == once
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\n"))  # a pipe
+    call("chat_cli", *greedy)
+    assert capsys.readouterr().out == once
+    call("chat_cli", "-p", "Once upon", *greedy, "--source", str(base / "checkpoints/base/d1/step_000030"))
+    assert capsys.readouterr().out == once
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("Once upon\n" + "too long " * 80 + "\nOnce upon\n\nnever asked\n"))
+    call("chat_cli", *greedy)
+    out = capsys.readouterr().out
+    assert out.count(once) == 2
+    assert "error: the prompt has" in out
+    assert "never" not in out
+
+
+def test_real_text_trains(base, capsys):
+    if not SHAKESPEARE.is_file():
+        pytest.skip("../shared/data/tinyshakespeare.txt is not beside this checkout")
+    call("tok_train", f"--data={SHAKESPEARE}", "--vocab_size=512", "--max_chars=200000")
+    call("base_train", *TINY, f"--data={SHAKESPEARE}", "--num_iterations=25")
+    lines = metrics(base)
+    assert lines[0]["loss"] == pytest.approx(math.log(512), rel=0.01)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert 0 < lines[-1]["val_bpb"] < 8
+    call("base_eval", f"--data={SHAKESPEARE}", "--eval_tokens=256", "--samples=1", "--max_tokens=4", "--dtype=float32")
+    assert "bits per byte" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the same run again, resumed, cut otherwise
+
+
+@pytest.fixture(params=["demo", "a file"])
+def data(request, tmp_path) -> str:
+    if request.param == "demo":
+        return "--data=demo"
+    path = tmp_path / "small.txt"
+    path.write_text("<|endoftext|>\n".join(f"The boat {n}. Once upon a time {n * 7} fish.\n" * 9 for n in range(80)))
+    return f"--data={path}"
+
+
+def test_the_same_seed_gives_the_same_run(base, tokenizer, monkeypatch, data):
+    call("base_train", *TINY, data, "--num_iterations=4")
+    first, first_sha = losses(base), sha256(base, 4)
+    call("base_train", *TINY, data, "--num_iterations=4", "--model_tag=again")
+    assert losses(base, "again") == first
+    assert sha256(base, 4, tag="again") == first_sha
+    call("base_train", *TINY, data, "--num_iterations=4", "--model_tag=other", "--seed=1")
+    assert losses(base, "other") != first
+    assert sha256(base, 4, tag="other") != first_sha
+
+
+def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
+    """12 steps; 6 and 6; 6, 3 and 3; and 3 and 9 because the later step is damaged."""
+    flags = (*TINY, data, "--num_iterations=12", "--save_every=3", "--eval_every=6", "--seed=3")
+    call("base_train", *flags)
+    folder = base / "checkpoints/base/d1"
+    straight = losses(base)
+    evaluations = [line.get("val_bpb") for line in metrics(base)]
+    shas = {(n, f): sha256(base, n, f) for n in (6, 9, 12) for f in ("model.safetensors", "training.rank0.safetensors")}
+    capsys.readouterr()
+
+    def resume_from(step: int) -> None:
+        call("base_train", *flags, "--resume")
+        assert f"resumed from {folder / f'step_{step:06d}'}" in capsys.readouterr().out
+        assert [line["step"] for line in metrics(base)] == list(range(12))  # none twice, none missing
+        assert losses(base) == straight
+        assert [line.get("val_bpb") for line in metrics(base)] == evaluations
+        assert {(n, f): sha256(base, n, f) for n, f in shas} == shas
+
+    for step in (9, 12):
+        shutil.rmtree(folder / f"step_{step:06d}")
+    resume_from(6)
+    shutil.rmtree(folder / "step_000012")
+    resume_from(9)  # which a resumed run has saved
+    for step in (9, 12):
+        shutil.rmtree(folder / f"step_{step:06d}")
+    weights = folder / "step_000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    resume_from(3)
+    call("base_train", *flags, "--resume")  # nothing is left to do
+    assert losses(base) == straight
+
+
+def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--resume")
+    assert "starting from the beginning" in capsys.readouterr().out
+    assert len(losses(base)) == 2
+
+
+def test_micro_batches_add_up_to_the_batch(base, tokenizer):
+    flags = ("--num_iterations=6", "--eval_every=3")
+    call("base_train", *TINY, *flags, "--device_batch_size=4")
+    call("base_train", *TINY, *flags, "--device_batch_size=2", "--model_tag=two")
+    call("base_train", *TINY[:4], *TINY[5:], *flags, "--device_batch_size=1", "--gradient_accumulation_steps=4",
+         "--model_tag=four")  # fmt: skip
+    for tag in ("two", "four"):
+        assert losses(base, tag) == pytest.approx(losses(base), rel=1e-5)
+        assert metrics(base, tag)[-1]["val_bpb"] == pytest.approx(metrics(base)[-1]["val_bpb"], rel=1e-5)
+        assert [line["tokens"] for line in metrics(base, tag)] == [line["tokens"] for line in metrics(base)]
+
+
+@pytest.mark.slow
+def test_one_process_and_two_give_the_same_losses(base, tokenizer):
+    """20 steps in fp32 on 1 and on 2 ranks; then 1 -> 2 -> 1 ranks through two resumes."""
+    flags = (*TINY, "--num_iterations=20", "--save_every=8", "--eval_every=10")
+    call("base_train", *flags)
+    torchrun("scripts.base_train", "--", *flags, "--model_tag=two")
+    alone, together = metrics(base), metrics(base, "two")
+    assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+    for one, two in zip(alone, together, strict=True):
+        assert two.get("val_bpb", 0) == pytest.approx(one.get("val_bpb", 0), rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert two["tokens"] == one["tokens"]
+
+    folder = base / "checkpoints/base/d1"
+    for step in (16, 20):
+        shutil.rmtree(folder / f"step_{step:06d}")
+    torchrun("scripts.base_train", "--", *flags, "--resume")
+    assert (folder / "step_000016" / "training.rank1.safetensors").is_file()
+    shutil.rmtree(folder / "step_000020")
+    call("base_train", *flags, "--resume")
+    assert [line["step"] for line in metrics(base)] == list(range(20))
+    assert losses(base) == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+
+
+# ---------------------------------------------------------------------- as users' documents have it
+
+
+@pytest.mark.slow
+def test_documented_single_process_command(base, tokenizer):
+    sizes = ("--num_iterations=1", "--max_seq_len=64", "--total-batch-size", "512", "--eval_tokens=512")
+    result = process("scripts.base_train", "--depth=8", "--device_batch_size=8", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert (base / "checkpoints/base/d8/step_000001/manifest.json").is_file()
+    assert [line["tokens"] for line in metrics(base, "d8")] == [512]
+
+
+@pytest.mark.slow
+def test_documented_torchrun_command(base, tokenizer):
+    flags = ("--depth=4", "--device_batch_size=4", "--total_batch_size=1024")
+    sizes = ("--num_iterations=2", "--max-seq-len=64", "--eval_tokens=512")
+    result = torchrun("scripts.base_train", "--", *flags, *sizes)
+    assert result.stdout.count("device: 2 x ") == 1  # only rank 0 speaks
+    assert [line["step"] for line in metrics(base, "d4")] == [0, 1]
+    assert json.loads((base / "checkpoints/base/d4/step_000002/meta.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_the_chain_as_processes(base):
+    sizes = ("--device_batch_size=2", "--eval_tokens=256")
+    steps = (
+        ("scripts.tok_train", "--max_chars=50000", "--vocab_size=300"),
+        ("scripts.base_train", "--depth=2", "--head_dim=32", "--max_seq_len=64", "--num_iterations=2",
+         "--total_batch_size=128", *sizes),
+        ("scripts.base_eval", "--samples=1", "--max_tokens=4", *sizes),
+    )  # fmt: skip
+    for command in steps:
+        result = process(*command)
+        assert (result.returncode, result.stderr) == (0, ""), command[0]
+    once = process("scripts.chat_cli", "-p", "Once upon", "--max_tokens=4", "--temperature=0")
+    piped = process("scripts.chat_cli", "--max-tokens", "4", "--temperature=0", stdin="Once upon\n")
+    assert (once.returncode, once.stderr) == (piped.returncode, piped.stderr) == (0, "")
+    assert once.stdout == piped.stdout
+    assert once.stdout.startswith("Once upon")
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def mistake(capsys, script: str, *argv: str) -> tuple[int, str]:
+    """The exit code and the one line of a command that cannot work."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        call(script, *argv)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return leaving.value.code, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "next_step"),
+    [
+        (["--data=nosuch"], "--data nosuch: no such file or folder"),
+        (["--data=pydok"], "did you mean pydoc?"),
+        (["--data=story.csv"], "no such file"),
+        (["--total_batch_size=300"], "use 256, or another --device_batch_size"),
+        (["--total_batch_size=1"], "use 128"),
+        (["--gradient_accumulation_steps=3"], "is not 3 x 128 tokens .* use 384"),
+        (["--depth=0"], "--depth 0: at least 1"),
+        (["--depth=-4"], "--depth -4: at least 1"),
+        (["--max_seq_len=0"], "--max_seq_len 0: at least 1"),
+        (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
+        (["--num_iterations=0"], "--num_iterations 0: at least 1"),
+        (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps 0: at least 1"),
+        (["--head_dim=33"], "--head_dim 33: an even number"),
+        (["--window_pattern=SXL"], "--window_pattern 'SXL': letters S and L"),
+        (["--window_pattern="], "--window_pattern '': letters S and L"),
+        (["--target_param_data_ratio=0"], "--target_param_data_ratio 0.0: above 0"),
+        (["--target_param_data_ratio=-1"], "above 0"),
+        (["--eval_every=-1"], "--eval_every -1: 0 or more"),
+        (["--save_every=-1"], "--save_every -1: 0 or more"),
+        (["--seed=-1"], "--seed -1: 0 or more"),
+        (["--device=gpu"], "--device 'gpu': one of auto, npu, cuda, cpu"),
+        (["--model_tag=../x"], "--model_tag '../x' is not a plain folder name"),
+        (["--track=nosuch"], "nosuch"),
+        (["--val_data=nosuch.txt"], "--val_data nosuch.txt: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_that_cannot_work(base, tokenizer, capsys, argv, next_step):
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=1", *argv)
+    assert code == 1
+    assert re.search(next_step, err)
+    assert not (base / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+def test_a_device_that_is_not_here(base, tokenizer, capsys, kind):
+    if devices._available(kind):
+        pytest.skip(f"this machine has {kind}")
+    code, err = mistake(capsys, "base_train", *TINY, f"--device={kind}")
+    assert code == 1
+    assert f"--device {kind}: none found here" in err and "check_npu.py" in err and "--device cpu" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flags_that_do_not_exist(capsys, script):
+    code, err = mistake(capsys, script, "--dpeth=4")
+    assert code == 2
+    assert "--dpeth" in err and "--help`" in err
+
+
+def test_values_of_another_type(capsys):
+    for argv in (["--depth=four"], ["--dtype=float16"], ["--hub=github"], ["--depth"]):
+        code, err = mistake(capsys, "base_train", *argv)
+        assert code == 2
+        assert argv[0].partition("=")[0] in err
+
+
+@pytest.mark.parametrize("script", ["base_train", "tok_eval"])
+def test_no_tokenizer(base, capsys, script):
+    code, err = mistake(capsys, script)
+    assert code == 1
+    assert "there is no tokenizer" in err and "`python -m scripts.tok_train`" in err
+
+
+def test_a_damaged_tokenizer(base, tokenizer, capsys):
+    path = base / "tokenizer/tokenizer.json"
+    path.write_text(path.read_text()[:-9])
+    code, err = mistake(capsys, "base_train", *TINY)
+    assert code == 1
+    assert "cannot be used" in err and "`python -m scripts.tok_train`" in err
+
+
+@pytest.mark.parametrize("script", ["tok_train", "base_train"])
+def test_data_without_text(base, tokenizer, tmp_path, capsys, script):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, err = mistake(capsys, script, f"--data={empty}")
+    assert code == 1
+    assert "no file in this folder ends in .txt" in err
+    (empty / "a.txt").write_text("")
+    code, err = mistake(capsys, script, f"--data={empty}")
+    assert code == 1
+    assert "no text for training" in err
+    (tmp_path / "no_text.jsonl").write_text('{"content": "x"}\n' * 50)
+    code, err = mistake(capsys, script, f"--data={tmp_path / 'no_text.jsonl'}")
+    assert code == 1
+    assert 'line 1 has no "text"' in err
+
+
+@pytest.mark.parametrize("script", ["base_eval", "chat_cli"])
+def test_no_checkpoint(base, tokenizer, capsys, script):
+    for argv in ([], ["--model_tag=d4"], ["--step=3"]):
+        code, err = mistake(capsys, script, "--device=cpu", *argv)
+        assert code == 1
+        assert "`python -m scripts.base_train`" in err
+    for argv, words in ((["--source=sft"], "chat_sft"), (["--source=nowhere"], "neither a stage")):
+        code, err = mistake(capsys, script, "--device=cpu", *argv)
+        assert code == 1
+        assert words in err
+
+
+def test_what_does_not_fit_a_trained_model(base, tokenizer, capsys, tmp_path, trained_tokenizer):
+    call("base_train", *TINY, "--num_iterations=2", "--save_every=1")
+
+    for argv, words in (
+        (["--depth=2", "--model_tag=d1"], "n_layer 1, the flags say 2"),
+        (["--max_seq_len=32"], "sequence_len 64, the flags say 32"),
+        (["--head_dim=64"], "n_head"),
+        (["--window_pattern=SL"], "window_pattern"),
+        (["--logit_cap=30"], "logit_cap"),
+        (["--optimizer=adamw"], "another model or optimizer"),
+    ):
+        code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", *argv)
+        assert code == 1
+        assert "--resume" in err and words in err and "use its flags, or another --model_tag" in err
+
+    long = "many words " * 60
+    for argv, words in (
+        (["-p", long], r"the prompt has \d+ tokens, the model's context 64: shorten the prompt"),
+        (["-p", "x", "--temperature=-1"], "--temperature -1.0: from 0"),
+        (["-p", "x", "--temperature=nan"], "--temperature nan"),
+        (["-p", "x", "--top_k=-1"], "--top_k -1: 0"),
+        (["-p", "x", "--top_p=0"], "--top_p 0.0: above 0"),
+        (["-p", "x", "--top_p=1.5"], "--top_p 1.5: above 0, at most 1"),
+        (["-p", "x", "--step=7"], r"no step 7 .*\[1, 2\]"),
+        (["-p", "x", "--model_tag=../base/d1"], "not a plain folder name"),
+    ):
+        code, err = mistake(capsys, "chat_cli", "--device=cpu", *argv)
+        assert code == 1
+        assert re.search(words, err)
+    code, err = mistake(capsys, "base_eval", "--device=cpu", "--eval_tokens=64", "--samples=1", f"--prompt={long}")
+    assert code == 1
+    assert "shorten the prompt" in err
+    for flag in ("eval_tokens", "device_batch_size", "max_tokens"):
+        code, err = mistake(capsys, "base_eval", "--device=cpu", f"--{flag}=0")
+        assert code == 1
+        assert f"--{flag} 0: at least 1" in err
+
+    code, err = mistake(capsys, "tok_train", "--max_chars=20000", "--vocab_size=280")
+    assert code == 1
+    assert "--overwrite" in err
+    assert Tokenizer.load(base / "tokenizer").fingerprint() == Tokenizer.load(trained_tokenizer).fingerprint()
+    call("tok_train", "--max_chars=20000", "--vocab_size=320", "--overwrite")
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume")
+    assert code == 1
+    assert "--resume" in err
+
+
+def test_out_of_memory(base, tokenizer, capsys, monkeypatch):
+    def train_step(*args, **options):
+        raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 GiB\nand so on")
+
+    monkeypatch.setattr("nanochat.train.train_step", train_step)
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=1")
+    assert code == 1
+    assert "lower --device_batch_size, --max_seq_len or --depth" in err
+
+
+def test_a_full_disk(base, tokenizer, capsys, monkeypatch):
+    usage = shutil.disk_usage(base)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=1")
+    assert code == 1
+    assert "the disk is full" in err and "10 free" in err
+
+
+@pytest.mark.slow
+def test_mistakes_of_real_processes(base, tokenizer):
+    for argv, code, words in (
+        (["scripts.base_train", "--depth=0"], 1, "--depth 0: at least 1"),
+        (["scripts.base_train", "--", "--dpeth=4"], 2, "`python -m scripts.base_train --help`"),
+        (["scripts.chat_cli", "-p", "x"], 1, "`python -m scripts.base_train`"),
+    ):
+        result = process(*argv)
+        assert result.returncode == code
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert words in result.stderr

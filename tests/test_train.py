@@ -1,0 +1,317 @@
+"""One step: the same however its rows are cut up, skipped as a whole or not at all, and never waited for."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import cpu_device, lively_model, run_ranks, tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.gpt import GPT
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.train import Progress, Schedule, StepStats, next_token_loss, train_step
+
+Batch = tuple[Tensor, Tensor]
+CONFIG = tiny_config(sequence_len=16)
+
+
+def make_run(device: Device | None = None) -> tuple[GPT, Optimizer]:
+    """A tiny model under Muon and AdamW, as base_train puts them together."""
+    device = device or cpu_device()
+    model = lively_model(CONFIG)
+    roles = model.parameter_groups()
+    splits = (CONFIG.n_head * CONFIG.head_dim, *[CONFIG.n_kv_head * CONFIG.head_dim] * 2)
+    groups = [ParameterGroup("muon", roles.pop("matrix"), 0.01, 0.1, betas=(0.8, 0.9))]
+    groups += [ParameterGroup("muon", roles.pop("qkv"), 0.01, 0.1, betas=(0.8, 0.9), row_splits=splits)]
+    groups += [ParameterGroup("adamw", parameters, 0.003) for parameters in roles.values()]
+    return model, Optimizer(groups, rank=device.rank, world_size=device.world_size, dtype=torch.float32)
+
+
+def make_batch(seed: int, rows: int = 8) -> Batch:
+    """Rows that a model can learn something from, a different number of targets in each."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 20, (rows, 17), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    for row in range(rows):
+        targets[row, : row % 5] = IGNORE
+    return inputs, targets
+
+
+def rows_of(batch: Batch, *slices: slice) -> list[Batch]:
+    return [(batch[0][rows], batch[1][rows]) for rows in slices]
+
+
+def masked(batch: Batch) -> Batch:
+    return batch[0], torch.full_like(batch[1], IGNORE)
+
+
+def everything(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
+    tensors = {**dict(model.named_parameters()), **optimizer.state_dict()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n].view(torch.int32), other[n].view(torch.int32)) for n in one
+    )
+
+
+def numbers(stats: StepStats) -> tuple[float, float, float, float]:
+    return stats.loss.item(), stats.targets.item(), stats.grad_norm.item(), stats.updated.item()
+
+
+# ---------------------------------------------------------------------- one step
+
+
+def test_step_reports_the_mean_loss_and_the_norm_of_its_gradient() -> None:
+    model, optimizer = make_run()
+    inputs, targets = make_batch(0)
+    logits = model(inputs).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    stats = train_step(model, optimizer, [(inputs, targets)], next_token_loss, device=cpu_device())
+    assert numbers(stats) == pytest.approx((loss.item(), (targets != IGNORE).sum().item(), norm.item(), 1.0), rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "cuts", [[slice(i, i + 2) for i in (0, 2, 4, 6)], [slice(0, 1), slice(1, 8)]], ids=["4x2", "1+7"]
+)
+def test_accumulated_micro_batches_are_one_batch(cuts: list[slice]) -> None:
+    whole, parts = make_run(), make_run()
+    for step in range(3):
+        batch = make_batch(step)
+        # without the cautious decay, which leaps where an update passes through zero
+        one = train_step(*whole, [batch], next_token_loss, device=cpu_device(), weight_decay=0)
+        parted = iter(rows_of(batch, *cuts))
+        many = train_step(*parts, parted, next_token_loss, device=cpu_device(), weight_decay=0)
+        assert numbers(many) == pytest.approx(numbers(one), rel=1e-5)
+    for (name, one), other in zip(whole[0].named_parameters(), parts[0].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_masked_micro_batch_adds_nothing() -> None:
+    plain, padded = make_run(), make_run()
+    for step in range(3):
+        batch = make_batch(step)
+        one = train_step(*plain, [batch], next_token_loss, device=cpu_device())
+        other = train_step(*padded, [masked(batch), batch, masked(batch)], next_token_loss, device=cpu_device())
+        assert numbers(one) == numbers(other)
+    assert same_bytes(everything(*plain), everything(*padded))
+
+
+@pytest.mark.parametrize("batches", [1, 3, 0])
+def test_a_step_without_targets_changes_nothing(batches: int) -> None:
+    run = make_run()
+    train_step(*run, [make_batch(0)], next_token_loss, device=cpu_device())
+    before = everything(*run)
+    stats = train_step(*run, [masked(make_batch(1))] * batches, next_token_loss, device=cpu_device())
+    assert numbers(stats) == (0.0, 0.0, 0.0, 0.0)
+    assert same_bytes(everything(*run), before)
+
+
+def poisoned_loss(model: Any, batch: tuple[Batch, float]) -> tuple[Tensor, Tensor]:
+    """The batch comes with a factor for its loss, so that the gradients are poisoned and not the weights."""
+    loss, targets = next_token_loss(model, batch[0])
+    return loss * batch[1], targets
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 2])
+def test_one_bad_micro_batch_skips_the_step(poison: float, place: int) -> None:
+    run, spared = make_run(), make_run()
+    for each in (run, spared):
+        train_step(*each, [make_batch(0)], next_token_loss, device=cpu_device())
+    before = everything(*run)
+    factors = [1.0, 1.0, 1.0]
+    factors[place] = poison
+    batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
+    stats = train_step(*run, batches, poisoned_loss, device=cpu_device())
+    assert stats.updated.item() == 0
+    assert same_bytes(everything(*run), before)
+    for each in (run, spared):  # and the next step is as if the bad one had not been
+        assert train_step(*each, [make_batch(1)], next_token_loss, device=cpu_device()).updated.item() == 1
+    assert same_bytes(everything(*run), everything(*spared))
+
+
+def test_a_bad_gradient_under_a_good_loss_skips_the_step() -> None:
+    class BadGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] * math.inf
+
+    def loss_fn(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, targets = next_token_loss(model, batch)
+        return BadGradient.apply(loss), targets  # type: ignore[return-value]
+
+    run = make_run()
+    before = everything(*run)
+    stats = train_step(*run, [make_batch(0)], loss_fn, device=cpu_device())
+    assert (math.isfinite(stats.loss.item()), stats.updated.item()) == (True, 0.0)
+    assert same_bytes(everything(*run), before)
+
+
+def test_settings_reach_the_optimizer() -> None:
+    still, run = make_run(), make_run()
+    before = everything(*still)
+    train_step(*still, [make_batch(0)], next_token_loss, device=cpu_device(), lr=0.0)
+    assert all(torch.equal(p, before[name]) for name, p in still[0].named_parameters())
+    train_step(*run, [make_batch(0)], next_token_loss, device=cpu_device(), momentum=0.5, weight_decay=0.0)
+    name = next(name for name in run[1].state_dict() if name.endswith("momentum"))
+    torch.testing.assert_close(run[1].state_dict()[name], 10 * still[1].state_dict()[name])  # 1 - 0.5 for 1 - 0.95
+
+
+def test_steps_learn() -> None:
+    run, batch = make_run(), make_batch(0)
+    losses = [train_step(*run, [batch], next_token_loss, device=cpu_device()).loss.item() for _ in range(60)]
+    assert losses[0] > math.log(20)
+    assert losses[-1] < 1.0
+
+
+def test_bfloat16_products_learn_the_same() -> None:
+    exact, rounded, batch = make_run(), make_run(), make_batch(0)
+    for _ in range(5):
+        one = train_step(*exact, [batch], next_token_loss, device=cpu_device())
+        other = train_step(*rounded, [batch], next_token_loss, device=cpu_device(dtype=torch.bfloat16))
+        assert other.loss.item() == pytest.approx(one.loss.item(), rel=0.03)
+        assert other.loss.item() != one.loss.item()
+    assert all(p.dtype == torch.float32 for p in rounded[0].parameters())
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what has the host read a value from the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"), name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def never_waits(monkeypatch: pytest.MonkeyPatch) -> NeverWaits:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a tensor is read on the host")
+
+    for name in ("tolist", "numpy", "cpu"):  # on the CPU these go past the dispatcher
+        monkeypatch.setattr(Tensor, name, refuse)
+    return NeverWaits()
+
+
+@pytest.mark.parametrize("read", [Tensor.item, bool, float, Tensor.nonzero, lambda x: x.tolist(), lambda x: x.cpu()])
+def test_never_waits_notices_a_wait(read: Callable[[Tensor], Any], never_waits: NeverWaits) -> None:
+    with never_waits, pytest.raises(AssertionError):
+        read(torch.ones(1))
+
+
+def test_a_step_never_waits_for_the_device(never_waits: NeverWaits) -> None:
+    run = make_run()
+    with never_waits:
+        for batch in (make_batch(0), masked(make_batch(1)), make_batch(2)):
+            stats = train_step(*run, [batch, make_batch(3)], next_token_loss, device=cpu_device())
+    assert stats.updated.item() == 1
+
+
+# ---------------------------------------------------------------------- on two ranks
+
+
+def losses_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
+    """Each rank takes its half of the rows, which hold unequal numbers of targets."""
+    run = make_run(device)
+    share = slice(0, 5) if device.rank == 0 else slice(5, 8)
+    stats = [
+        train_step(*run, rows_of(make_batch(step), share), next_token_loss, device=device, momentum=0.9)
+        for step in range(steps)
+    ]
+    return {"numbers": [numbers(s) for s in stats], "values": {n: p.detach() for n, p in run[0].named_parameters()}}
+
+
+def test_two_ranks_are_as_one() -> None:
+    steps = 20
+    ranks = run_ranks(losses_on_a_rank, steps)
+    assert ranks[0]["numbers"] == ranks[1]["numbers"]
+    run = make_run()
+    for step in range(steps):
+        stats = train_step(*run, [make_batch(step)], next_token_loss, device=cpu_device(), momentum=0.9)
+        assert ranks[0]["numbers"][step] == pytest.approx(numbers(stats), rel=1e-5), step
+    for name, value in ranks[0]["values"].items():
+        assert torch.equal(value, ranks[1]["values"][name]), name
+
+
+def bad_batch_on_a_rank(device: Device, bad_rank: int, poison: float) -> list[Any]:
+    run = make_run(device)
+    train_step(*run, [make_batch(device.rank)], next_token_loss, device=device)
+    before = everything(*run)
+    factors = (1.0, poison, 1.0) if device.rank == bad_rank else (1.0, 1.0, 1.0)
+    batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
+    stats = train_step(*run, batches, poisoned_loss, device=device)
+    unchanged = same_bytes(everything(*run), before)
+    only_one = make_batch(3) if device.rank == bad_rank else masked(make_batch(3))
+    after = train_step(*run, [only_one], next_token_loss, device=device)
+    changed = not same_bytes(everything(*run), before)
+    return [stats.updated.item(), unchanged, after.updated.item(), after.targets.item(), changed]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_bad_micro_batch_on_one_rank_skips_the_step_on_both(bad_rank: int) -> None:
+    targets = (make_batch(3)[1] != IGNORE).sum().item()
+    expected = [0.0, True, 1.0, targets, True]
+    assert run_ranks(bad_batch_on_a_rank, bad_rank, math.nan) == [expected, expected]
+
+
+# ---------------------------------------------------------------------- the schedule
+
+
+def test_learning_rate_rises_stays_and_falls() -> None:
+    schedule = Schedule(1000, warmup_steps=40, warmdown_fraction=0.65, final_lr=0.05)
+    assert schedule.lr(0) == pytest.approx(1 / 41)
+    assert schedule.lr(39) == pytest.approx(40 / 41)
+    assert [schedule.lr(step) for step in (40, 200, 350)] == [1.0, 1.0, 1.0]
+    assert schedule.lr(351) == pytest.approx(1 - 0.95 / 650)
+    assert schedule.lr(675) == pytest.approx((1 + 0.05) / 2)
+    assert schedule.lr(999) == pytest.approx(0.05 + 0.95 / 650)
+    assert schedule.lr(1000) == pytest.approx(0.05)
+    values = [schedule.lr(step) for step in range(1001)]
+    assert values[:41] == sorted(values[:41])
+    assert values[40:] == sorted(values[40:], reverse=True)
+    assert min(values) > 0
+
+
+def test_momentum_rises_and_weight_decay_falls() -> None:
+    schedule = Schedule(1000)
+    assert [schedule.momentum(step) for step in (0, 150, 300, 999)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
+    assert [schedule.weight_decay(step) for step in (0, 500, 1000, 1001)] == [1.0, 0.5, 0.0, 0.0]
+    assert Schedule(10, momentum_steps=0).momentum(0) == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+def test_the_shortest_runs_have_a_schedule(steps: int) -> None:
+    schedule = Schedule.for_run(steps)
+    assert schedule.warmup_steps == 0
+    values = [schedule.lr(step) for step in range(steps)]
+    assert values[0] == 1.0
+    assert all(0.05 <= value <= 1 for value in values)
+    assert all(0.85 <= schedule.momentum(step) <= 0.9501 for step in range(steps))
+
+
+def test_warm_ups_are_cut_for_short_runs_and_not_for_long() -> None:
+    assert (Schedule.for_run(100).warmup_steps, Schedule.for_run(100).momentum_steps) == (10, 20)
+    assert (Schedule.for_run(10_000).warmup_steps, Schedule.for_run(10_000).momentum_steps) == (40, 300)
+    changed = Schedule.for_run(100, warmup_steps=3, warmdown_fraction=0.0)
+    assert (changed.warmup_steps, changed.momentum_steps, changed.warmdown_fraction) == (3, 20, 0.0)
+    assert changed.lr(99) == 1.0
+
+
+def test_progress_survives_json() -> None:
+    progress = Progress(step=3, tokens=1 << 40, seconds=1.5, skipped_steps=1, best_val_bpb=0.9)
+    assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress

@@ -1,0 +1,120 @@
+"""What several tests are made of: tiny models whose every weight matters, a tiny tokenizer, and real ranks."""
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanochat import device as devices
+from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import Tokenizer
+
+MERGES = (
+    b"th",
+    b"he",
+    b"the",
+    b" t",
+    b" the",
+    b"an",
+    b"\xe4\xbb",
+    b"\xe4\xbb\x8e",
+)  # the last is one Chinese character
+RANK_SECONDS = 60  # a rank that takes longer hangs
+
+# Everything the fast preset has and these have not, and the other way round.
+PLAIN = {
+    "window_pattern": "L", "mlp": "swiglu", "mlp_width": 48, "rope_theta": 10_000.0, "qk_scale": 1.0,
+    "norm_weight": True, "embedding_norm": False, "value_embeddings": False, "residual_scales": False, "logit_cap": 0.0,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "qwen3": {**PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "tied_head": True},
+    "qwen2": {**PLAIN, "qk_norm": "none", "attention_bias": True, "tied_head": True},
+    "llama": {**PLAIN, "qk_norm": "none"},
+}
+
+
+def tiny_config(**changes: Any) -> GPTConfig:
+    """The fast preset in milliseconds: windows of 8, two query heads to a key head, a vocabulary that is padded."""
+    sizes = {"vocab_size": 100, "sequence_len": 32, "n_layer": 3, "width": 32, "n_head": 4, "n_kv_head": 2}
+    return GPTConfig(**{**sizes, "window_pattern": "SSL", **changes})
+
+
+def lively_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model with noise on every parameter: freshly initialised, the output projections and gates are zero."""
+    model = GPT(config)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += noise * (0.1 if parameter.ndim < 2 else 1.5 / config.width**0.5)
+        if config.tied_head:  # or every token would predict itself
+            model.embedding.weight *= 0.2
+    return model
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """All bytes and a few merges, trained on nothing."""
+    return Tokenizer([bytes([value]) for value in range(256)] + list(MERGES))
+
+
+def cpu_device(**changes: Any) -> Device:
+    """A single process on the CPU in fp32."""
+    facts: dict[str, Any] = {"kind": "cpu", "module": torch.cpu, "dtype": torch.float32, "rank": 0, "local_rank": 0}
+    return Device(**{**facts, "world_size": 1, "name": "test", "peak_flops": None, **changes})
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """What `function(device, *args)` returns on each rank: tensors and plain values, in rank order.
+
+    The ranks are processes joined over gloo as torchrun would join them; `function` must stand in a module.
+    """
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, and each rank still starts clean
+    context.set_forkserver_preload(["torch"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(function, args, rank, world_size, port, folder), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + RANK_SECONDS
+        while (alive := [p for p in ranks if p.is_alive()]) and time.monotonic() < deadline:
+            connection.wait([p.sentinel for p in alive], timeout=1)
+            if any(p.exitcode for p in ranks):  # the others would wait for it
+                deadline = min(deadline, time.monotonic() + 3)
+        for process in ranks:
+            process.kill()
+            process.join()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+        assert all(p.exitcode == 0 for p in ranks), "\n".join(errors) or f"a rank hung for {RANK_SECONDS} s or died"
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def _rank(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    try:
+        device = devices.init("cpu", "float32")
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        torch.save(function(device, *args), Path(folder) / f"{rank}.pt")
+        devices.shutdown(device)
+    except BaseException:
+        (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
