@@ -6,7 +6,7 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.optim import Optimizer
+from nanochat.gpt import GPT
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.scaling import Rates
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -78,6 +80,26 @@ class StepStats:
     targets: Tensor  # over all ranks
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped
+
+
+def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["muon", "adamw"] = "muon") -> Optimizer:
+    """The recipe's optimizer of a model: Muon (or AdamW) for the blocks' matrices, AdamW for all else."""
+    roles, c = model.parameter_groups(), model.config
+    qkv_rows = tuple(heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
+    decay, betas = rates.weight_decay, (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
+    return Optimizer(
+        [
+            ParameterGroup(matrices, roles["matrix"], rates.matrix, decay, betas),
+            ParameterGroup(matrices, roles["qkv"], rates.matrix, decay, betas, row_splits=qkv_rows),
+            *(
+                ParameterGroup("adamw", roles[role], getattr(rates, role))
+                for role in ("embedding", "value_embedding", "head", "vector", "residual_scale")
+            ),
+        ],
+        rank=device.rank,
+        world_size=device.world_size,
+        dtype=device.dtype,
+    )
 
 
 def train_step(

@@ -68,10 +68,9 @@ def main(config: Config) -> None:
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.log import RunLog, print0
-    from nanochat.optim import Optimizer, ParameterGroup
     from nanochat.paths import checkpoint_dir, run_dir, tokenizer_dir
     from nanochat.tokenizer import Tokenizer
-    from nanochat.train import Progress, Schedule, next_token_loss, train_step
+    from nanochat.train import Progress, Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ device, tokenizer, data
     check(config)
@@ -100,24 +99,10 @@ def main(config: Config) -> None:
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
     rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens)
-    roles = model.parameter_groups()
-    matrix_lr, decay = config.matrix_lr or rates.matrix, rates.weight_decay
-    decay = decay if config.weight_decay is None else config.weight_decay
-    splits = tuple(n * model_config.head_dim for n in (model_config.n_head, *[model_config.n_kv_head] * 2))
-    optimizer = Optimizer(
-        [
-            ParameterGroup(config.optimizer, roles["matrix"], matrix_lr, decay, betas=(0.8, 0.9)),
-            ParameterGroup(config.optimizer, roles["qkv"], matrix_lr, decay, betas=(0.8, 0.9), row_splits=splits),
-            ParameterGroup("adamw", roles["embedding"], config.embedding_lr or rates.embedding),
-            ParameterGroup("adamw", roles["value_embedding"], config.value_embedding_lr or rates.value_embedding),
-            ParameterGroup("adamw", roles["head"], config.head_lr or rates.head),
-            ParameterGroup("adamw", roles["vector"], rates.vector),
-            ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale),
-        ],
-        rank=device.rank,
-        world_size=device.world_size,
-        dtype=device.dtype,
-    )
+    chosen = {f"{role}_lr": role for role in ("matrix", "embedding", "value_embedding", "head")}
+    given = {role: getattr(config, flag) for flag, role in chosen.items()} | {"weight_decay": config.weight_decay}
+    rates = dataclasses.replace(rates, **{role: value for role, value in given.items() if value is not None})
+    optimizer = make_optimizer(model, rates, device, config.optimizer)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(
         f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), "
@@ -196,7 +181,7 @@ def main(config: Config) -> None:
             skipped.zero_()
             peak = device.peak_flops and device.peak_flops * device.world_size
             metrics = {
-                "step": step, "loss": loss, "lr": matrix_lr * schedule.lr(step), "tokens": progress.tokens,
+                "step": step, "loss": loss, "lr": rates.matrix * schedule.lr(step), "tokens": progress.tokens,
                 "tok_per_sec": rate, "mfu": token_flops * rate / peak if peak else None,
                 "seconds": progress.seconds, "peak_memory_bytes": device.peak_memory(),
                 "grad_norm": grad_norm, "epoch": micro[-1].epoch, "skipped_steps": progress.skipped_steps,

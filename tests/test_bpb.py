@@ -162,14 +162,17 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer: Tokenizer) -> None:
     assert near == pytest.approx(value, rel=0.03)
 
 
-def score_on_a_rank(device: Device, row_tokens: int) -> float:
+def score_on_a_rank(device: Device, row_tokens: int) -> tuple[float, list[tuple[int, int]]]:
     tokenizer = tiny_tokenizer()
+    model = Pairs(tokenizer.vocab_size)
     rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
-    return bits_per_byte(Pairs(tokenizer.vocab_size), rows, weights(tokenizer), 2, device)
+    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.asked
 
 
-@pytest.mark.parametrize("row_tokens", [5, 200])  # an odd number of rows; one row for two ranks
-def test_two_ranks_score_as_one(row_tokens: int) -> None:
-    alone = score_on_a_rank(cpu_device(), row_tokens)
-    one, two = run_ranks(score_on_a_rank, row_tokens)
+@pytest.mark.parametrize("row_tokens", [5, 200])  # several rows; one row for two ranks
+def test_two_ranks_score_as_one_and_share_the_work(row_tokens: int) -> None:
+    alone, asked = score_on_a_rank(cpu_device(), row_tokens)
+    (one, asked_of_one), (two, asked_of_two) = run_ranks(score_on_a_rank, row_tokens)
     assert one == two == pytest.approx(alone, rel=1e-6)
+    assert sorted(asked_of_one + asked_of_two) == sorted(asked)
+    assert bool(asked_of_two) == (row_tokens == 5)

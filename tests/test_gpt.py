@@ -19,6 +19,76 @@ def random_tokens(model: GPT, B: int, T: int, seed: int = 0) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+# ---------------------------------------------------------------------- the whole, written out slowly
+
+
+@torch.no_grad()
+def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """The logits in fp64, from the config's words alone: no module, no kernel and no table of the model's is used."""
+    c, T = model.config, tokens.size(1)
+    H, K, D = c.n_head, c.n_kv_head, c.head_dim
+    p = {name: parameter.double() for name, parameter in model.named_parameters()}
+    place = torch.arange(T, dtype=torch.float64)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * (p[name] if c.norm_weight else 1)
+
+    def turn(x: Tensor) -> Tensor:  # (B, T, heads, D)
+        angles = place[:, None] * c.rope_theta ** (-torch.arange(D // 2) * 2 / D)  # (T, D / 2)
+        z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.exp(1j * angles)[:, None]
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    x = p["embedding.weight"][tokens]
+    x = norm(x, "embedding_norm.weight") if c.embedding_norm else x
+    first = x
+    for i in range(c.n_layer):
+        block = f"blocks.{i}."
+        if c.residual_scales:
+            x = p["residual_scales"][i] * x + p["embedding_scales"][i] * first
+
+        h = norm(x, f"{block}attention_norm.weight")
+        qkv = h @ p[f"{block}attention.qkv.weight"].T
+        qkv = qkv + p[f"{block}attention.qkv.bias"] if c.attention_bias else qkv
+        q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv.split((H * D, K * D, K * D), dim=-1))
+        if c.qk_norm == "before_rotary":
+            q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
+        q, k = turn(q), turn(k)
+        if c.qk_norm == "after_rotary":
+            q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
+        if c.qk_norm != "none":
+            q, k = c.qk_scale * q, c.qk_scale * k
+        if c.value_embeddings and (c.n_layer - 1 - i) % 2 == 0:
+            gate = 3 * torch.sigmoid(h[..., :32] @ p[f"{block}attention.value_gate.weight"].T)  # (B, T, K)
+            v = v + gate[..., None] * p[f"value_embeddings.{i}.weight"][tokens].unflatten(-1, (K, D))
+        short = c.window_pattern[i % len(c.window_pattern)] == "S" and i < c.n_layer - 1
+        behind = place[:, None] - place
+        hidden = (behind < 0) | (behind >= (c.sequence_len // 4 if short else T))
+        heads = []
+        for head in range(H):
+            scores = q[:, :, head] @ k[:, :, head // (H // K)].mT / D**0.5
+            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v[:, :, head // (H // K)])
+        x = x + torch.cat(heads, dim=-1) @ p[f"{block}attention.output.weight"].T
+
+        h = norm(x, f"{block}mlp_norm.weight") @ p[f"{block}mlp.input.weight"].T
+        if c.mlp == "swiglu":
+            gate, up = h.split(c.mlp_width, dim=-1)
+            h = gate / (1 + torch.exp(-gate)) * up
+        else:
+            h = h.clamp(min=0) ** 2
+        x = x + h @ p[f"{block}mlp.output.weight"].T
+    logits = norm(x, "norm.weight") @ p["embedding.weight" if c.tied_head else "head.weight"][: c.vocab_size].T
+    return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
+
+
+@shapes
+@pytest.mark.parametrize("T", [1, 32])
+def test_the_model_is_what_its_config_says(shape: str, T: int) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape], norm_eps=1e-3))
+    tokens = random_tokens(model, 2, T)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).double(), slow_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
 # ---------------------------------------------------------------------- cached as uncached
 
 

@@ -8,30 +8,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import cpu_device, lively_model, run_ranks, tiny_config
+from tiny import SHAPES, cpu_device, lively_model, run_ranks, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.train import Progress, Schedule, StepStats, next_token_loss, train_step
+from nanochat.optim import Optimizer
+from nanochat.scaling import Rates
+from nanochat.train import Progress, Schedule, StepStats, make_optimizer, next_token_loss, train_step
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = tiny_config(sequence_len=16)
+RATES = Rates(0.01, 0.003, 0.003, 0.003, 0.003, 0.003, weight_decay=0.1)
 
 
 def make_run(device: Device | None = None) -> tuple[GPT, Optimizer]:
     """A tiny model under Muon and AdamW, as base_train puts them together."""
-    device = device or cpu_device()
     model = lively_model(CONFIG)
-    roles = model.parameter_groups()
-    splits = (CONFIG.n_head * CONFIG.head_dim, *[CONFIG.n_kv_head * CONFIG.head_dim] * 2)
-    groups = [ParameterGroup("muon", roles.pop("matrix"), 0.01, 0.1, betas=(0.8, 0.9))]
-    groups += [ParameterGroup("muon", roles.pop("qkv"), 0.01, 0.1, betas=(0.8, 0.9), row_splits=splits)]
-    groups += [ParameterGroup("adamw", parameters, 0.003) for parameters in roles.values()]
-    return model, Optimizer(groups, rank=device.rank, world_size=device.world_size, dtype=torch.float32)
+    return model, make_optimizer(model, RATES, device or cpu_device())
 
 
 def make_batch(seed: int, rows: int = 8) -> Batch:
@@ -65,6 +61,35 @@ def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def numbers(stats: StepStats) -> tuple[float, float, float, float]:
     return stats.loss.item(), stats.targets.item(), stats.grad_norm.item(), stats.updated.item()
+
+
+# ---------------------------------------------------------------------- the recipe's optimizer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_optimizer_takes_every_parameter_by_its_role(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    rates = Rates(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, weight_decay=7.0)
+    optimizer = make_optimizer(model, rates, cpu_device())
+    found = {name: group for group in optimizer.groups for name, _ in group.parameters}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for role, parameters in model.parameter_groups().items():
+        for name, _ in parameters:
+            matrix = role in ("matrix", "qkv")
+            assert found[name].kind == ("muon" if matrix else "adamw"), name
+            assert found[name].learning_rate == getattr(rates, "matrix" if matrix else role), name
+            assert found[name].weight_decay == (7.0 if matrix else 0.0), name
+            # 4 query heads, 2 key heads and 2 value heads are matrices of their own
+            D = model.config.head_dim
+            assert found[name].row_splits == ((4 * D, 2 * D, 2 * D) if role == "qkv" else ()), name
+
+
+def test_adamw_alone_trains_too() -> None:
+    model, batch = lively_model(CONFIG), make_batch(0)
+    optimizer = make_optimizer(model, RATES, cpu_device(), matrices="adamw")
+    assert {group.kind for group in optimizer.groups} == {"adamw"}
+    losses = [train_step(model, optimizer, [batch], next_token_loss, device=cpu_device()).loss for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 # ---------------------------------------------------------------------- one step
@@ -159,6 +184,18 @@ def test_a_bad_gradient_under_a_good_loss_skips_the_step() -> None:
     before = everything(*run)
     stats = train_step(*run, [make_batch(0)], loss_fn, device=cpu_device())
     assert (math.isfinite(stats.loss.item()), stats.updated.item()) == (True, 0.0)
+    assert same_bytes(everything(*run), before)
+
+
+def test_a_bad_loss_over_good_gradients_skips_the_step() -> None:
+    def loss_fn(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, targets = next_token_loss(model, batch)
+        return loss + math.inf, targets
+
+    run = make_run()
+    before = everything(*run)
+    stats = train_step(*run, [make_batch(0)], loss_fn, device=cpu_device())
+    assert (math.isfinite(stats.grad_norm.item()), stats.updated.item()) == (True, 0.0)
     assert same_bytes(everything(*run), before)
 
 
