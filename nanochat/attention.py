@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 PLAIN_TOKENS = 1024  # a CPU attends by plain products up to this length, which the caches still hold
 PLAIN_BLOCK = 128  # queries at once
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -137,20 +137,22 @@ class Device:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def compile(
-        self, function: Callable[..., Any], asked: bool | None, run_flops: float
+        self, function: Callable[..., Any], asked: Literal["auto", "on", "off"], run_flops: float
     ) -> tuple[Callable[..., Any], str]:
-        """`torch.compile` by policy: a flag decides; else on for cuda, for a cpu when the run repays it,
-        off for npu. Returns the function and one word-for-the-log on what was decided and why."""
+        """`torch.compile` by policy: the flag decides; auto is on for cuda, for a cpu when the run repays it, and
+        off for npu. Returns the function, and for the log what was decided and why.
+
+        Raises UserError: when it is asked for and has no compiler here."""
         missing = self._compiler_missing()
-        if asked is False:
-            return function, "eager (--no-compile)"
-        if asked and missing:
-            raise UserError(f"--compile needs {missing}; install it or leave --compile out")
-        if asked is None:
+        if asked == "off":
+            return function, "eager (--compile off)"
+        if asked == "on" and missing:
+            raise UserError(f"--compile on needs {missing}; install it or leave --compile out")
+        if asked == "auto":
             if missing:
                 return function, f"eager ({missing} is missing)"
             if self.kind == "npu":
-                return function, "eager (compile is opt-in here: --compile)"
+                return function, "eager (compile is opt-in here: --compile on)"
             if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
                 return function, "eager (too short a run to repay compiling)"
         return torch.compile(function, dynamic=False), "compiled"

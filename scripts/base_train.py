@@ -52,7 +52,7 @@ class Config:
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    compile: bool | None = None  # torch.compile; default: where it pays
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
     seed: int = 0  # of weights and data order
 
 

@@ -27,7 +27,7 @@ class Config:
     steps: int = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    compile: bool | None = None  # torch.compile; default: as in a long run
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
     json: str | None = None  # also write the figures to this file
 
 

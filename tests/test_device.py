@@ -276,29 +276,29 @@ def function(x: int) -> int:
 @pytest.mark.parametrize(
     ("kind", "asked", "missing", "run_flops", "outcome"),
     [
-        ("cuda", None, None, 0, "compiled"),
-        ("cuda", None, "triton", 1e20, "eager (triton is missing)"),
-        ("cuda", False, None, 1e20, "eager (--no-compile)"),
-        ("cuda", True, "triton", 0, UserError),
-        ("cpu", None, None, 0, "eager (too short a run to repay compiling)"),
-        ("cpu", None, None, 1e20, "compiled"),
-        ("cpu", None, "a C++ compiler", 1e20, "eager (a C++ compiler is missing)"),
-        ("cpu", True, None, 0, "compiled"),
-        ("cpu", True, "a C++ compiler", 1e20, UserError),
-        ("cpu", False, "a C++ compiler", 1e20, "eager (--no-compile)"),
-        ("npu", None, None, 1e20, "eager (compile is opt-in here: --compile)"),
-        ("npu", True, None, 0, "compiled"),
-        ("npu", False, None, 0, "eager (--no-compile)"),
+        ("cuda", "auto", None, 0, "compiled"),
+        ("cuda", "auto", "triton", 1e20, "eager (triton is missing)"),
+        ("cuda", "off", None, 1e20, "eager (--compile off)"),
+        ("cuda", "on", "triton", 0, UserError),
+        ("cpu", "auto", None, 0, "eager (too short a run to repay compiling)"),
+        ("cpu", "auto", None, 1e20, "compiled"),
+        ("cpu", "auto", "a C++ compiler", 1e20, "eager (a C++ compiler is missing)"),
+        ("cpu", "on", None, 0, "compiled"),
+        ("cpu", "on", "a C++ compiler", 1e20, UserError),
+        ("cpu", "off", "a C++ compiler", 1e20, "eager (--compile off)"),
+        ("npu", "auto", None, 1e20, "eager (compile is opt-in here: --compile on)"),
+        ("npu", "on", None, 0, "compiled"),
+        ("npu", "off", None, 0, "eager (--compile off)"),
     ],
 )
 def test_what_is_compiled(
-    kind: str, asked: bool | None, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, asked: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "_compiler_missing", lambda self: missing)
     monkeypatch.setattr(torch, "compile", lambda f, **options: ("compiled", f))
     device = cpu_device(kind=kind)
     if outcome is UserError:
-        with pytest.raises(UserError, match=f"--compile needs {missing}".replace("+", r"\+")):
+        with pytest.raises(UserError, match=f"--compile on needs {missing}".replace("+", r"\+")):
             device.compile(function, asked, run_flops)
         return
     made, how = device.compile(function, asked, run_flops)
