@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PLAIN_TOKENS = 1024  # a CPU attends by plain products up to this length, which the caches still hold
-PLAIN_BLOCK = 128  # queries at once
+PLAIN_BLOCK = 256  # queries at once
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:

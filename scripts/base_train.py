@@ -155,6 +155,7 @@ def main(config: Config) -> None:
     rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
 
+    first_step = progress.step  # runs eagerly, so that its loss is there before the compiler is done
     skipped = torch.zeros((), device=device.torch_device)
     with log:
         clock, clock_step = time.perf_counter(), progress.step
@@ -162,7 +163,7 @@ def main(config: Config) -> None:
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
             stats = train_step(
-                compiled, optimizer, batches, next_token_loss, device=device,
+                compiled if step > first_step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             skipped += 1 - stats.updated

@@ -66,8 +66,9 @@ def main(config: Config) -> None:
         a = torch.randn(batch_tokens, inner, device=device.torch_device, dtype=device.dtype)
         b = torch.randn(inner, outer, device=device.torch_device, dtype=device.dtype)
         flops = 2 * batch_tokens * inner * outer
-        repeats = max(1, int(2e10 / flops))
-        return (lambda: [torch.mm(a, b) for _ in range(repeats)]), flops * repeats
+        out = torch.empty(batch_tokens, outer, device=device.torch_device, dtype=device.dtype)
+        repeats = max(1, int(1e11 / flops))
+        return (lambda: [torch.mm(a, b, out=out) for _ in range(repeats)]), flops * repeats
 
     measured = {
         "step": (step, scaling.flops_per_token(model_config) * batch_tokens),
