@@ -53,19 +53,19 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-launch=("$python")
+launch=("$python") stories=200
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
     base=(--depth 2 --head_dim 32 --max_seq_len 128 --device_batch_size 8 --total_batch_size 1024 --num_iterations 60
       --eval_tokens 8192 --compile off)
-    eval=(--eval_tokens 8192 --samples 1 --stories 8 --max_tokens 32)
+    eval=(--eval_tokens 8192 --samples 1 --max_tokens 32) stories=8
     ;;
   cpu) # a few minutes on two cores (docs/measurements.md)
     tokenizer=()
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 700
       --eval_every 100 --eval_tokens 65536)
-    eval=(--eval_tokens 65536 --samples 4 --stories 200)
+    eval=(--eval_tokens 65536 --samples 4)
     ;;
   *) # depth by what the devices can train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
@@ -86,7 +86,7 @@ if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer
   name=${data%/}
   run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")
 fi
-[[ $data == demo ]] || eval=("${eval[@]/--stories/--stories}")
+[[ $data != demo ]] || eval+=(--stories "$stories") # only the demo's stories can be graded
 export NANOCHAT_BASE_DIR=$run_folder
 source=(--data "$data" --hub "$hub")
 [[ -z $val_data ]] || source+=(--val_data "$val_data")

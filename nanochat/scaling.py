@@ -13,6 +13,7 @@ HEAD_DIM = 128
 REFERENCE_WIDTH = 768  # the learning rates below were tuned at depth 12
 REFERENCE_BATCH = 524_288  # tokens, at depth 12
 REFERENCE_RATIO = 12  # training tokens a scaling parameter behind REFERENCE_BATCH
+SMALLEST_BY_BATCH = 0.5  # of the reference rates
 BATCH_EXPONENT = 0.383  # B grows as D ** 0.383 (source: Bergsma et al. 2025, Power Lines, arXiv 2505.13738)
 
 
@@ -83,11 +84,12 @@ class Rates:
 def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
     """Rates tuned at depth 12 carried to this model, batch and horizon (all in tokens).
 
-    AdamW's go with width ** -0.5, all go with sqrt(B) (source: Malladi et al. 2022), weight decay
-    with sqrt(B) / D (source: Wang and Aitchison 2024, arXiv 2405.13698).
+    AdamW's go with width ** -0.5, all go with sqrt(B) (source: Malladi et al. 2022) down to a floor: at
+    4,096 tokens the square root asks for a sixth of what is best (docs/measurements.md). Weight decay keeps
+    rate x decay x steps (source: Wang and Aitchison 2024, arXiv 2405.13698).
     """
     reference = training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
-    by_batch = math.sqrt(batch / REFERENCE_BATCH)
+    by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
     by_width = (config.width / REFERENCE_WIDTH) ** -0.5
     return Rates(
         matrix=0.02 * by_batch,
@@ -96,5 +98,5 @@ def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
         head=0.008 * by_width * by_batch,
         vector=0.5 * by_batch,
         residual_scale=0.005 * by_batch,
-        weight_decay=0.2 * by_batch * reference / tokens,
+        weight_decay=0.2 / by_batch * (reference / REFERENCE_BATCH) / (tokens / batch),
     )

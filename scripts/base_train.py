@@ -1,6 +1,7 @@
 """Pretrain a base model on text, on one device or under torchrun.
 
 python -m scripts.base_train --data demo --depth 4 --device_batch_size 8 --max_seq_len 256
+
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
 """
 
@@ -138,6 +139,8 @@ def main(config: Config) -> None:
         print0(f"resumed from {step_folder}")
     elif config.resume:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
+    elif aside := checkpoint_manager.set_aside(folder, device):
+        print0(f"an earlier run's checkpoints are now in {aside}; --resume would have gone on with them")
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
         rank=device.rank, world_size=device.world_size, seed=config.seed,

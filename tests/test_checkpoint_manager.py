@@ -19,7 +19,16 @@ from safetensors import SafetensorError
 
 from nanochat import checkpoint_manager, paths
 from nanochat import device as devices
-from nanochat.checkpoint_manager import DamagedCheckpoint, Training, load_model, load_training, newest, save, steps
+from nanochat.checkpoint_manager import (
+    DamagedCheckpoint,
+    Training,
+    load_model,
+    load_training,
+    newest,
+    save,
+    set_aside,
+    steps,
+)
 from nanochat.cli import UserError
 from nanochat.data.loader import LaneState, LoaderState
 from nanochat.gpt import GPT, GPTConfig
@@ -250,6 +259,16 @@ def test_a_folder_without_checkpoints_has_none(folder):
     (folder / "step_000008.old").mkdir()
     assert steps(folder) == []
     assert newest(folder) is None
+
+
+def test_an_earlier_run_is_set_aside_and_not_lost(folder, device):
+    assert set_aside(folder, device) is None
+    for run, where in enumerate(("tiny.1", "tiny.2")):
+        save_step(folder, 5, device, seed=run)
+        assert set_aside(folder, device) == folder.with_name(where)
+        assert steps(folder) == []
+        found = newest(folder.with_name(where))
+        assert found is not None and found[1]["seed"] == run
 
 
 def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, device, capsys):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanochat.cli import UserError
-from nanochat.data.loader import BUFFER_DOCUMENTS, LANES, PREFETCH, TOKENIZE_DOCUMENTS, Loader, LoaderState
+from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, LANES, PREFETCH, TOKENIZE_DOCUMENTS, Loader, LoaderState
 from nanochat.data.sources import open_corpus
 from nanochat.tokenizer import Tokenizer
 
@@ -174,7 +174,9 @@ def test_the_longest_document_that_fits_is_taken():
         for row in rows[lane::LANES]:
             room = len(row)
             for piece in pieces_of(row):
-                while len(waiting) < BUFFER_DOCUMENTS:  # a block has fewer than TOKENIZE_DOCUMENTS
+                while len(waiting) < BUFFER_DOCUMENTS and sum(waiting) < BUFFER_ROWS * len(
+                    row
+                ):  # a block has fewer than TOKENIZE_DOCUMENTS
                     waiting += [1 + len(tokens_of(text)) for text in corpus.blocks[next(blocks)]]
                 length = 1 + len(piece)
                 fitting = [one for one in waiting if one <= room]
@@ -310,7 +312,7 @@ def test_a_world_size_that_does_not_divide_the_lanes_is_refused():
 def first_reads(seed: int, blocks: int = 8, state=None) -> list[int]:
     """The order in which blocks are read: 64 documents of one row each make one block a lane and a round."""
     corpus = corpus_of([3] * BUFFER_DOCUMENTS * blocks, documents_per_block=BUFFER_DOCUMENTS)
-    take(Loader(corpus, Numbered(), 8, 3, seed=seed, state=state), 2)
+    take(Loader(corpus, Numbered(), 8, 3, seed=seed, state=state), BUFFER_DOCUMENTS + 2)
     return corpus.reads[: 2 * blocks]
 
 

@@ -8,7 +8,7 @@ its own lanes. A lane's position and its leftovers are all the state there is.
 
 Packing is best fit: the longest document that still fits goes into the row; when none does, the longest
 one is cut, and its rest goes back as a document of its own. Every row begins with a begin token, and no
-text is dropped or seen twice in an epoch.
+text is dropped or dealt out twice in an epoch.
 """
 
 import bisect
@@ -27,7 +27,8 @@ from nanochat.data.sources import Corpus
 from nanochat.tokenizer import Tokenizer
 
 LANES = 8  # at least; more ranks than this get a multiple
-BUFFER_DOCUMENTS = 64  # a lane's choice for the best fit
+BUFFER_ROWS = 8  # a lane keeps so many rows' worth of tokens to choose the best fit from: few, so that a small
+BUFFER_DOCUMENTS = 64  # corpus does not wait in the buffers for whole epochs; and so many documents at most
 TOKENIZE_DOCUMENTS = 32  # at once
 PREFETCH = 4  # batches made ahead
 
@@ -215,7 +216,7 @@ class _Lane:
         """Fill a row (T + 1,) to its last place."""
         used = 0
         while used < len(row):
-            self._refill()
+            self._refill(BUFFER_ROWS * len(row))
             room = len(row) - used
             fits = bisect.bisect_right(self.waiting, room, key=len)
             if fits:
@@ -228,9 +229,9 @@ class _Lane:
             row[used : used + len(document)] = document
             used += len(document)
 
-    def _refill(self) -> None:
+    def _refill(self, tokens: int) -> None:
         empty = 0
-        while len(self.waiting) < BUFFER_DOCUMENTS:
+        while len(self.waiting) < BUFFER_DOCUMENTS and sum(map(len, self.waiting)) < tokens:
             if self.texts is None:
                 self.texts = self.source.read(self.number, self.block)
             texts = self.texts[self.document : self.document + TOKENIZE_DOCUMENTS]
