@@ -65,9 +65,9 @@ NPU_ENVIRONMENT = {
 }
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)  # above both HCCL timeouts, so that theirs speak first
 
-# Compiling for a CPU takes 40-90 s and returns about a third of the eager time (docs/measurements.md),
-# so it is worth it for runs above this many model FLOPs.
-CPU_COMPILE_FLOPS = 1.2e14
+# Compiling for a CPU takes 30-60 s and about halves a step (docs/measurements.md): two cores have that back after
+# some 1.7e13 model FLOPs, so it is worth it for runs above this many.
+CPU_COMPILE_FLOPS = 3e13
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,16 @@ def test_rates_follow_width_batch_and_horizon() -> None:
     assert (wide.matrix, wide.vector, wide.residual_scale) == (one.matrix, one.vector, one.residual_scale)
 
 
+def test_small_batches_keep_half_the_reference_rates_and_the_same_total_decay() -> None:
+    base = model_config(12, 32768, 2048)
+    floor, tiny = rates(base, 1 << 17, 10**9), rates(base, 1 << 12, 10**9)
+    assert (tiny.matrix, tiny.vector) == (0.01, 0.25) == (floor.matrix, floor.vector)
+    steps, tiny_steps = 10**9 / (1 << 17), 10**9 / (1 << 12)
+    assert tiny.weight_decay * tiny_steps == pytest.approx(floor.weight_decay * steps)
+    reference = rates(base, 1 << 19, scaling.training_tokens(base, 12))
+    assert (reference.matrix, reference.weight_decay) == pytest.approx((0.02, 0.2))
+
+
 def test_the_horizon_is_the_ratio_times_the_parameters() -> None:
     assert training_tokens(SMALL, 10) == 4_259_840
     assert training_tokens(SMALL, 0.5) == 212_992
