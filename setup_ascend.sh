@@ -172,7 +172,7 @@ pip() { "$venv/bin/python" -m pip install --progress-bar off "$@" >>"$log" 2>&1 
 failed() { # failed WHAT
   { grep -E '^ *ERROR|[Ee]rror:' "$log" || tail -n 5 "$log"; } | tail -n 5 | sed 's/^/  pip: /' >&2
   fail "$1 could not be installed: read $log; if it is the network, name a mirror and run this again: PIP_INDEX_URL, \
-e.g. https://pypi.tuna.tsinghua.edu.cn/simple, and for builds with a + in their version TORCH_INDEX_URL"
+and for builds with a + in their version TORCH_INDEX_URL"
 }
 
 [[ $state != other ]] || rm -r "$venv"

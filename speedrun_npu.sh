@@ -17,7 +17,11 @@ called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
-title() { printf '\n\033[1m== %s\033[0m  (%d min %02d s)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60)); }
+title() {
+  local bold='' plain=''
+  [[ ! -t 1 ]] || bold=$'\033[1m' plain=$'\033[0m'
+  printf '\n%s== %s%s  (%d min %02d s)\n' "$bold" "$1" "$plain" $((SECONDS / 60)) $((SECONDS % 60))
+}
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import torch
 
 from nanochat import cli
 from nanochat import device as devices
+from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.log import REQUIRED
 from nanochat.tokenizer import Tokenizer
 
@@ -277,6 +278,36 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
         assert losses(base, tag) == pytest.approx(losses(base), rel=1e-5)
         assert metrics(base, tag)[-1]["val_bpb"] == pytest.approx(metrics(base)[-1]["val_bpb"], rel=1e-5)
         assert [line["tokens"] for line in metrics(base, tag)] == [line["tokens"] for line in metrics(base)]
+
+
+@pytest.mark.slow
+def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
+    """The README's first command, in its smallest profile, on a file of its own; the second run has nothing to do."""
+    venv = Path(sys.prefix)
+    if not (venv / "nanochat_setup.txt").is_file():
+        pytest.skip(f"{venv} was not made by setup_ascend.sh")
+    text = tmp_path / "my text.txt"
+    text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(4000)))
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "VENV": str(venv), "OMP_NUM_THREADS": "1"}
+
+    def speedrun(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke", *flags]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    first = speedrun("--data", "my text.txt")
+    assert first.returncode == 0, first.stderr[-2000:]
+    (folder,) = (tmp_path / "base" / "speedrun").iterdir()
+    assert steps_of(folder / "checkpoints/base/smoke") == [60]
+    assert "starting from the beginning" in first.stdout
+    weights = hashlib.sha256((folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()).hexdigest()
+    again = speedrun("--data=my text.txt")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "resumed from" in again.stdout
+    assert steps_of(folder / "checkpoints/base/smoke") == [60]
+    same = (folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()
+    assert hashlib.sha256(same).hexdigest() == weights
+    wrong = speedrun("--profil", "smoke")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--help" in wrong.stderr
 
 
 @pytest.mark.slow
