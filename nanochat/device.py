@@ -55,7 +55,7 @@ PEAK_FLOPS = (
     (r"Ascend910B4", 280e12),
 )
 
-# Set only when unset, before the runtime starts (docs/ascend.md says what each does).
+# Set only when unset, before the runtime starts.
 NPU_ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "2",
     "CPU_AFFINITY_CONF": "2",

@@ -1,0 +1,65 @@
+"""The READMEs say what is there: their commands parse, their tree exists, both languages give the same."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nanochat.cli import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+DOCUMENTS = {path.name: path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+
+
+def commands(text: str) -> list[str]:
+    """Every call of a script, without what stands behind it as a comment."""
+    found = re.findall(r"-m scripts\.(?:[^\n`\\]|\\\n)*", text)
+    return [re.split(r"\s+#|\s\|", one.replace("\\\n", " "))[0].strip() for one in found]
+
+
+ALL_COMMANDS = sorted({one for text in DOCUMENTS.values() for one in commands(text)})
+
+
+def test_there_are_commands_to_check():
+    assert len(ALL_COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_every_documented_command_has_flags_that_exist(command):
+    name, *flags = shlex.split(command.removeprefix("-m scripts."))
+    parse(importlib.import_module(f"scripts.{name}").Config, flags)  # a flag that does not exist exits with 2
+
+
+def test_every_script_is_in_both_readmes():
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__"}
+    for text in (ENGLISH, CHINESE):
+        assert scripts == set(re.findall(r"-m scripts\.(\w+)", text))
+
+
+def test_both_languages_give_the_same_commands_and_samples():
+    code = [re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for text in (ENGLISH, CHINESE)]
+    english, chinese = ([re.sub(r"\s*#.*", "", block) for block in blocks] for blocks in code)
+    assert english == chinese
+    assert commands(ENGLISH) == commands(CHINESE)
+    assert re.findall(r"```\n(base .*?)```", ENGLISH, re.DOTALL) == re.findall(
+        r"```\n(base .*?)```", CHINESE, re.DOTALL
+    )
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_the_tree_is_complete_and_true(text):
+    (tree,) = re.findall(r"```\n(speedrun_npu\.sh.*?)```", text, re.DOTALL)
+    named = set(re.findall(r"\b[\w]+\.(?:py|sh)\b", tree))
+    files = {path.name for path in ROOT.glob("nanochat/**/*.py")} - {"__init__.py"}
+    scripts = {"speedrun_npu.sh", "setup_ascend.sh", "check_npu.py"}
+    assert named - {"test_house.py"} == files | scripts
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    folder = ROOT / "docs" if (ROOT / "docs" / name).exists() else ROOT
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", DOCUMENTS[name]):
+        assert (folder / target).exists(), target
