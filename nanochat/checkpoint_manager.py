@@ -10,12 +10,14 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
 The folder is written as `step_<n>.tmp`, flushed to the disk, and renamed by rank 0 once all ranks are done.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -79,63 +81,44 @@ def save(
     needed = sum(t.nbytes for t in model.state_dict().values())
     if training is not None:
         needed += sum(t.nbytes for t in training.to_tensors().values()) * device.world_size
-    try:
-        _write(final, needed, step, model, tokenizer, meta, training, device)
-    except (OSError, SafetensorError) as error:  # safetensors passes the system's error on in words only
-        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
-            raise
-        message = _disk_is_full(folder, needed)  # counted before the unfinished folder goes
-        shutil.rmtree(_unfinished(final), ignore_errors=True)
-        raise UserError(message) from error
-    return final
-
-
-def _write(
-    final: Path,
-    needed: int,
-    step: int,
-    model: GPT,
-    tokenizer: Tokenizer,
-    meta: dict[str, Any],
-    training: Training | None,
-    device: Device,
-) -> None:
     unfinished, replaced = _unfinished(final), final.with_name(final.name + ".old")
-    if device.is_main:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
-        if needed * 1.02 > shutil.disk_usage(final.parent).free:
-            raise UserError(_disk_is_full(final.parent, needed))
-        save_file(weights, unfinished / "model.safetensors")
-        tokenizer.save(unfinished)
-        meta = {
-            "version": FORMAT_VERSION,
-            "step": step,
-            "model": asdict(model.config),
-            "tokenizer": tokenizer.fingerprint(),
-            "world_size": device.world_size if training else 0,
-            **meta,
-        }
-        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    if training is not None:
-        _barrier(device)  # the folder is there
-        tensors = {name: t.detach().cpu().contiguous() for name, t in training.to_tensors().items()}
-        save_file(tensors, unfinished / f"training.rank{device.rank}.safetensors")
-        _barrier(device)  # every rank's share is there
-    if device.is_main:
-        files = sorted(path for path in unfinished.iterdir())
-        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-        (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in (*files, unfinished / "manifest.json", unfinished):
-            _flush_to_disk(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
-            final.rename(replaced)
-        unfinished.rename(final)
-        _flush_to_disk(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    _barrier(device)
+    with _full_disk_told(final, needed):
+        if device.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
+            if needed * 1.02 > shutil.disk_usage(final.parent).free:
+                raise UserError(_disk_is_full(final.parent, needed))
+            save_file(weights, unfinished / "model.safetensors")
+            tokenizer.save(unfinished)
+            meta = {
+                "version": FORMAT_VERSION,
+                "step": step,
+                "model": asdict(model.config),
+                "tokenizer": tokenizer.fingerprint(),
+                "world_size": device.world_size if training else 0,
+                **meta,
+            }
+            (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        if training is not None:
+            _barrier(device)  # the folder is there
+            tensors = {name: t.detach().cpu().contiguous() for name, t in training.to_tensors().items()}
+            save_file(tensors, unfinished / f"training.rank{device.rank}.safetensors")
+            _barrier(device)  # every rank's share is there
+        if device.is_main:
+            files = sorted(path for path in unfinished.iterdir())
+            manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+            (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            for path in (*files, unfinished / "manifest.json", unfinished):
+                _flush_to_disk(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
+                final.rename(replaced)
+            unfinished.rename(final)
+            _flush_to_disk(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        _barrier(device)
+    return final
 
 
 def steps(folder: Path) -> list[int]:
@@ -272,6 +255,19 @@ def _maker(stage: str) -> str:
 
 def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
+
+
+@contextlib.contextmanager
+def _full_disk_told(final: Path, needed: int) -> Iterator[None]:
+    """Turn a disk that fills up while saving into one line, and clear away what was begun."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors passes the system's error on in words only
+        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        message = _disk_is_full(final.parent, needed)  # counted before the unfinished folder goes
+        shutil.rmtree(_unfinished(final), ignore_errors=True)
+        raise UserError(message) from error
 
 
 def _disk_is_full(folder: Path, needed: int) -> str:
