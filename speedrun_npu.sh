@@ -29,12 +29,13 @@ profile=auto data='' val_data='' hub=hf
 while (($#)); do
   case ${1%%=*} in
     --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --profile | --data | --val_data | --hub) ;;
+    --profile | --data | --val_data | --val-data | --hub) ;;
     *) fail "unknown flag $1: see bash speedrun_npu.sh --help" 2 ;;
   esac
   flag=${1%%=*}
   if [[ $1 == *=* ]]; then value=${1#*=}; shift; else (($# > 1)) || fail "$flag needs a value" 2; value=$2; shift 2; fi
-  declare "${flag#--}=$value"
+  flag=${flag#--}
+  declare "${flag//-/_}=$value"
 done
 [[ $profile =~ ^(auto|npu|cuda|cpu|smoke)$ ]] || fail "--profile $profile: one of auto, npu, cuda, cpu, smoke" 2
 if [[ -n $data && -e $called_from/$data ]]; then data=$called_from/$data; fi
@@ -62,23 +63,23 @@ case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
     base=(--depth 2 --head_dim 32 --max_seq_len 128 --device_batch_size 8 --total_batch_size 1024 --num_iterations 60
-      --eval_tokens 8192 --compile off)
+      --eval_tokens 8192 --compile off --save_every 30)
     eval=(--eval_tokens 8192 --samples 1 --max_tokens 32) stories=8
     ;;
   cpu) # a few minutes on two cores (docs/measurements.md)
     tokenizer=()
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 700
-      --eval_every 100 --eval_tokens 65536)
+      --eval_every 100 --eval_tokens 65536 --save_every 100)
     eval=(--eval_tokens 65536 --samples 4)
     ;;
   *) # depth by what the devices can train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
-    depth=12
-    ((count >= 4)) && depth=20
+    depth=12 shards=32 # files that hold the horizon once: 12 tokens a parameter, some 50 million tokens a file
+    ((count >= 4)) && depth=20 shards=110
     rows=8
     ((memory > 48 * 2 ** 30)) && rows=16
     ((memory > 72 * 2 ** 30 && depth == 12)) && rows=32
-    base=(--depth "$depth" --device_batch_size "$rows" --save_every 1000)
+    base=(--shards "$shards" --depth "$depth" --device_batch_size "$rows" --save_every 1000)
     eval=(--device_batch_size "$rows" --samples 4)
     ((count > 1)) && launch=("$VENV/bin/torchrun" --standalone --nproc_per_node="$count")
     ;;
@@ -88,7 +89,7 @@ default_data=demo
 data=${data:-$default_data}
 if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer, so a folder of its own
   name=${data%/}
-  run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")
+  run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")-$(cksum <<<"$name" | cut -d ' ' -f 1)
 fi
 [[ $data != demo ]] || eval+=(--stories "$stories") # only the demo's stories can be graded
 export NANOCHAT_BASE_DIR=$run_folder

@@ -129,19 +129,21 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def set_aside(folder: Path, device: Device) -> Path | None:
-    """Before a run from the beginning: move an earlier run's checkpoints to `<tag>.<n>`, so that none is lost and
-    none is taken for one of the new run's. Returns where they are now, None if there were none."""
+def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
+    """Before a run from the beginning: move an earlier run's checkpoints and metrics to `<tag>.<n>`, so that none is
+    lost and none is taken for the new run's. Returns where the checkpoints are now, None if there were none."""
     there = steps(folder)
     _barrier(device)  # every rank has looked
     if not there:
         return None
-    aside = next(p for p in (folder.with_name(f"{folder.name}.{n}") for n in range(1, 10**6)) if not p.exists())
+    name = next(f"{folder.name}.{n}" for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
     _barrier(device)
     if device.is_main:
-        folder.rename(aside)
+        folder.rename(folder.with_name(name))
+        if run_folder.is_dir() and not run_folder.with_name(name).exists():
+            run_folder.rename(run_folder.with_name(name))
     _barrier(device)
-    return aside
+    return folder.with_name(name)
 
 
 def verify(step_folder: Path) -> dict[str, Any]:

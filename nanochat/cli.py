@@ -8,12 +8,13 @@ behind a field is its help. Exit codes: 0 done, 1 the run failed (one line says 
 import contextlib
 import errno
 import io
+import math
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 
@@ -51,6 +52,9 @@ def _without_frame(text: str) -> str:
 
 def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
     """Parse, run, and turn what a user can mend into one line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)
@@ -59,21 +63,33 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         main(config)
     except KeyboardInterrupt:
         fail("interrupted", code=130)
-    except BrokenPipeError:  # the reader of a pipe left: not an error of ours
+    except BrokenPipeError:  # the reader of a pipe left: nobody to tell, but the work is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except UserError as error:
         fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
             where = error.filename or "no file named"
             fail(f"the disk is full ({where}): free space or point NANOCHAT_BASE_DIR elsewhere")
-        raise
+        if error.filename is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}; mend the path, or point NANOCHAT_BASE_DIR elsewhere")
     except (RuntimeError, MemoryError) as error:  # every backend's out-of-memory error is a RuntimeError
         words = ("out of memory", "not enough memory", "can't allocate memory")
         if isinstance(error, MemoryError) or any(word in str(error).lower() for word in words):
             first_line = (str(error).splitlines() or ["MemoryError"])[0]
             fail(f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})")
         raise
+
+
+def require(config: Any, flags: str, low: float, high: float = math.inf) -> None:
+    """Raises UserError: when one of the flags (names with spaces between them) is set and not within low to high."""
+    for flag in flags.split():
+        value = getattr(config, flag)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):  # NaN is within nothing
+            allowed = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise UserError(f"--{flag} {value}: {allowed}")
 
 
 def fail(message: str, code: int = 1) -> None:

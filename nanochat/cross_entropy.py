@@ -4,7 +4,7 @@ A vocabulary of 32,768 over 32,768 tokens is 4 GiB of fp32 logits, and as much a
 gradient. Here a chunk of tokens goes through head, softmax and gradient at once, and only the
 gradients of the hidden states and of the head are kept (source: Hsu et al. 2024, Liger Kernel,
 who describe the same fusion). `F.linear_cross_entropy` does this too from torch 2.13 on, but
-knows no soft cap and cannot be compiled (docs/measurements.md compares them).
+knows no soft cap and cannot be compiled.
 
 Legend: N tokens, W width, V vocab.
 """

@@ -262,7 +262,7 @@ def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
 
 def _keep_freed_memory() -> None:
     """Have the C library keep large freed blocks: handing them back and faulting them in again for every
-    activation costs a training step about a tenth of its time (docs/measurements.md)."""
+    activation costs a training step 5 to 10% of its time (docs/measurements.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none
     if mallopt is not None:
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3

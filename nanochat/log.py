@@ -235,12 +235,18 @@ def _open_live_line() -> Any:
 Tracker = tuple[Callable[[Metrics], object], Callable[[], object]]
 
 
+def check_trackers(trackers: str) -> None:
+    """Raises UserError: when --track names one that does not exist."""
+    for name in filter(None, (name.strip() for name in trackers.split(","))):
+        if name not in TRACKERS:
+            raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
+
+
 def _start_trackers(names: list[str], run: str, folder: Path, config: dict[str, Any]) -> dict[str, Tracker]:
     """Start each tracker; only one that is missing or unknown stops the run, before it has begun."""
     started = {}
     for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
+        check_trackers(name)
         try:
             started[name] = TRACKERS[name](run, folder, config)
         except ImportError as error:

@@ -14,6 +14,7 @@ REFERENCE_WIDTH = 768  # the learning rates below were tuned at depth 12
 REFERENCE_BATCH = 524_288  # tokens, at depth 12
 REFERENCE_RATIO = 12  # training tokens a scaling parameter behind REFERENCE_BATCH
 SMALLEST_BY_BATCH = 0.5  # of the reference rates
+LARGEST_DECAY = 0.1  # of a weight in one step; reached by runs of under some 100 steps
 BATCH_EXPONENT = 0.383  # B grows as D ** 0.383 (source: Bergsma et al. 2025, Power Lines, arXiv 2505.13738)
 
 
@@ -91,12 +92,13 @@ def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
     reference = training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
     by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
     by_width = (config.width / REFERENCE_WIDTH) ** -0.5
+    matrix = 0.02 * by_batch
     return Rates(
-        matrix=0.02 * by_batch,
+        matrix=matrix,
         embedding=0.3 * by_width * by_batch,
         value_embedding=0.15 * by_width * by_batch,
         head=0.008 * by_width * by_batch,
-        vector=0.5 * by_batch,
+        vector=0.05 * by_batch,
         residual_scale=0.005 * by_batch,
-        weight_decay=0.2 / by_batch * (reference / REFERENCE_BATCH) / (tokens / batch),
+        weight_decay=min(0.2 / by_batch * (reference / REFERENCE_BATCH) / (tokens / batch), LARGEST_DECAY / matrix),
     )

@@ -93,7 +93,12 @@ def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["
             ParameterGroup(matrices, roles["qkv"], rates.matrix, decay, betas, row_splits=qkv_rows),
             *(
                 ParameterGroup("adamw", roles[role], getattr(rates, role))
-                for role in ("embedding", "value_embedding", "head", "vector", "residual_scale")
+                for role in ("embedding", "value_embedding", "head")
+            ),
+            # At the start these gradients are rounding noise, which AdamW would turn into whole steps.
+            *(
+                ParameterGroup("adamw", roles[role], getattr(rates, role), eps=1e-4)
+                for role in ("vector", "residual_scale")
             ),
         ],
         rank=device.rank,

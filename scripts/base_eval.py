@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import UserError, run
+from nanochat.cli import require, run
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Config:
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
+    shards: int | None = None  # files of a hub dataset, as in training
     eval_tokens: int = 1_048_576  # of each split
     device_batch_size: int = 16  # rows a device computes at once
     samples: int = 4  # to print
@@ -40,16 +41,17 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.data import demo
     from nanochat.data.sources import open_corpus
-    from nanochat.engine import Engine
+    from nanochat.engine import Engine, check_sampling
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.log import print0
     from nanochat.paths import run_dir
 
     # ------------------------------------------------------------------ load
-    for flag in ("eval_tokens", "device_batch_size", "max_tokens"):
-        if getattr(config, flag) < 1:
-            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
-    corpora = open_corpus(config.data, config.val_data, hub=config.hub)
+    require(config, "eval_tokens device_batch_size max_tokens shards", 1)
+    require(config, "samples stories", 0)
+    require(config, "seed", 0, 2**63 - 1)
+    check_sampling(config.temperature, config.top_k, config.top_p)
+    corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     print0(f"model: {meta['folder']}, step {meta['step']}")

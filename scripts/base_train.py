@@ -11,7 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import UserError, run
+from nanochat.cli import UserError, require, run
+from nanochat.log import check_trackers
+from nanochat.paths import safe_tag
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Config:
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
+    shards: int | None = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: int = 1  # threads that tokenize
     # model
     depth: int = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
@@ -76,7 +79,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ device, tokenizer, data
     check(config)
     tokenizer = Tokenizer.load(tokenizer_dir())
-    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub)
+    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
     print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
@@ -117,6 +120,14 @@ def main(config: Config) -> None:
     found = checkpoint_manager.newest(folder) if config.resume else None
     if found:
         step_folder, meta = found
+        for flag in ("data", "val_data", "seed"):
+            if meta["config"][flag] != getattr(config, flag):
+                raise UserError(
+                    f"--resume: {step_folder} was trained with --{flag} {meta['config'][flag]}, not "
+                    f"{getattr(config, flag)}: use that, or another --model_tag"
+                )
+        if meta["step"] > steps:
+            raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise --num_iterations to go on")
         for name, value in dataclasses.asdict(model_config).items():
             if meta["model"][name] != value:
                 raise UserError(
@@ -137,10 +148,10 @@ def main(config: Config) -> None:
         device.set_rng_state(shares[device.rank % len(shares)].rng)
         progress = Progress(**meta["progress"])
         print0(f"resumed from {step_folder}")
+    elif config.resume and checkpoint_manager.steps(folder):
+        raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
     elif config.resume:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
-    elif aside := checkpoint_manager.set_aside(folder, device):
-        print0(f"an earlier run's checkpoints are now in {aside}; --resume would have gone on with them")
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
         rank=device.rank, world_size=device.world_size, seed=config.seed,
@@ -151,17 +162,19 @@ def main(config: Config) -> None:
     token_flops = scaling.flops_per_token(model_config)
     compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
     print0(f"step: {how}")
+    rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("base", tag), device)):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(
         "base", run_dir("base", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
-    rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
-    token_bytes = torch.tensor(tokenizer.token_bytes())
 
     first_step = progress.step  # runs eagerly, so that its loss is there before the compiler is done
     skipped = torch.zeros((), device=device.torch_device)
     with log:
-        clock, clock_step = time.perf_counter(), progress.step
+        clock, clock_step, bad_steps = time.perf_counter(), progress.step, 0
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
@@ -181,8 +194,15 @@ def main(config: Config) -> None:
             now = time.perf_counter()
             rate = (progress.step - clock_step) * batch_tokens / (now - clock)
             progress.seconds += now - clock
-            progress.skipped_steps += int(skipped.item())
+            skipped_now = int(skipped.item())
             skipped.zero_()
+            progress.skipped_steps += skipped_now
+            bad_steps = bad_steps + skipped_now if skipped_now == progress.step - clock_step else 0
+            if bad_steps >= 3:
+                raise UserError(
+                    f"the loss was not finite in {bad_steps} steps in a row up to step {progress.step}, none of which "
+                    "changed the model: lower the rates, or resume from an earlier checkpoint"
+                )
             peak = device.peak_flops and device.peak_flops * device.world_size
             metrics = {
                 "step": step, "loss": loss, "lr": rates.matrix * schedule.lr(step), "tokens": progress.tokens,
@@ -192,6 +212,11 @@ def main(config: Config) -> None:
             }  # fmt: skip
             if evaluate:
                 val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
+                if not math.isfinite(val_bpb):
+                    message = (
+                        f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates"
+                    )
+                    raise UserError(message)
                 metrics["val_bpb"] = val_bpb
                 progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
             log.step(metrics)
@@ -210,17 +235,16 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
-    for flag in ("depth", "max_seq_len", "device_batch_size", "log_every", "head_dim", "eval_tokens"):
-        if getattr(config, flag) < 1:
-            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
-    for flag in ("num_iterations", "total_batch_size", "gradient_accumulation_steps"):
-        if getattr(config, flag) is not None and getattr(config, flag) < 1:
-            raise UserError(f"--{flag} {getattr(config, flag)}: at least 1")
-    for flag in ("eval_every", "save_every", "dataloader_num_workers", "seed"):
-        if getattr(config, flag) < 0:
-            raise UserError(f"--{flag} {getattr(config, flag)}: 0 or more")
-    if config.target_param_data_ratio <= 0:
-        raise UserError(f"--target_param_data_ratio {config.target_param_data_ratio}: above 0, such as 12")
+    require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
+    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
+    require(config, "eval_every save_every", 0)
+    require(config, "dataloader_num_workers", 0, 256)
+    require(config, "seed", 0, 2**63 - 1)
+    require(config, "warmdown_fraction", 0, 1)
+    require(config, "target_param_data_ratio", 1e-3, 1e6)
+    require(config, "matrix_lr embedding_lr value_embedding_lr head_lr weight_decay logit_cap", 0, 1e4)
+    check_trackers(config.track)
+    safe_tag(config.model_tag or "default")
     if config.head_dim % 2:
         raise UserError(f"--head_dim {config.head_dim}: an even number, such as 64 or 128")
     if set(config.window_pattern) - set("SL") or not config.window_pattern:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import tyro
 
-from nanochat.cli import run
+from nanochat.cli import require, run
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ def main(config: Config) -> None:
     from nanochat.train import make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
+    require(config, "depth max_seq_len device_batch_size vocab_size steps", 1)
+    require(config, "head_dim", 2)
     device = devices.init(config.device, config.dtype)
     model_config = scaling.model_config(config.depth, config.vocab_size, config.max_seq_len, head_dim=config.head_dim)
     model = GPT(model_config).to(device.torch_device)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nanochat.cli import run
+from nanochat.cli import UserError, require, run
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model
-    from nanochat.cli import UserError
     from nanochat.engine import Engine, check_sampling
 
     # ------------------------------------------------------------------ load
+    require(config, "max_tokens", 1)
+    require(config, "seed", 0, 2**62)
     check_sampling(config.temperature, config.top_k, config.top_p)
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
@@ -58,8 +59,9 @@ def main(config: Config) -> None:
         print(flush=True)
 
     # ------------------------------------------------------------------ one shot: a flag or a pipe
-    if config.prompt is not None or not sys.stdin.isatty():
-        prompt = config.prompt if config.prompt is not None else sys.stdin.read().rstrip("\n")
+    if config.prompt is not None or sys.stdin is None or not sys.stdin.isatty():
+        prompt = config.prompt if config.prompt is not None else sys.stdin.read() if sys.stdin else ""
+        prompt = prompt.rstrip("\n")
         print(prompt, end="", flush=True)
         answer(prompt, config.seed)
         return

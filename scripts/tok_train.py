@@ -31,6 +31,7 @@ class Config:
     data: str = "demo"  # a file, a folder, or the name of a dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: str = "hf"  # where a dataset comes from: hf or modelscope
+    shards: int | None = None  # files of a dataset to read; default: its first few
     vocab_size: int | None = None  # tokens, special ones included; default: one for 250 characters, 1024 to 32768
     max_chars: int | None = None  # characters to learn from; default: 2 billion, 4 million where data never ends
     doc_cap: int = 10_000  # characters of each document to read first; the rest follows if there is room
@@ -68,7 +69,7 @@ def main(config: Config) -> None:
         raise UserError(f"--max_chars {config.max_chars} must be at least 1")
 
     # ------------------------------------------------------------------ read and train
-    train, held_out = open_corpus(config.data, val_data=config.val_data, hub=config.hub)
+    train, held_out = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     max_chars = config.max_chars or (CHARS_OF_ENDLESS_DATA if train.block_count() is None else CHARS)
     characters = 0
 

@@ -262,10 +262,14 @@ def test_a_folder_without_checkpoints_has_none(folder):
 
 
 def test_an_earlier_run_is_set_aside_and_not_lost(folder, device):
-    assert set_aside(folder, device) is None
+    metrics = paths.run_dir("base", "tiny") / "metrics.jsonl"
+    assert set_aside(folder, metrics.parent, device) is None
     for run, where in enumerate(("tiny.1", "tiny.2")):
         save_step(folder, 5, device, seed=run)
-        assert set_aside(folder, device) == folder.with_name(where)
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text(str(run))
+        assert set_aside(folder, metrics.parent, device) == folder.with_name(where)
+        assert metrics.parent.with_name(where).joinpath("metrics.jsonl").read_text() == str(run)
         assert steps(folder) == []
         found = newest(folder.with_name(where))
         assert found is not None and found[1]["seed"] == run

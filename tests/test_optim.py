@@ -92,8 +92,10 @@ class SlowMuon:
         self.second = self.beta2 * self.second + (1 - self.beta2) * mean_square
         even = x / self.second.sqrt()
         update = even * (x.norm() / even.norm())
-        agrees = torch.sign(update) == torch.sign(self.weight)
-        update = update + self.decay * decay_scale * torch.where(agrees, self.weight, 0.0)
+        # cautious decay, graded: whole where the update goes a quarter of its usual size the weight's way
+        usual = math.sqrt((x**2).mean())
+        share = torch.clamp(4 * update * torch.sign(self.weight) / usual, 0, 1)
+        update = update + self.decay * decay_scale * self.weight * share
         self.weight = self.weight - self.lr * lr_scale * math.sqrt(max(1, rows / columns)) * update
 
 

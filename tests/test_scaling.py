@@ -75,7 +75,7 @@ def test_the_reference_is_its_own_rule() -> None:
     assert batch_tokens(config, tokens) == 524_288
     reference = rates(config, 524_288, tokens)
     assert (reference.matrix, reference.embedding, reference.value_embedding) == (0.02, 0.3, 0.15)
-    assert (reference.head, reference.vector, reference.residual_scale) == (0.008, 0.5, 0.005)
+    assert (reference.head, reference.vector, reference.residual_scale) == (0.008, 0.05, 0.005)
     assert reference.weight_decay == pytest.approx(0.2)
 
 
@@ -120,7 +120,7 @@ def test_rates_follow_width_batch_and_horizon() -> None:
 def test_small_batches_keep_half_the_reference_rates_and_the_same_total_decay() -> None:
     base = model_config(12, 32768, 2048)
     floor, tiny = rates(base, 1 << 17, 10**9), rates(base, 1 << 12, 10**9)
-    assert (tiny.matrix, tiny.vector) == (0.01, 0.25) == (floor.matrix, floor.vector)
+    assert (tiny.matrix, tiny.vector) == (0.01, 0.025) == (floor.matrix, floor.vector)
     steps, tiny_steps = 10**9 / (1 << 17), 10**9 / (1 << 12)
     assert tiny.weight_decay * tiny_steps == pytest.approx(floor.weight_decay * steps)
     reference = rates(base, 1 << 19, scaling.training_tokens(base, 12))

@@ -262,6 +262,40 @@ def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
     assert losses(base) == straight
 
 
+def test_a_run_begun_anew_keeps_the_earlier_one(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--seed=1")
+    before = (base / "runs/base/d1/metrics.jsonl").read_text()
+    sha = sha256(base, 2)
+    code, _ = mistake(capsys, "base_train", *TINY, "--num_iterations=2", "--track=nonsense")
+    assert code == 1 and sha256(base, 2) == sha  # a start that fails moves nothing
+    call("base_train", *TINY, "--num_iterations=2")
+    assert (base / "runs/base/d1.1/metrics.jsonl").read_text() == before
+    assert (base / "checkpoints/base/d1.1/step_000002/model.safetensors").is_file()
+    assert sha256(base, 2) != sha
+
+
+@pytest.mark.parametrize("flag", ["--data=pydoc", "--seed=4"])
+def test_resume_refuses_other_data_and_another_order(base, tokenizer, capsys, flag):
+    call("base_train", *TINY, "--num_iterations=2")
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", flag)
+    assert code == 1 and flag.split("=")[0] in err
+
+
+def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=3")
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=2", "--resume")
+    assert code == 1 and "--num_iterations" in err
+    (base / "checkpoints/base/d1/step_000003/meta.json").write_text("{}")
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", warnings=1)
+    assert code == 1 and "no checkpoint" in err
+
+
+def test_a_run_that_diverges_fails_and_saves_nothing(base, tokenizer, capsys):
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=8", "--matrix_lr=10000", "--weight_decay=10000")
+    assert code == 1 and "lower the rates" in err
+    assert not list((base / "checkpoints").glob("**/step_*"))
+
+
 def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=2", "--resume")
     assert "starting from the beginning" in capsys.readouterr().out
@@ -379,13 +413,14 @@ def test_the_chain_as_processes(base):
 # ---------------------------------------------------------------------- mistakes
 
 
-def mistake(capsys, script: str, *argv: str) -> tuple[int, str]:
-    """The exit code and the one line of a command that cannot work."""
+def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, str]:
+    """The exit code and the one line of a command that cannot work, behind so many warnings."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as leaving:
         call(script, *argv)
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1, err
+    *warned, last = err.splitlines()
+    assert last.startswith("error: ") and [line[:9] for line in warned] == ["warning: "] * warnings, err
     return leaving.value.code, err
 
 
@@ -407,11 +442,18 @@ def mistake(capsys, script: str, *argv: str) -> tuple[int, str]:
         (["--head_dim=33"], "--head_dim 33: an even number"),
         (["--window_pattern=SXL"], "--window_pattern 'SXL': letters S and L"),
         (["--window_pattern="], "--window_pattern '': letters S and L"),
-        (["--target_param_data_ratio=0"], "--target_param_data_ratio 0.0: above 0"),
-        (["--target_param_data_ratio=-1"], "above 0"),
-        (["--eval_every=-1"], "--eval_every -1: 0 or more"),
-        (["--save_every=-1"], "--save_every -1: 0 or more"),
-        (["--seed=-1"], "--seed -1: 0 or more"),
+        (["--target_param_data_ratio=0"], "--target_param_data_ratio 0.0: from 0.001"),
+        (["--target_param_data_ratio=-1"], "--target_param_data_ratio -1.0: from 0.001"),
+        (["--target_param_data_ratio=nan"], "--target_param_data_ratio nan: from 0.001"),
+        (["--warmdown_fraction=nan"], "--warmdown_fraction nan: from 0 to 1"),
+        (["--matrix_lr=inf"], "--matrix_lr inf: from 0"),
+        (["--seed=99999999999999999999"], "--seed 99999999999999999999: from 0"),
+        (["--dataloader_num_workers=100000"], "--dataloader_num_workers 100000: from 0 to 256"),
+        (["--track=nonsense"], "--track 'nonsense' is unknown"),
+        (["--data="], "--data is empty"),
+        (["--eval_every=-1"], "--eval_every -1: at least 0"),
+        (["--save_every=-1"], "--save_every -1: at least 0"),
+        (["--seed=-1"], "--seed -1: from 0"),
         (["--device=gpu"], "--device 'gpu': one of auto, npu, cuda, cpu"),
         (["--model_tag=../x"], "--model_tag '../x' is not a plain folder name"),
         (["--track=nosuch"], "nosuch"),

@@ -1,4 +1,4 @@
-"""Text becomes rows of tokens: packed without padding, the same rows in the same order at any world size.
+"""Text becomes rows of tokens: packed without padding, in the same order at any world size that divides the lanes.
 
 A corpus is read as blocks. A fixed number of lanes deals them out: lane l takes the blocks l, l + lanes,
 l + 2 lanes ... of an endless sequence of shuffled epochs, and packs their documents by itself. Row i of the

@@ -76,6 +76,8 @@ def open_corpus(
 
 def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, seed: int) -> tuple[Corpus, Corpus]:
     """(train, validation) of one name or path; a path taken whole is both."""
+    if not data:
+        raise UserError(f"{flag} is empty: name a file, a folder, or one of {', '.join(NAMES)}")
     if data == "demo":
         return DemoCorpus("train", seed), DemoCorpus("val", seed)
     if data == "pydoc":

@@ -47,7 +47,7 @@ def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int
     mine = rows[device.rank :: device.world_size]
     for batch in mine.split(batch_rows):
         missing = batch_rows - len(batch)
-        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all: compiled once
+        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all
         batch = device.to_device(batch)
         targets = batch[:, 1:]
         sizes = torch.where(targets == IGNORE, 0, weights[targets.clamp(min=0)])
