@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat import cli
+from nanochat import cli, train
 from nanochat import device as devices
 from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.log import REQUIRED
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import next_token_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
@@ -290,8 +291,13 @@ def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):
     assert code == 1 and "no checkpoint" in err
 
 
-def test_a_run_that_diverges_fails_and_saves_nothing(base, tokenizer, capsys):
-    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=8", "--matrix_lr=10000", "--weight_decay=10000")
+def test_a_run_that_diverges_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
+    def poisoned(model, batch):
+        loss, targets = next_token_loss(model, batch)
+        return loss * math.nan, targets
+
+    monkeypatch.setattr(train, "next_token_loss", poisoned)
+    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=8")
     assert code == 1 and "lower the rates" in err
     assert not list((base / "checkpoints").glob("**/step_*"))
 
