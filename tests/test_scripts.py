@@ -374,6 +374,18 @@ def test_one_process_and_two_give_the_same_losses(base, tokenizer):
     assert losses(base) == pytest.approx([line["loss"] for line in alone], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_deeper_and_windowed_the_losses_stay_the_same(base, tokenizer):
+    """Three layers at the rule's rates: where rounding is amplified, it shows here first."""
+    flags = [flag for flag in TINY if not flag.startswith("--depth")]
+    flags += ["--depth=3", "--window_pattern=SL", "--seed=1", "--num_iterations=20"]
+    call("base_train", *flags, "--model_tag=one")
+    torchrun("scripts.base_train", "--", *flags, "--model_tag=two")
+    alone, together = losses(base, "one"), losses(base, "two")
+    assert len(alone) == 20
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
 # ---------------------------------------------------------------------- as users' documents have it
 
 
