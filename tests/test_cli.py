@@ -220,7 +220,14 @@ def start(tmp_path, *argv, **environment) -> subprocess.Popen:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", **environment}
     command = [sys.executable, "-m", "program", *argv]
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background has it ignored
+    )
 
 
 def test_exit_codes_of_a_process(tmp_path):

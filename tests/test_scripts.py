@@ -337,13 +337,13 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     first = speedrun("--data", "my text.txt")
     assert first.returncode == 0, first.stderr[-2000:]
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
-    assert steps_of(folder / "checkpoints/base/smoke") == [60]
+    assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     assert "starting from the beginning" in first.stdout
     weights = hashlib.sha256((folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()).hexdigest()
     again = speedrun("--data=my text.txt")
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resumed from" in again.stdout
-    assert steps_of(folder / "checkpoints/base/smoke") == [60]
+    assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     same = (folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()
     assert hashlib.sha256(same).hexdigest() == weights
     wrong = speedrun("--profil", "smoke")
