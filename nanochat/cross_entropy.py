@@ -53,7 +53,7 @@ def _chunks(hidden: Tensor, targets: Tensor, vocab: int) -> list[tuple[Tensor, T
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-        matrix = weight.to(hidden.dtype)
+        matrix, bounded = weight.to(hidden.dtype), 0 < cap <= 50
         loss = torch.zeros((), device=hidden.device)
         grad_hidden, grad_weight = [], torch.zeros(weight.shape, device=weight.device)
         columns = torch.arange(weight.size(0), device=hidden.device)
@@ -62,13 +62,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             capped = 1 - 2 / (torch.exp(logits * (2 / cap)) + 1) if cap else logits  # tanh, at half its price
             scaled = cap * capped if cap else logits
             # logits within (-50, 50) need no shift: exp can neither overflow nor vanish there
-            high = 0.0 if 0 < cap <= 50 else scaled.amax(dim=1, keepdim=True)
-            exps = torch.exp(scaled if 0 < cap <= 50 else scaled - high)
+            high = 0.0 if bounded else scaled.amax(dim=1, keepdim=True)
+            exps = torch.exp(scaled if bounded else scaled - high)
             total = exps.sum(dim=1, keepdim=True)  # (n, 1)
             counts = (t != IGNORE)[:, None].float()  # (n, 1)
             chosen = t.clamp(min=0)[:, None]
-            target_logit = capped.gather(1, chosen) * (cap or 1.0)
-            loss = loss + ((total.log() + high - target_logit) * counts).sum()
+            loss = loss + ((total.log() + high - scaled.gather(1, chosen)) * counts).sum()
             grad = exps * (counts / total) - torch.where(columns == chosen, counts, 0.0)
             if cap:
                 grad = grad * (1 - capped * capped)

@@ -151,7 +151,7 @@ class _MuonPlan(_Plan):
                 self.stacks.setdefault((rows, parameter.size(1)), []).append((parameter, start, start + rows))
                 start += rows
             assert start == parameter.size(0), "row_splits must cover a parameter's rows"
-        first_name, first = group.parameters[0]
+        _, first = group.parameters[0]
         for (rows, columns), pieces in self.stacks.items():
             share = -(-len(pieces) // optimizer.world_size)
             key = self._key((rows, columns))
@@ -208,7 +208,7 @@ class _MuonPlan(_Plan):
             weight = torch.stack(weights)
             rate = group.learning_rate * lr_scale * max(1.0, rows / columns) ** 0.5
             if decay:  # only where it pulls the same way as the update; graded about zero, where a hard switch lets
-                # rounding grow: 20 steps on one and on two ranks part by 1e-4 then, by 4e-7 with this
+                # rounding grow: rows summed in two orders part by 1e-4 in 20 steps then, by 4e-7 with this
                 size = square.mean(dim=(1, 2), keepdim=True).sqrt().clamp(min=1e-10)  # of the matrix's mean update
                 update += decay * weight * (update * weight.sign() * (4 / size)).clamp(0, 1)
             weight -= rate * ok * update

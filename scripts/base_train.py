@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import check_trackers
-from nanochat.paths import safe_tag
+from nanochat.log import RunLog, check_trackers, print0
+from nanochat.paths import checkpoint_dir, run_dir, safe_tag, tokenizer_dir
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,6 @@ def main(config: Config) -> None:
     from nanochat.data.sources import open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
-    from nanochat.log import RunLog, print0
-    from nanochat.paths import checkpoint_dir, run_dir, tokenizer_dir
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -171,7 +169,6 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
 
-    first_step = progress.step  # runs eagerly, so that its loss is there before the compiler is done
     skipped = torch.zeros((), device=device.torch_device)
     with log:
         clock, clock_step, bad_steps = time.perf_counter(), progress.step, 0
@@ -179,7 +176,9 @@ def main(config: Config) -> None:
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
             stats = train_step(
-                compiled if step > first_step else model, optimizer, batches, next_token_loss, device=device,
+                # Step 0 runs eagerly: its loss is there before the compiler is done, and a resumed run, which
+                # never is at step 0, rounds like one straight through.
+                compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             skipped += 1 - stats.updated

@@ -57,7 +57,6 @@ class Dataset:
 
     hubs: dict[str, Shards]
     licence: str
-    chars_per_shard: int  # roughly; 0: not known
     text_column: str = "text"
 
 
@@ -69,7 +68,6 @@ DATASETS = {
     "climbmix": Dataset(
         {"hf": Shards("karpathy/climbmix-400b-shuffle", CLIMBMIX_REVISION, "shard_{:05d}.parquet", 6543)},
         licence="CC BY-NC 4.0",
-        chars_per_shard=250_000_000,
     ),
     # hf: nanochat upstream until March 2026, last shard 1822, about 100 MB each; no pinned revision was found, so only
     # the sha256 that the hub sends guards against a change. Licence: of the source, HuggingFaceFW/fineweb-edu.
@@ -81,7 +79,6 @@ DATASETS = {
             "modelscope": Shards("AI-ModelScope/fineweb-edu", "master", folder="sample/100BT", train_shards=2),
         },
         licence="ODC-By 1.0",
-        chars_per_shard=250_000_000,
     ),
     # Folder 4_5 holds the highest scores, 000000.parquet and up (9,767 of them in V2.2), columns text, score, source:
     # the dataset's commit pages and its readers agree. Revision: pinned by several projects of one author. The card
@@ -92,7 +89,6 @@ DATASETS = {
             "modelscope": Shards("opencsg/Fineweb-Edu-Chinese-V2.1", "master", folder="4_5"),
         },
         licence="Apache-2.0, commercial use by permission",
-        chars_per_shard=0,
     ),
 }
 
