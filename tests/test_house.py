@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imports point up this list only. Modules of one starred package may import each other.
 ORDER = (
     *("cli", "paths", "log", "device", "kernels_npu", "tokenizer"),
-    *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.loader", "conversation", "tasks.*"),
+    *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.rows", "data.loader"),
+    *("tools", "sandbox", "conversation", "tasks.*"),
     *("attention", "cross_entropy", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train"),
-    *("checkpoint_manager", "tools", "sandbox", "engine", "rollout", "evals.*", "report", "serve.*"),
+    *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
 

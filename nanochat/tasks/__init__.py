@@ -1,0 +1,1 @@
+"""What a chat model learns from and is graded on: one file a task."""
