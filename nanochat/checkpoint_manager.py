@@ -33,8 +33,10 @@ from nanochat import paths
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import warn
+from nanochat.log import print0, warn
+from nanochat.optim import Optimizer
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Progress
 
 FORMAT_VERSION = 1
 
@@ -198,18 +200,63 @@ def load_training(step_folder: Path, meta: dict[str, Any]) -> list[Training]:
     return [Training.from_tensors(load_file(step_folder / f"training.rank{r}.safetensors")) for r in ranks]
 
 
-def load_model(
-    source: str,
-    device: str | torch.device | Device | None = None,
-    *,
-    model_tag: str | None = None,
-    step: int | None = None,
-) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """`(model, tokenizer, meta)` of a stage ("base", "mid", "sft", "dpo", "rl") or of a checkpoint's folder.
+def resume(
+    folder: Path,
+    config: Any,
+    flags: str,
+    steps_asked: int,
+    model: GPT,
+    tokenizer: Tokenizer,
+    optimizer: Optimizer,
+    device: Device,
+) -> tuple[Progress, list[dict[str, Tensor]]]:
+    """Go on from the newest whole checkpoint of a folder: its weights, optimizer and generators are loaded; returns
+    its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
 
-    `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. Without `model_tag` the tag last
-    written, without `step` its newest whole step. The model is in eval mode, its weights in fp32.
-    Raises UserError: when there is none, or it is damaged.
+    `flags` names those of `config` that a run keeps from its beginning to its end. Raises UserError: when they, the
+    sizes or the tokenizer are others than the checkpoint's, when it is beyond `steps_asked`, when none is whole.
+    """
+    found = newest(folder)
+    if found is None:
+        if steps(folder):
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
+        return Progress(), []
+    step_folder, meta = found
+    for flag in flags.split():
+        if meta["config"].get(flag) != getattr(config, flag):
+            raise UserError(
+                f"--resume: {step_folder} was trained with --{flag} {meta['config'].get(flag)}, not "
+                f"{getattr(config, flag)}: use that, or another --model_tag"
+            )
+    if meta["step"] > steps_asked:
+        raise UserError(f"--resume: {step_folder} is beyond {steps_asked} steps: raise --num_iterations to go on")
+    for name, value in asdict(model.config).items():
+        if meta["model"][name] != value:
+            raise UserError(
+                f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: "
+                "use its flags, or another --model_tag"
+            )
+    if meta["tokenizer"] != tokenizer.fingerprint():
+        raise UserError(
+            f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
+        )
+    shares = load_training(step_folder, meta)
+    load_weights(model, step_folder)
+    try:
+        optimizer.load_state_dict([share.optimizer for share in shares])
+    except ValueError as error:  # --optimizer is not the one it was trained with
+        raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
+    device.set_rng_state(shares[device.rank % len(shares)].rng)
+    print0(f"resumed from {step_folder}")
+    return Progress(**meta["progress"]), [share.loader for share in shares]
+
+
+def find_source(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
+    """The folder of a stage's checkpoint ("base", "mid", "sft", "dpo", "rl"), or of one given by its path.
+
+    Without `model_tag` the tag last written, without `step` its newest whole step.
+    Raises UserError: when there is none.
     """
     if source in paths.STAGES:
         folder = paths.checkpoint_dir(source, model_tag) if model_tag else _newest_tag(source)
@@ -228,6 +275,28 @@ def load_model(
             raise UserError(
                 f"{source!r} is neither a stage ({', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
             )
+    return chosen
+
+
+def tag_of(step_folder: Path) -> str:
+    """The tag that a checkpoint's folder belongs to."""
+    return step_folder.resolve().parent.name
+
+
+def load_model(
+    source: str | Path,
+    device: str | torch.device | Device | None = None,
+    *,
+    model_tag: str | None = None,
+    step: int | None = None,
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """`(model, tokenizer, meta)` of a stage or of a checkpoint's folder, as `find_source` finds it.
+
+    `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
+    fp32.
+    Raises UserError: when there is none, or it is damaged.
+    """
+    chosen = source if isinstance(source, Path) else find_source(source, model_tag, step)
     try:
         meta = verify(chosen)
         tokenizer = Tokenizer.load(chosen)

@@ -5,11 +5,13 @@ A conversation is a list of messages `{"role": ..., "content": ...}`: at most on
 `text`, `python` (the assistant calls its tool) and `python_output` (what the tool answered). As tokens:
 
     <|bos|> <|system_start|> ... <|system_end|> <|user_start|> ... <|user_end|>
-    <|assistant_start|> 2 + 3 is <|python_start|> 2+3 <|python_end|> <|output_start|> 5 <|output_end|> 5. <|assistant_end|>
+    <|assistant_start|> 2 + 3 is <|python_start|> 2+3 <|python_end|>
+    <|output_start|> 5 <|output_end|> 5. <|assistant_end|>
 
-(one line, nothing between the tokens). The mask has a 1 under every token that the assistant is to choose: its text
-and its calls with their marks, and its end; not what the tool answered. A message with `"train": false`, or an empty
-one, is never learned from. Special tokens come from ids only: spelled out in a text they are plain text.
+(without the spaces and line ends shown between the tokens). The mask has a 1 under every token that the assistant is
+to choose: its text and its calls with their marks, and its end; not what the tool answered. A message with
+`"train": false`, or an empty one, is never learned from. Special tokens come from ids only: spelled out in a text they
+are plain text.
 """
 
 from collections.abc import Iterable, Sequence

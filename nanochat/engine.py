@@ -1,12 +1,17 @@
 """Generation: prefill a batch of prompts, then decode a token a row at a time, against a cache.
 
-Token ids in, token ids out; one host wait a decoded token, to hand it out and to see which rows ended.
+Token ids in, token ids out; one host wait a decoded token, to hand it out, to see which rows ended, and to answer
+the calculator's calls: behind `<|python_start|> 2+3 <|python_end|>` the row is given `<|output_start|> 5
+<|output_end|>` and goes on from there.
 
 Legend: B rows, T tokens, V vocab.
 """
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +22,9 @@ from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
+from nanochat.tools import calculate
+
+NO_ANSWER = "error"  # what a call that the calculator cannot answer is given
 
 CACHE_STEP = 64  # the visible part of the cache grows by so many tokens, so that shapes repeat
 
@@ -31,7 +39,19 @@ class Engine:
         self.model = (
             model if self.device.dtype == torch.float32 else copy.deepcopy(model).to(self.device.dtype)
         ).eval()
-        self.stop_ids = {tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")}
+        self.call_start, self.call_end, self.answer_start, self.answer_end = (
+            tokenizer.encode_special(f"<|{mark}|>")
+            for mark in ("python_start", "python_end", "output_start", "output_end")
+        )
+        # Its end, and all that is not the assistant's to write: nobody but the tool answers a call.
+        self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
+
+    @torch.no_grad()
+    def update(self, model: GPT) -> None:
+        """Take over a model's weights as they are now."""
+        if self.model is not model:
+            for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[Tensor, KVCache]:
@@ -64,11 +84,14 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-    ) -> Iterator[list[int | None]]:
-        """Yield one column of new tokens at a time: a token for each running row, None for each ended one.
+        keep_stop: bool = False,
+    ) -> Iterator[tuple[list[int | None], list[bool]]]:
+        """Yield one column of new tokens at a time: a token for each running row, None for each ended one; and
+        whether the model chose it, or the tool gave it.
 
         Equal prompts are prefilled once. temperature 0 is greedy, top_k 0 and top_p 1 cut nothing off.
-        Rows end with a stop token, which is not handed out, after `max_tokens`, or where the context ends.
+        Rows end with a stop token, which is handed out only with `keep_stop`, after `max_tokens` (the tool's among
+        them), or where the context ends.
         Raises UserError: when a setting is out of range, or a prompt fills the context.
         """
         check_sampling(temperature, top_k, top_p)
@@ -87,20 +110,60 @@ class Engine:
             logits, cache = logits.expand(len(prompts), -1), cache.repeat(len(prompts))
         else:
             logits, cache = self.prefill(prompts, capacity)
-        running = [True] * len(prompts)
+        rows = [_Row(most) for most in room]
         for made in range(1, max(room) + 1):
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
-            column = tokens.tolist()  # the one wait for the device
-            running = [
-                alive and made <= most and token not in self.stop_ids
-                for alive, most, token in zip(running, room, column, strict=True)
+            chosen = [not row.given for row in rows]
+            column = [
+                row.given.popleft() if row.given else token
+                for row, token in zip(rows, tokens.tolist(), strict=True)  # the one wait for the device
             ]
-            if not any(running):
+            if not all(chosen):
+                tokens = torch.tensor(column, device=tokens.device)
+            given_out: list[int | None] = []
+            for row, token, by_model in zip(rows, column, chosen, strict=True):
+                row.running = row.running and made <= row.room
+                stops = row.running and by_model and token in self.stop_ids
+                given_out.append(token if row.running and (keep_stop or not stops) else None)
+                row.running = row.running and not stops
+                if row.running and by_model:
+                    self._follow_call(row, token)
+            if any(token is not None for token in given_out):
+                yield given_out, chosen
+            if not any(row.running for row in rows):
                 return
-            yield [token if alive else None for alive, token in zip(running, column, strict=True)]
             if made < max(room):
                 cache.visible = min(capacity, _round_up(longest + made))
                 logits = self.decode_one_token(tokens, cache)
+
+    def _follow_call(self, row: "_Row", token: int) -> None:
+        """Keep track of a call that the row writes; at its end, line up the tool's answer."""
+        if token == self.call_start:
+            row.call = []
+        elif token == self.call_end and row.call is not None:
+            answer = calculate(self.tokenizer.decode(row.call))
+            row.given.extend(
+                self.tokenizer.encode(
+                    NO_ANSWER if answer is None else answer, prepend=self.answer_start, append=self.answer_end
+                )
+            )
+            row.call = None
+        elif row.call is not None:
+            row.call.append(token)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, **settings: Any
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """The new tokens behind each prompt, and masks with a 1 under every token the model chose. Settings as in
+        `stream`."""
+        sequences: list[list[int]] = [[] for _ in prompts]
+        masks: list[list[int]] = [[] for _ in prompts]
+        for column, chosen in self.stream(prompts, max_tokens=max_tokens, **settings):
+            for sequence, mask, token, by_model in zip(sequences, masks, column, chosen, strict=True):
+                if token is not None:
+                    sequence.append(token)
+                    mask.append(int(by_model))
+        return sequences, masks
 
     def generate_batch(
         self,
@@ -114,21 +177,25 @@ class Engine:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """`num_samples` continuations of one prompt: whole sequences, the prompt included, and masks with a 1
         under every token the model chose. Settings as in `stream`."""
-        sequences = [list(tokens) for _ in range(num_samples)]
-        masks = [[0] * len(tokens) for _ in range(num_samples)]
-        for column in self.stream(
+        sequences, masks = self.generate(
             [list(tokens)] * num_samples,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-        ):
-            for sequence, mask, token in zip(sequences, masks, column, strict=True):
-                if token is not None:
-                    sequence.append(token)
-                    mask.append(1)
-        return sequences, masks
+        )
+        return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
+
+
+@dataclass
+class _Row:
+    """A row that is being generated."""
+
+    room: int  # new tokens, at most
+    running: bool = True
+    call: list[int] | None = None  # what a call to the tool holds so far
+    given: deque[int] = field(default_factory=deque)  # the tool's answer, as far as it is not yet in the row
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:

@@ -104,7 +104,12 @@ class Attention(nn.Module):
         self.scale = gain / math.sqrt(D)  # the gains on q and k, folded into the scale of their products
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None"
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        cached: "Cached | None",
+        segments: Tensor | None,
     ) -> Tensor:
         c = self.config
         B, T, _ = x.shape
@@ -119,7 +124,7 @@ class Attention(nn.Module):
             gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
             v = v + gate.unsqueeze(-1) * value.view(B, T, c.n_kv_head, c.head_dim)
         if cached is None:
-            y = causal_attention(q, k, v, scale=self.scale, window=self.window)
+            y = causal_attention(q, k, v, scale=self.scale, window=self.window, segments=segments)
         else:
             y = cached.attention(self.layer, q, k, v, scale=self.scale, window=self.window)
         return self.output(y.reshape(B, T, -1))  # (B, T, C)
@@ -149,9 +154,14 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = Norm(config.width, config), MLP(config)
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], cached: "Cached | None"
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        cached: "Cached | None",
+        segments: Tensor | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), value, rotary, cached)
+        x = x + self.attention(self.attention_norm(x), value, rotary, cached, segments)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -235,19 +245,28 @@ class GPT(nn.Module):
             self.embedding_scales.copy_(0.20 - 0.15 * depth)
         self.fill_rotary()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the summed cross-entropy in nats, a scalar."""
-        x = self.hidden(tokens, cache)
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the summed cross-entropy in nats, a scalar.
+
+        `segments` (B, T) numbers the documents of a row, which then do not see one another.
+        """
+        x = self.hidden(tokens, cache, segments)
         if targets is None:
             return self.logits(x)
         return linear_cross_entropy(x.flatten(0, 1), self.head_weight(), targets.flatten(), self.config.logit_cap)
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def losses(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
         """Per-token cross-entropy in nats, (B, T), 0 where the target is IGNORE."""
-        x = self.hidden(tokens).flatten(0, 1)
+        x = self.hidden(tokens, None, segments).flatten(0, 1)
         return token_losses(x, self.head_weight(), targets.flatten(), self.config.logit_cap).view_as(targets)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
         T = tokens.size(1)
         if cache is None:
@@ -267,7 +286,7 @@ class GPT(nn.Module):
             if self.config.residual_scales:
                 x = self.residual_scales[i].to(x.dtype) * x + self.embedding_scales[i].to(x.dtype) * first
             value = self.value_embeddings[str(i)](tokens).to(x.dtype) if str(i) in self.value_embeddings else None
-            x = block(x, value, rotary, cached)
+            x = block(x, value, rotary, cached, segments)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

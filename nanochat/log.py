@@ -4,17 +4,21 @@ Plain numbers come in; nothing here waits for a device. `step` counts from 0 and
 optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
 """
 
+import contextlib
+import datetime
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanochat.cli import UserError
+from nanochat.paths import base_dir
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 
@@ -37,6 +41,28 @@ def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def record(stage: str, tag: str | None, device: Any = None) -> Iterator[None]:
+    """Note a command that ended well, with its time and device, as a line of `runs/commands.jsonl` (rank 0 only)."""
+    script = getattr(sys.modules["__main__"].__spec__, "name", None) or Path(sys.argv[0]).stem
+    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+    yield
+    if device is not None and not device.is_main:
+        return
+    about: dict[str, Any] = {
+        "script": script.rpartition(".")[2], "command": shlex.join(["python", "-m", script, *sys.argv[1:]]),
+        "stage": stage, "tag": tag, "started": started.isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - clock, 3),
+    }  # fmt: skip
+    if device is not None:
+        about |= {"world_size": device.world_size, "device": device.name, "kind": device.kind}
+        about["dtype"] = str(device.dtype).removeprefix("torch.")
+    path = base_dir() / "runs" / "commands.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(about) + "\n")
 
 
 class RunLog:

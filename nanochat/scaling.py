@@ -4,7 +4,7 @@ Each rule names its source. Legend: N parameters, D training tokens, B tokens a 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nanochat.gpt import GPT, GPTConfig
 
@@ -80,6 +80,11 @@ class Rates:
     vector: float
     residual_scale: float
     weight_decay: float
+
+    def scaled(self, factor: float) -> "Rates":
+        """For a later stage: all learning rates times a factor, and no weight decay."""
+        rates = {field.name: factor * getattr(self, field.name) for field in fields(self)}
+        return Rates(**{**rates, "weight_decay": 0.0})
 
 
 def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:

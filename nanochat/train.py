@@ -4,6 +4,8 @@
 number of targets over all of them and all ranks, and updates. Stages differ in batches and loss function.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
@@ -70,6 +73,50 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Meter:
+    """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device."""
+
+    def __init__(self, progress: Progress, device: Device):
+        self.progress = progress
+        self.skipped = torch.zeros((), device=device.torch_device)
+        self.bad_steps = 0  # skipped in a row
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure here: evaluation and saving are over."""
+        self.clock, self.clock_step, self.clock_tokens = time.perf_counter(), self.progress.step, self.progress.tokens
+
+    def add(self, stats: "StepStats", tokens: int) -> None:
+        """A step of so many tokens over all ranks was launched."""
+        self.skipped += 1 - stats.updated
+        self.progress.step += 1
+        self.progress.tokens += tokens
+
+    def read(self, stats: "StepStats") -> dict[str, Any]:
+        """The numbers of a log line; `stats` are the last step's.
+
+        Raises UserError: when the last three steps or more, all since the last line, were not finite.
+        """
+        loss, grad_norm = stats.loss.item(), stats.grad_norm.item()  # waits for the device
+        progress, now = self.progress, time.perf_counter()
+        steps, rate = progress.step - self.clock_step, (progress.tokens - self.clock_tokens) / (now - self.clock)
+        progress.seconds += now - self.clock
+        skipped = int(self.skipped.item())
+        self.skipped.zero_()
+        progress.skipped_steps += skipped
+        self.bad_steps = self.bad_steps + skipped if skipped == steps else 0
+        if self.bad_steps >= 3:
+            raise UserError(
+                f"the loss was not finite in {self.bad_steps} steps in a row up to step {progress.step}, none of which "
+                "changed the model: lower the rates, or resume from an earlier checkpoint"
+            )
+        self.restart()
+        return {
+            "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate,
+            "seconds": progress.seconds, "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,6 +184,20 @@ def train_step(
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
     return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated)
+
+
+@torch.no_grad()
+def mean_loss(model: Any, batches: Iterable[Any], loss_fn: LossFunction, device: Device) -> float:
+    """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target."""
+    totals = torch.zeros(2, device=device.torch_device)
+    for batch in batches:
+        with device.autocast():
+            loss, targets = loss_fn(model, batch)
+        totals += torch.stack((loss.float(), targets.float()))
+    if device.world_size > 1:
+        dist.all_reduce(totals)
+    loss_sum, target_count = totals.tolist()
+    return loss_sum / target_count if target_count else math.nan
 
 
 def next_token_loss(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

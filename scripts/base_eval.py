@@ -1,13 +1,15 @@
-"""Evaluate a base model: bits per byte on train and validation text, samples, and how many stories hold together.
+"""Evaluate a base model: bits per byte on train and validation text, the CORE metric, samples, and how many stories
+hold together.
 
 python -m scripts.base_eval --data demo --stories 200
+torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --data climbmix --core download
 """
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from nanochat.cli import require, run
+from nanochat.cli import UserError, require, run
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Config:
     shards: int | None = None  # files of a hub dataset, as in training
     eval_tokens: int = 1_048_576  # of each split
     device_batch_size: int = 16  # rows a device computes at once
+    core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: left out
+    core_examples: int = 0  # of each of its tasks; 0: all
     samples: int = 4  # to print
     prompt: str = ""  # what every sample begins with; default: openings of held-out demo stories, or nothing
     stories: int = 0  # demo stories to sample and grade with the story checker
@@ -42,29 +46,49 @@ def main(config: Config) -> None:
     from nanochat.data import demo
     from nanochat.data.sources import open_corpus
     from nanochat.engine import Engine, check_sampling
+    from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.log import print0
     from nanochat.paths import run_dir
 
     # ------------------------------------------------------------------ load
     require(config, "eval_tokens device_batch_size max_tokens shards", 1)
-    require(config, "samples stories", 0)
+    require(config, "samples stories core_examples", 0)
     require(config, "seed", 0, 2**63 - 1)
     check_sampling(config.temperature, config.top_k, config.top_p)
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     print0(f"model: {meta['folder']}, step {meta['step']}")
-    results: dict[str, float | int | list[str]] = {"step": meta["step"]}
+    results: dict[str, Any] = {"step": meta["step"]}
+
+    # What does not fit the context is said before the slow part.
+    begin, context = tokenizer.get_bos_token_id(), model.config.sequence_len
+    if config.samples and len(tokenizer.encode(config.prompt, prepend=begin)) >= context:
+        raise UserError(f"--prompt has {context} tokens or more, all of the model's context: shorten the prompt")
+    openers = config.samples if config.data == "demo" and not config.prompt else 0  # samples that begin with an opening
+    openings, stories = demo.prompts(max(openers, config.stories), config.seed), config.stories
+    longest = max((len(ids) for ids in tokenizer.encode(openings, prepend=begin)), default=0)
+    if longest >= context:
+        print0(f"a story's opening has {longest} tokens, the context {context}: stories and openings are skipped")
+        openers, stories = 0, 0
 
     # ------------------------------------------------------------------ bits per byte
     token_bytes = torch.tensor(tokenizer.token_bytes())
     for split, corpus in zip(("train", "val"), corpora, strict=True):
-        rows = validation_rows(corpus, tokenizer, model.config.sequence_len, config.eval_tokens)
+        rows = validation_rows(corpus, tokenizer, context, config.eval_tokens)
         results[f"{split}_bpb"] = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
         print0(
             f"{split}: {results[f'{split}_bpb']:.4f} bits per byte on {rows[:, 1:].numel():,} tokens of {corpus.name}"
         )
+
+    # ------------------------------------------------------------------ CORE
+    if tasks:
+        measured = core.evaluate(model, tokenizer, tasks, device, config.device_batch_size)
+        results["core"], results["core_tasks"] = measured.core, measured.tasks
+        part = f", on {config.core_examples} examples of each at most" if config.core_examples else ""
+        print0(f"CORE: {measured.core:.4f}, the mean of {len(tasks)} tasks{part}")
 
     # ------------------------------------------------------------------ samples and stories, on rank 0
     if device.is_main:
@@ -72,9 +96,9 @@ def main(config: Config) -> None:
 
         def continue_text(prompts: list[str]) -> list[str]:
             """Each prompt with its continuation, up to the end of the document."""
-            ids = [tokenizer.encode(prompt, prepend=tokenizer.get_bos_token_id()) for prompt in prompts]
+            ids = tokenizer.encode(prompts, prepend=begin)
             texts = [prompt.encode() for prompt in prompts]
-            for column in engine.stream(
+            for column, _ in engine.stream(
                 ids, max_tokens=config.max_tokens, temperature=config.temperature,
                 top_k=config.top_k, top_p=config.top_p, seed=config.seed,
             ):  # fmt: skip
@@ -82,16 +106,14 @@ def main(config: Config) -> None:
                     texts[i] += b"" if token is None else tokenizer.decode_bytes([token])
             return [text.decode(errors="replace") for text in texts]
 
-        openings = demo.prompts(max(config.samples, config.stories), config.seed) if config.data == "demo" else []
         if config.samples:
-            prompts = [config.prompt] * config.samples if config.prompt or not openings else openings[: config.samples]
+            prompts = openings[: config.samples] if openers else [config.prompt] * config.samples
             results["samples"] = continue_text(prompts)
             for text in results["samples"]:
                 print0(f"\n{text}")
-        if config.stories:
-            openings = (openings or demo.prompts(config.stories, config.seed))[: config.stories]
-            stories = [s for i in range(0, config.stories, 50) for s in continue_text(openings[i : i + 50])]
-            checks = [demo.check_story(story) for story in stories]
+        if stories:
+            texts = [text for i in range(0, stories, 50) for text in continue_text(openings[i : min(i + 50, stories)])]
+            checks = [demo.check_story(text) for text in texts]
             results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
             failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")
             print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{failure}")

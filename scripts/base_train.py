@@ -7,12 +7,11 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --d
 
 import dataclasses
 import math
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import RunLog, check_trackers, print0
+from nanochat.log import RunLog, check_trackers, print0, record
 from nanochat.paths import checkpoint_dir, run_dir, safe_tag, tokenizer_dir
 
 
@@ -72,7 +71,7 @@ def main(config: Config) -> None:
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.tokenizer import Tokenizer
-    from nanochat.train import Progress, Schedule, make_optimizer, next_token_loss, train_step
+    from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ device, tokenizer, data
     check(config)
@@ -114,46 +113,14 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ resume
     tag = config.model_tag or f"d{config.depth}"
     folder = checkpoint_dir("base", tag)
-    progress, loader_state = Progress(), None
-    found = checkpoint_manager.newest(folder) if config.resume else None
-    if found:
-        step_folder, meta = found
-        for flag in ("data", "val_data", "seed"):
-            if meta["config"][flag] != getattr(config, flag):
-                raise UserError(
-                    f"--resume: {step_folder} was trained with --{flag} {meta['config'][flag]}, not "
-                    f"{getattr(config, flag)}: use that, or another --model_tag"
-                )
-        if meta["step"] > steps:
-            raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise --num_iterations to go on")
-        for name, value in dataclasses.asdict(model_config).items():
-            if meta["model"][name] != value:
-                raise UserError(
-                    f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: "
-                    "use its flags, or another --model_tag"
-                )
-        if meta["tokenizer"] != tokenizer.fingerprint():
-            raise UserError(
-                f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
-            )
-        shares = checkpoint_manager.load_training(step_folder, meta)
-        checkpoint_manager.load_weights(model, step_folder)
-        try:
-            optimizer.load_state_dict([share.optimizer for share in shares])
-        except ValueError as error:  # --optimizer is not the one it was trained with
-            raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
-        loader_state = LoaderState.merge([share.loader for share in shares])
-        device.set_rng_state(shares[device.rank % len(shares)].rng)
-        progress = Progress(**meta["progress"])
-        print0(f"resumed from {step_folder}")
-    elif config.resume and checkpoint_manager.steps(folder):
-        raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
-    elif config.resume:
-        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
+    progress, shares = Progress(), []
+    if config.resume:
+        kept = "data val_data seed"
+        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
         rank=device.rank, world_size=device.world_size, seed=config.seed,
-        workers=config.dataloader_num_workers, state=loader_state,
+        workers=config.dataloader_num_workers, state=LoaderState.merge(shares) if shares else None,
     )  # fmt: skip
 
     # ------------------------------------------------------------------ train
@@ -169,9 +136,8 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
 
-    skipped = torch.zeros((), device=device.torch_device)
-    with log:
-        clock, clock_step, bad_steps = time.perf_counter(), progress.step, 0
+    with record("base", tag, device), log:
+        meter = Meter(progress, device)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
@@ -181,33 +147,18 @@ def main(config: Config) -> None:
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
-            skipped += 1 - stats.updated
-            progress.step, progress.tokens = step + 1, progress.tokens + batch_tokens
+            meter.add(stats, batch_tokens)
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
             save = last or (config.save_every and progress.step % config.save_every == 0)
             if not (evaluate or save or step % config.log_every == 0):
                 continue
 
-            loss, grad_norm = stats.loss.item(), stats.grad_norm.item()  # waits for the device
-            now = time.perf_counter()
-            rate = (progress.step - clock_step) * batch_tokens / (now - clock)
-            progress.seconds += now - clock
-            skipped_now = int(skipped.item())
-            skipped.zero_()
-            progress.skipped_steps += skipped_now
-            bad_steps = bad_steps + skipped_now if skipped_now == progress.step - clock_step else 0
-            if bad_steps >= 3:
-                raise UserError(
-                    f"the loss was not finite in {bad_steps} steps in a row up to step {progress.step}, none of which "
-                    "changed the model: lower the rates, or resume from an earlier checkpoint"
-                )
+            metrics = meter.read(stats)
             peak = device.peak_flops and device.peak_flops * device.world_size
-            metrics = {
-                "step": step, "loss": loss, "lr": rates.matrix * schedule.lr(step), "tokens": progress.tokens,
-                "tok_per_sec": rate, "mfu": token_flops * rate / peak if peak else None,
-                "seconds": progress.seconds, "peak_memory_bytes": device.peak_memory(),
-                "grad_norm": grad_norm, "epoch": micro[-1].epoch, "skipped_steps": progress.skipped_steps,
+            metrics |= {
+                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
+                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None, "epoch": micro[-1].epoch,
             }  # fmt: skip
             if evaluate:
                 val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
@@ -221,10 +172,13 @@ def main(config: Config) -> None:
             log.step(metrics)
             if save:
                 training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
-                meta = {"stage": "base", "config": dataclasses.asdict(config), "progress": progress.to_dict()}
+                meta = {
+                    "stage": "base", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
+                    "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
+                }  # fmt: skip
                 saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")
-            clock, clock_step = time.perf_counter(), progress.step
+            meter.restart()
     loader.close()
     if progress.best_val_bpb is not None:
         best = f"best validation {progress.best_val_bpb:.4f} bits per byte"

@@ -44,9 +44,9 @@ def greedy(model: GPT, prompt: list[int], new: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def rows_of(columns: list[list[int | None]], row: int) -> list[int]:
+def rows_of(columns: list[tuple[list[int | None], list[bool]]], row: int) -> list[int]:
     """One row of what `stream` gave; once a row has ended it stays so."""
-    column = [c[row] for c in columns]
+    column = [tokens[row] for tokens, _ in columns]
     tokens = [token for token in column if token is not None]
     assert column == tokens + [None] * (len(column) - len(tokens))
     return tokens

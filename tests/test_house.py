@@ -19,7 +19,7 @@ ORDER = (
     *("cli", "paths", "log", "device", "kernels_npu", "tokenizer"),
     *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.rows", "data.loader"),
     *("tools", "sandbox", "conversation", "tasks.*"),
-    *("attention", "cross_entropy", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train"),
+    *("attention", "cross_entropy", "packing", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train", "losses"),
     *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}

@@ -21,7 +21,7 @@ import pytest
 
 from nanochat.cli import UserError
 from nanochat.data import hub
-from nanochat.data.hub import Client, Dataset, Remote, Shards, fetch
+from nanochat.data.hub import Client, Dataset, Remote, Shards, TaskData, fetch, fetch_split
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 
@@ -400,6 +400,86 @@ def test_the_table_names_real_shards():
             assert place.repo.count("/") == 1 and bool(place.pattern) == bool(place.count)
             assert place.pattern or place.folder
     assert hub.DATASETS["climbmix"].hubs["hf"].pattern.format(6542) == "shard_06542.parquet"
+
+
+# ---- The split of a task --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_task(monkeypatch) -> None:
+    """A task of one test file and two train files, whose hashes are known but for the second train file's."""
+    places = {"hf": Shards("org/task", "abc123"), "modelscope": Shards("copy/task", "master")}
+    splits = {
+        "train": (
+            Remote("all/train-0.parquet", sha256=hashlib.sha256(BODY).hexdigest()),
+            Remote("all/train-1.parquet"),
+        ),
+        "test": (Remote("all/test.parquet", sha256=hashlib.sha256(b"test").hexdigest()),),
+    }
+    monkeypatch.setitem(hub.TASKS, "tiny", TaskData(places, "none", splits))
+
+
+def test_a_split_is_fetched_once(fake, client, waits, tiny_task, tmp_path, capsys):
+    fake.files = {"all/train-0.parquet": BODY, "all/train-1.parquet": b"more", "all/test.parquet": b"test"}
+    fake.faults.append("cut 1000")
+    paths = fetch_split("tiny", "train", client=client)
+    folder = tmp_path / "base" / "data" / "tiny"
+    assert paths == [folder / "all--train-0.parquet", folder / "all--train-1.parquet"]
+    assert [path.read_bytes() for path in paths] == [BODY, b"more"] and waits == [2.0]
+    assert fake.seen[0][1] == "/datasets/org/task/resolve/abc123/all/train-0.parquet"
+    assert "tiny: 2 files from http://127.0.0.1" in capsys.readouterr().err
+    seen = len(fake.seen)
+    assert fetch_split("tiny", "train", client=Client(endpoint="http://127.0.0.1:9")) == paths  # no network needed
+    assert len(fake.seen) == seen
+    assert fetch_split("tiny", "test", client=client)[0].read_bytes() == b"test"
+
+
+def test_a_split_has_to_have_the_known_hash(fake, client, tiny_task):
+    fake.files = {"all/test.parquet": b"another text"}  # whole, and its own hash is what this mirror sends
+    with pytest.raises(UserError, match="tiny: all--test.parquet arrived damaged twice.*sha256"):
+        fetch_split("tiny", "test", client=client)
+
+
+def test_a_split_on_modelscope_has_a_folder_of_its_own_and_its_own_hash(fake, tiny_task, tmp_path):
+    fake.files = {"all/test.parquet": b"written anew"}
+    paths = fetch_split("tiny", "test", "modelscope", Client("modelscope"))
+    assert paths == [tmp_path / "base" / "data" / "tiny.modelscope" / "all--test.parquet"]
+    assert fake.seen[0][1] == "/datasets/copy/task/resolve/master/all/test.parquet"
+
+
+def test_a_split_offline_is_one_line(fake, waits):
+    def line(name: str, where: str, split: str = "test") -> str:
+        refused = Client(where, sleep=waits.append, endpoint=f"http://127.0.0.1:{closed_port()}")
+        with pytest.raises(UserError) as caught:
+            fetch_split(name, split, where, refused)
+        assert "\n" not in str(caught.value) and waits == []
+        return str(caught.value)
+
+    local = "a local file or folder by gsm8k=PATH"
+    assert line("gsm8k", "hf").endswith(f"set HF_ENDPOINT to a mirror, or --hub modelscope, or {local}")
+    assert line("gsm8k", "modelscope").endswith(f"set MODELSCOPE_ENDPOINT to a mirror, or --hub hf, or {local}")
+    assert line("humaneval", "hf").endswith("to a mirror, or a local file or folder by humaneval=PATH")
+    assert line("smoltalk", "hf", "train").startswith("smoltalk: cannot reach 127.0.0.1")
+
+
+def test_mistakes_about_a_split(fake):
+    with pytest.raises(UserError, match="no copy of humaneval is known on modelscope: use --hub hf, or a local file"):
+        fetch_split("humaneval", "test", "modelscope")
+    with pytest.raises(UserError, match="--hub 'hugging' is unknown"):
+        fetch_split("gsm8k", "test", "hugging")
+
+
+def test_the_table_of_tasks_names_real_files():
+    files = {name: {split: [f.path for f in of] for split, of in t.splits.items()} for name, t in hub.TASKS.items()}
+    assert files["gsm8k"]["test"] == ["main/test-00000-of-00001.parquet"]
+    assert files["mmlu"]["auxiliary_train"] == ["all/auxiliary_train-00000-of-00001.parquet"]
+    assert files["arc_easy"]["train"] == ["ARC-Easy/train-00000-of-00001.parquet"]
+    assert files["humaneval"] == {"test": ["openai_humaneval/test-00000-of-00001.parquet"]}
+    assert files["smoltalk"]["train"][3] == "data/train-00003-of-00004.parquet"
+    for task in hub.TASKS.values():
+        assert len(task.hubs["hf"].revision) == 40 and all(place.repo.count("/") == 1 for place in task.hubs.values())
+        hashes = [file.sha256 for of in task.splits.values() for file in of if file.sha256]
+        assert len(set(hashes)) == len(hashes) and all(len(one) == 64 for one in hashes)
 
 
 FETCH = """

@@ -81,6 +81,11 @@ def _lexicon() -> dict[str, tuple[str, ...]]:
     return words
 
 
+def words(role: str) -> tuple[str, ...]:
+    """What a role of the stories may hold: `words("hero")`, `words("object")`, ..."""
+    return _lexicon()[role]
+
+
 def _columns(table: str) -> dict[str, list[str]]:
     """Left column -> lines of the right column."""
     columns: dict[str, list[str]] = {}

@@ -1,8 +1,9 @@
 """Datasets of a hub, shard by shard: a name in, verified parquet files on this disk out.
 
-`fetch(name, hub, shards)` answers at once when the shards are here. Otherwise each one goes through
-`<shard>.partial`, resumed with an HTTP Range after a break, checked for size and sha256, and renamed
-when whole. One process of a machine downloads, the others wait and find the file.
+`fetch(name, hub, shards)` (text to pretrain on) and `fetch_split(name, split, hub)` (the rows of a task) answer at
+once when the files are here. Otherwise each one goes through `<file>.partial`, resumed with an HTTP Range after a
+break, checked for size and sha256, and renamed when whole. One process of a machine downloads, the others wait and
+find the file.
 
 Environment: HF_ENDPOINT and MODELSCOPE_ENDPOINT (a mirror's address), HF_TOKEN (gated datasets).
 """
@@ -37,6 +38,11 @@ CHUNK_BYTES = 1 << 20
 LONGEST_WAIT_SECONDS = 300.0
 CLIMBMIX_REVISION = "915333b4f8b8684f39aeaafea600fea6f43fb703"
 CHINESE_REVISION = "a5b574efa48beb3a8f6887ef0b093becf004328b"
+GSM8K_REVISION = "e53f048856ff4f594e959d75785d2c2d37b678ee"
+MMLU_REVISION = "c30699e8356da336a370243923dbaf21066bb9fe"
+ARC_REVISION = "210d026faf9955653af8916fad021475a3f00453"
+HUMANEVAL_REVISION = "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"
+SMOLTALK_REVISION = "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc"
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,85 @@ class Remote:
     sha256: str | None = None
 
 
+@dataclass(frozen=True)
+class TaskData:
+    """One row of the table below: the files of each split, at the same paths on every hub."""
+
+    hubs: dict[str, Shards]
+    licence: str
+    splits: dict[str, tuple[Remote, ...]]  # the sha256 are those of the pinned revision on hf
+
+
+def _split(pattern: str, sha256: str | None = None, count: int = 1) -> tuple[Remote, ...]:
+    """`data/test` -> data/test-00000-of-00001.parquet, as the `datasets` library names files."""
+    return tuple(Remote(f"{pattern}-{n:05d}-of-{count:05d}.parquet", sha256=sha256) for n in range(count))
+
+
+# All paths and revisions on hf: named alike by five or more public projects that pin them; the sha256: by two or more
+# that check them. Nothing here was tried from a connected machine yet. ModelScope: the repo is linked by public
+# projects; which of them also name a file there stands below.
+TASKS = {
+    # 7,473 and 1,319 rows. A newer revision (740312a) holds the same bytes. ModelScope: its main/test has this sha256.
+    "gsm8k": TaskData(
+        {"hf": Shards("openai/gsm8k", GSM8K_REVISION), "modelscope": Shards("AI-ModelScope/gsm8k", "master")},
+        licence="MIT",
+        splits={
+            "train": _split("main/train", "ea82612ea9582142387730c793eb67d3b12849002bc0b7fa6f8efafa7351419d"),
+            "test": _split("main/test", "ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59"),
+        },
+    ),
+    # 99,842, 1,531 and 14,042 rows (its card). ModelScope: a file of one subject is named there, of `all` none.
+    "mmlu": TaskData(
+        {"hf": Shards("cais/mmlu", MMLU_REVISION), "modelscope": Shards("cais/mmlu", "master")},
+        licence="MIT",
+        splits={
+            "auxiliary_train": _split("all/auxiliary_train"),
+            "validation": _split("all/validation"),
+            "test": _split("all/test", "74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7"),
+        },
+    ),
+    # Easy 2,251 and 2,376 rows, Challenge 1,119 and 1,172. ModelScope: no file is named.
+    "arc_easy": TaskData(
+        {"hf": Shards("allenai/ai2_arc", ARC_REVISION), "modelscope": Shards("allenai/ai2_arc", "master")},
+        licence="CC BY-SA 4.0",
+        splits={
+            "train": _split("ARC-Easy/train", "b315db8a4be597dc7daa50a4e70d48dd7c990c32085629e6ccd8c926beaa80b5"),
+            "test": _split("ARC-Easy/test", "4160597d618ae851c7eb04e281574f3f654776216ac6b6641588d64527b47177"),
+        },
+    ),
+    "arc_challenge": TaskData(
+        {"hf": Shards("allenai/ai2_arc", ARC_REVISION), "modelscope": Shards("allenai/ai2_arc", "master")},
+        licence="CC BY-SA 4.0",
+        splits={
+            "train": _split("ARC-Challenge/train", "e488c1587ffdcfc8443f916c53488a95cd471c5790e0746c6bfe4cecf20962cb"),
+            "test": _split("ARC-Challenge/test", "62f03257e737aed263f55c6abf87c7bb0028a44a6bdd2a26eb1279eb42c1d1e9"),
+        },
+    ),
+    # 164 rows. ModelScope has opencompass/humaneval, whose files nobody names: left out.
+    "humaneval": TaskData(
+        {"hf": Shards("openai/openai_humaneval", HUMANEVAL_REVISION)},
+        licence="MIT",
+        splits={"test": _split("openai_humaneval/test")},
+    ),
+    # smol-smoltalk, the part of SmolTalk meant for small models: about 460,000 and 24,000 rows, 923 and 48 MB (the
+    # hub's own listing). No copy on ModelScope was found.
+    "smoltalk": TaskData(
+        {"hf": Shards("HuggingFaceTB/smol-smoltalk", SMOLTALK_REVISION)},
+        licence="Apache-2.0",
+        splits={
+            "train": _split("data/train", count=4),
+            "test": _split("data/test", "be6773dcce145f3918ff14237b1f765affa427b0b13f6a02d397e665ac908b9a"),
+        },
+    ),
+}
+
+
 def fetch(name: str, hub: str = "hf", shards: int | None = None, client: "Client | None" = None) -> list[Path]:
     """Download what is missing and return the shards in order: the train ones, then the validation one.
 
     `name` is a key of DATASETS or any `org/name` of the hub. Raises UserError: with what to do next.
     """
-    if hub not in _ENDPOINTS:
-        raise UserError(f"--hub {hub!r} is unknown: hf or modelscope")
+    _known(hub)
     if shards is not None and shards < 1:
         raise UserError(f"--shards {shards} is too few: at least 1")
     if name in DATASETS and hub not in DATASETS[name].hubs:
@@ -137,6 +215,35 @@ def fetch(name: str, hub: str = "hf", shards: int | None = None, client: "Client
         here = sorted(folder.glob("*.parquet"))
         also = f"; {len(here)} whole shards are here already: --data {folder}" if here else ""
         raise UserError(f"{name}: {error}{also}") from error
+
+
+def fetch_split(name: str, split: str, hub: str = "hf", client: "Client | None" = None) -> list[Path]:
+    """Download what is missing of one split of a task's dataset and return its files in order.
+
+    `name` and `split` are keys of TASKS. Raises UserError: with what to do next.
+    """
+    _known(hub)
+    task, local = TASKS[name], f"a local file or folder by {name}=PATH"
+    if hub not in task.hubs:
+        raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or {local}")
+    client = client or Client(hub)
+    client.elsewhere = "".join(f"--hub {other}" for other in task.hubs if other != hub)
+    client.at_home = local
+    folder = data_dir(name if hub == "hf" else f"{name}.{hub}")
+    files = [file if hub == "hf" else Remote(file.path) for file in task.splits[split]]
+    missing = sum(not (folder / _flat(file.path)).exists() for file in files)
+    if missing:
+        text = f"{name}: {missing} {'file' if missing == 1 else 'files'} from {client.endpoint}"
+        print(f"{text} (licence: {task.licence})", file=sys.stderr, flush=True)
+    try:
+        return [client.download(client.url(task.hubs[hub], file), folder / _flat(file.path), file) for file in files]
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _known(hub: str) -> None:
+    if hub not in _ENDPOINTS:
+        raise UserError(f"--hub {hub!r} is unknown: hf or modelscope")
 
 
 def _flat(path: str) -> str:
@@ -197,7 +304,8 @@ class Client:
     jitter: Callable[[], float] = random.random
     endpoint: str = ""
     reached: bool = field(default=False, init=False)  # an answer came, so this machine is not offline
-    elsewhere: str = field(default="--hub modelscope", init=False)  # what to try when the hub is out of reach
+    elsewhere: str = field(default="--hub modelscope", init=False)  # what to try when the hub is out of reach ...
+    at_home: str = field(default="use --data demo", init=False)  # ... and without a network
 
     def __post_init__(self) -> None:
         variable, default = _ENDPOINTS[self.hub]
@@ -363,8 +471,8 @@ class Client:
 
     def _way_out(self, reason: object) -> str:
         variable, why = _ENDPOINTS[self.hub][0], getattr(reason, "strerror", None) or reason
-        ways = f"set {variable} to a mirror, or {self.elsewhere}, or use --data demo"
-        return f"cannot reach {self._host()} ({why}): {ways}"
+        ways = [f"set {variable} to a mirror", self.elsewhere, self.at_home]
+        return f"cannot reach {self._host()} ({why}): {', or '.join(way for way in ways if way)}"
 
 
 _ENDPOINTS = {

@@ -15,15 +15,15 @@ import bisect
 import math
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.cli import UserError
-from nanochat.data.sources import Corpus
 from nanochat.tokenizer import Tokenizer
 
 LANES = 8  # at least; more ranks than this get a multiple
@@ -31,6 +31,19 @@ BUFFER_ROWS = 8  # a lane keeps so many rows' worth of tokens to choose the best
 BUFFER_DOCUMENTS = 64  # corpus does not wait in the buffers for whole epochs; and so many documents at most
 TOKENIZE_DOCUMENTS = 32  # at once
 PREFETCH = 4  # batches made ahead
+
+
+Document = str | np.ndarray  # a text, or its int32 tokens
+
+
+class Documents(Protocol):
+    """What a loader reads: a `sources.Corpus`, or the same of documents that are tokens already."""
+
+    name: str
+
+    def block_count(self) -> int | None: ...
+
+    def read_block(self, index: int) -> Sequence[Document]: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Documents,
         tokenizer: Tokenizer,
         batch_rows: int,
         row_tokens: int,
@@ -168,10 +181,17 @@ class Loader:
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, passed // blocks if blocks else 0)
 
 
+def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
+    """Documents as int32 tokens, each with its begin token; a document of tokens has one already."""
+    texts = [document for document in documents if isinstance(document, str)]
+    ids = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
+    return [np.array(next(ids), dtype=np.int32) if isinstance(d, str) else d for d in documents]
+
+
 class _Source:
     """What the lanes share: the corpus in its shuffled order, and the tokenizer."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int, workers: int, lane_count: int):
+    def __init__(self, corpus: Documents, tokenizer: Tokenizer, seed: int, workers: int, lane_count: int):
         self.corpus, self.tokenizer, self.seed, self.workers, self.lane_count = (
             corpus,
             tokenizer,
@@ -183,7 +203,7 @@ class _Source:
         self.block_count = corpus.block_count()
         self._orders: dict[int, Any] = {}  # epoch -> permutation of the blocks
 
-    def read(self, lane: int, block: int) -> list[str]:
+    def read(self, lane: int, block: int) -> Sequence[Document]:
         """The documents of the lane's block number `block`."""
         index = lane + block * self.lane_count
         if self.block_count is not None:
@@ -194,9 +214,8 @@ class _Source:
             index = int(self._orders[epoch][place])
         return self.corpus.read_block(index)
 
-    def tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        ids = self.tokenizer.encode(texts, prepend=self.begin, num_threads=self.workers)
-        return [np.array(document, dtype=np.int32) for document in ids]
+    def tokenize(self, documents: Sequence[Document]) -> list[np.ndarray]:
+        return tokenize(documents, self.tokenizer, self.workers)
 
 
 class _Lane:
@@ -206,7 +225,7 @@ class _Lane:
         mine = state.lanes[number] if state else LaneState(0, 0, ())
         self.source, self.number = source, number
         self.block, self.document = mine.block, mine.document
-        self.texts: list[str] | None = None  # of the current block, once read
+        self.documents: Sequence[Document] | None = None  # of the current block, once read
         self.waiting = list(mine.leftovers)
 
     def state(self) -> LaneState:
@@ -232,14 +251,14 @@ class _Lane:
     def _refill(self, tokens: int) -> None:
         empty = 0
         while len(self.waiting) < BUFFER_DOCUMENTS and sum(map(len, self.waiting)) < tokens:
-            if self.texts is None:
-                self.texts = self.source.read(self.number, self.block)
-            texts = self.texts[self.document : self.document + TOKENIZE_DOCUMENTS]
-            for document in self.source.tokenize(texts):
+            if self.documents is None:
+                self.documents = self.source.read(self.number, self.block)
+            documents = self.documents[self.document : self.document + TOKENIZE_DOCUMENTS]
+            for document in self.source.tokenize(documents):
                 bisect.insort_right(self.waiting, document, key=len)
-            self.document += len(texts)
-            if self.document >= len(self.texts):
-                empty = 0 if self.texts else empty + 1
+            self.document += len(documents)
+            if self.document >= len(self.documents):
+                empty = 0 if self.documents else empty + 1
                 if empty > 50 * (self.source.block_count or 1000):  # a lane meets its blocks by chance
                     raise UserError(f"{self.source.corpus.name}: every document is empty")
-                self.block, self.document, self.texts = self.block + 1, 0, None
+                self.block, self.document, self.documents = self.block + 1, 0, None

@@ -13,21 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.sources import Corpus
+from nanochat.data.loader import Documents, tokenize
 from nanochat.device import Device
 from nanochat.tokenizer import Tokenizer
 
 
-def validation_rows(corpus: Corpus, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
+def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
     """The first `max_tokens` tokens of a corpus as rows (N, T + 1) of int64; each row begins with the last token
     of the row before it, and IGNORE fills up the last one."""
-    begin = tokenizer.get_bos_token_id()
     tokens: list[int] = []
     blocks = corpus.block_count()
     block = 0
     while len(tokens) <= max_tokens and (blocks is None or block < blocks):
-        for document in tokenizer.encode(corpus.read_block(block), prepend=begin):
-            tokens += document
+        for document in tokenize(corpus.read_block(block), tokenizer):
+            tokens += document.tolist()
         block += 1
     tokens = tokens[: max_tokens + 1]
     rows = max(1, math.ceil((len(tokens) - 1) / row_tokens))

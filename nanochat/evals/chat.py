@@ -1,0 +1,222 @@
+"""Chat evaluation: how many of a task's questions a model answers rightly.
+
+A generative task's replies are written by the engine, tool and all, and graded by the task. A choice task takes one
+forward pass: of the question's letters, its answer is the one that the model finds likeliest as the reply's first
+token. ChatCORE is the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source:
+nanochat).
+
+Whole batches are dealt out to the ranks: what shares a batch, and with it every reply, is the same at any number of
+ranks, sampled and in bf16 too.
+
+Legend: B rows, T tokens, C width, L letters, V vocab.
+"""
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Part, parse_reply, render_prompt
+from nanochat.device import Device
+from nanochat.engine import Engine
+from nanochat.evals.core import wilson_interval
+from nanochat.gpt import GPT
+from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, parse_tasks
+from nanochat.tasks.task import Example, Kind, Task
+from nanochat.tokenizer import Tokenizer
+
+ORDER_SEED = 1337  # of the examples: the first N are the same N for every model, and of every subject
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a model did on one task."""
+
+    kind: Kind
+    correct: int  # replies
+    total: int  # replies: of a generative task `samples` to each question
+    questions: int
+    accuracy: float
+    low: float  # the 95% interval: over the questions, since replies to the same one are not independent
+    high: float
+    baseline: float
+    too_long: int  # questions that do not fit the context; they count as wrong
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One question and a reply to it."""
+
+    messages: list[Message]
+    reply: list[Part]
+    correct: bool
+
+
+# ---------------------------------------------------------------------- which tasks
+
+
+def graded_choices(text: str) -> list[Choice]:
+    """The entries of a --tasks flag; every built-in task that can be graded where it is empty.
+
+    Raises UserError: for what has nothing to grade, or a weight, or a task named twice.
+    """
+    choices = parse_tasks(text or ",".join(_gradable(BUILT_IN)))
+    for place, choice in enumerate(choices):
+        if choice.name not in _gradable({**BUILT_IN, **FROM_HUB}):
+            raise _nothing_to_grade(choice.path if choice.name == "conversations" else choice.name)
+        if choice.weight != 1:
+            raise UserError(f"--tasks {choice.name}:{choice.weight:g}: a weight is for training; leave it out")
+        if any(choice.name == earlier.name for earlier in choices[:place]):
+            raise UserError(f"--tasks names {choice.name} twice: leave one out")
+    return choices
+
+
+def _gradable(tasks: dict[str, Any]) -> list[str]:
+    return [name for name, task in tasks.items() if task.kind != "dialogue"]
+
+
+def _nothing_to_grade(name: str | None) -> UserError:
+    names = ", ".join(_gradable({**BUILT_IN, **FROM_HUB}))
+    return UserError(f"--tasks {name}: a dialogue has no right answer to grade; those with one are {names}")
+
+
+# ---------------------------------------------------------------------- one task
+
+
+def evaluate(
+    task: Task,
+    model: GPT,
+    engine: Engine,
+    *,
+    batch_rows: int,
+    max_examples: int | None = None,
+    samples: int = 1,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    keep: int = 0,
+) -> tuple[Result, list[Graded]]:
+    """Grade a model on the first `max_examples` of a task's shuffled examples, shared out over the ranks.
+
+    `engine` generates with the model's weights, `batch_rows` prompts at once, `samples` replies to each question;
+    the accuracy is the mean over all of them (pass@1). Also returned: the first replies to up to `keep` questions,
+    in the order of the examples, of those that came to this rank. The result is the same on every rank.
+    Raises UserError: when the task is a dialogue, has no examples, or letters that are not one token each.
+    """
+    if task.kind == "dialogue":
+        raise _nothing_to_grade(task.name)
+    if not len(task):
+        raise UserError(f"--tasks {task.name}: there are no examples in it")
+    begin = time.monotonic()
+    device, tokenizer, is_choice = engine.device, engine.tokenizer, task.kind == "choice"
+    order = list(range(len(task)))
+    random.Random(ORDER_SEED).shuffle(order)
+    examples = [task.example(index) for index in order[:max_examples]]
+    prompts = [render_prompt(tokenizer, example.question) for example in examples]
+    letters = [_letter_ids(task, example, tokenizer) if is_choice else [] for example in examples]
+
+    # The longest come first: where memory runs out, it does so at once.
+    copies = 1 if is_choice else samples
+    room = model.config.sequence_len - (0 if is_choice else 1)  # a reply needs a token of its own
+    fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= room]
+    rows = [place for place in sorted(fitting, key=lambda place: -len(prompts[place])) for _ in range(copies)]
+    batches = [rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows)]
+
+    graded: list[tuple[int, Graded]] = []
+    for number in range(device.rank, len(batches), device.world_size):
+        batch = batches[number]
+        asked = [prompts[place] for place in batch]
+        if is_choice:
+            preferred = preferred_letters(model, asked, [letters[place] for place in batch], device)
+            replies = [
+                [{"type": "text", "text": examples[place].letters[letter]}]
+                for place, letter in zip(batch, preferred, strict=True)
+            ]
+        else:
+            sequences, _ = engine.generate(
+                asked, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed + number
+            )
+            replies = [parse_reply(tokenizer, ids) for ids in sequences]
+        for place, reply in zip(batch, replies, strict=True):
+            example = examples[place]
+            graded.append((place, Graded(example.question, reply, task.grade(example, reply))))
+
+    correct = torch.tensor(sum(one.correct for _, one in graded), dtype=torch.float32, device=device.torch_device)
+    if device.world_size > 1:
+        dist.all_reduce(correct)
+    right, questions = int(correct.item()), len(examples)
+    low, high = wilson_interval(right / copies, questions)  # pyright: ignore[reportArgumentType] (a mean over samples)
+    result = Result(
+        kind=task.kind, correct=right, total=questions * copies, questions=questions,
+        accuracy=right / (questions * copies), low=low, high=high, baseline=task.baseline,
+        too_long=questions - len(fitting), seconds=time.monotonic() - begin,
+    )  # fmt: skip
+    first_replies: dict[int, Graded] = {}
+    for place, one in sorted(graded, key=lambda pair: pair[0]):
+        first_replies.setdefault(place, one)
+    return result, list(first_replies.values())[:keep]
+
+
+def _letter_ids(task: Task, example: Example, tokenizer: Tokenizer) -> list[int]:
+    """The token that each letter is, written by itself."""
+    ids = [tokenizer.encode(letter) for letter in example.letters]
+    for letter, tokens in zip(example.letters, ids, strict=True):
+        if len(tokens) != 1:
+            raise UserError(
+                f"--tasks {task.name}: the letter {letter!r} is {len(tokens)} tokens of this tokenizer, where one is "
+                f"needed; leave the task out"
+            )
+    assert ids, f"{task.name} has a question without letters"
+    return [tokens[0] for tokens in ids]
+
+
+@torch.inference_mode()
+def preferred_letters(
+    model: GPT, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[int]], device: Device
+) -> list[int]:
+    """Which of its letters, given as token ids, the model finds likeliest behind each prompt, by their places."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    tokens, choices = _padded(prompts, 0), _padded(letters, -1)  # (B, T), (B, L)
+    tokens, choices, lengths = (device.to_device(tensor) for tensor in (tokens, choices, lengths))
+    with device.autocast():
+        hidden = model.hidden(tokens)  # (B, T, C); no token sees the padding behind it
+        logits = model.logits(hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1])  # (B, V)
+    scores = logits.gather(1, choices.clamp(min=0)).masked_fill(choices < 0, -torch.inf)  # (B, L)
+    return scores.argmax(dim=-1).tolist()
+
+
+def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), filling)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return padded
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+def chat_core(scores: Iterable[tuple[float, float]]) -> float:
+    """The mean over tasks, each given as (accuracy, baseline), of what is above guessing."""
+    centered = [(accuracy - baseline) / (1 - baseline) for accuracy, baseline in scores]
+    return sum(centered) / len(centered)
+
+
+def readable(reply: Sequence[Part]) -> str:
+    """A reply in one text, its calls and their answers as `[2+3 -> 5]`."""
+    pieces: list[str] = []
+    for place, part in enumerate(reply):
+        if part["type"] == "python_output":
+            call = pieces.pop()[1:-1] + " " if place and reply[place - 1]["type"] == "python" else ""
+            pieces.append(f"[{call}-> {part['text']}]")
+        else:
+            pieces.append(f"[{part['text']}]" if part["type"] == "python" else part["text"].strip())
+    return " ".join(pieces)

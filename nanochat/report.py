@@ -1,0 +1,757 @@
+"""The report of one run: what `runs/` holds about a tag, as a page to look at and a Markdown file to read.
+
+`collect(tag)` reads metrics, evaluations, finished commands and this machine into a `RunSummary`; `to_html` and
+`to_markdown` are functions of that alone. What is missing is left out with a note. The page is one file without
+scripts or outside requests. All that is read is untrusted (samples are a model's words) and escaped where it is written.
+"""
+
+import io
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
+
+from nanochat.cli import UserError
+from nanochat.log import duration
+from nanochat.paths import STAGES, base_dir, run_dir, safe_tag
+
+Parsed = TypeVar("Parsed")
+Points = list[tuple[float, float]]
+Pairs = tuple[tuple[str, str], ...]
+
+# ---------------------------------------------------------------------- what a report is made of
+
+
+class Chat(NamedTuple):
+    """One question and the model's reply."""
+
+    task: str
+    messages: Pairs  # (role, text)
+    reply: Pairs  # (kind, text); the kinds are text, python and python_output
+    correct: bool | None
+
+
+class Command(NamedTuple):
+    """One finished command."""
+
+    script: str
+    line: str
+    stage: str
+    seconds: float
+    started: str
+    computed_on: str
+
+
+@dataclass
+class Stage:
+    """What one stage left behind."""
+
+    name: str
+    metrics: list[dict[str, float]] = field(default_factory=list)  # by step
+    evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json, and chatcore
+    samples: list[str] = field(default_factory=list)
+    scores: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # by task: accuracy, low, high, baseline; fractions
+    chats: list[Chat] = field(default_factory=list)
+
+    def values(self, key: str) -> list[float]:
+        return [line[key] for line in self.metrics if key in line]
+
+    def last(self, key: str) -> float | None:
+        return next(reversed(self.values(key)), None)
+
+    def curve(self, key: str) -> Points:
+        """Some 300 points over training seconds (steps where those are unknown)."""
+        points, now, clock = [], 0.0, "seconds" if self.last("seconds") else "step"
+        for line in self.metrics:
+            now = max(now, line.get(clock, now))
+            if key in line:
+                points.append((now, line[key]))
+        return points[: -1 : len(points) // 300 + 1] + points[-1:]
+
+    @property
+    def val_bpb(self) -> float | None:
+        return self.evaluation.get("val_bpb", self.last("val_bpb"))
+
+
+@dataclass
+class RunSummary:
+    """All that is known about one tag."""
+
+    tag: str
+    stages: list[Stage]  # in the order of the pipeline
+    commands: list[Command]  # oldest first
+    machine: dict[str, str]
+    notes: list[str]  # what was left out
+
+    def seconds_by_stage(self) -> dict[str, float]:
+        """Time of finished commands; training counts at least its training seconds, as while it is going on."""
+        spent: dict[str, dict[str, float]] = {}
+        for command in self.commands:
+            scripts = spent.setdefault(command.stage, {})
+            scripts[command.script] = scripts.get(command.script, 0) + command.seconds
+        for stage in self.stages:
+            scripts, script = spent.setdefault(stage.name, {}), STAGES[stage.name]
+            scripts[script] = max(scripts.get(script, 0), stage.last("seconds") or 0)
+        order = [name for name in spent if name not in STAGES] + list(STAGES)  # the tokenizer comes first
+        totals = {name: sum(spent[name].values()) for name in order if name in spent}
+        return {name: seconds for name, seconds in totals.items() if seconds > 0}
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def newest_tag() -> str:
+    """The tag written last, in any stage.
+
+    Raises UserError: when there is no run.
+    """
+    runs, names = base_dir() / "runs", ("metrics.jsonl", "eval.json", "chat_eval.json")
+    files = [file for stage in STAGES for name in names for file in runs.glob(f"{stage}/*/{name}")]
+    if not files:
+        raise UserError(f"there is no run in {runs} to report: make one with `python -m scripts.base_train`")
+    return max(files, key=lambda file: file.stat().st_mtime).parent.name
+
+
+def collect(tag: str) -> RunSummary:
+    """Read everything about one tag below the base folder.
+
+    Raises UserError: when there is nothing.
+    """
+    runs, tag, notes = base_dir() / "runs", safe_tag(tag), list[str]()
+    stages = [_stage(name, run_dir(name, tag), notes) for name in STAGES]
+    found = [stage for stage in stages if stage.metrics or stage.evaluation or stage.samples or stage.scores]
+    lines = _lines(runs / "commands.jsonl", _command, notes)
+    commands = [command for its_tag, command in lines if its_tag == tag]
+    if not found and not commands:
+        others = sorted({folder.name for stage in STAGES for folder in runs.glob(f"{stage}/*")})
+        there = f", or report one of {', '.join(others)}" if others else ""
+        todo = f"run `python -m scripts.base_train --model_tag {tag}` first{there}"
+        raise UserError(f"--model_tag {tag}: nothing to report in {runs}: {todo}")
+    untagged = {command.script: command for its_tag, command in lines if its_tag is None}  # the newest of each script
+    commands = sorted([*untagged.values(), *commands], key=lambda command: command.started)
+    missing = [stage.name for stage in stages if stage not in found]
+    notes += [f"no {', '.join(missing)} run"] if missing else []
+    notes += [f"no chat evaluation of {stage.name}" for stage in found if not stage.scores and stage.name != "base"]
+    notes += [] if commands else ["no finished command on record, so times are of training alone"]
+    return RunSummary(tag, found, commands, _machine(), notes)
+
+
+def _stage(name: str, folder: Path, notes: list[str]) -> Stage:
+    by_step = {line["step"]: line for line in _lines(folder / "metrics.jsonl", _metrics, notes)}
+    stage = Stage(name, [by_step[step] for step in sorted(by_step)])
+    evaluation, chat = _object(folder / "eval.json", notes), _object(folder / "chat_eval.json", notes)
+    stage.evaluation = _numbers(evaluation) | {k: v for k, v in _numbers(chat).items() if k == "chatcore"}
+    stage.samples = [_text(text) for text in _list(evaluation.get("samples")) if isinstance(text, str)]
+    tasks = chat.get("tasks")
+    for task, values in tasks.items() if isinstance(tasks, dict) else ():
+        if "accuracy" in (numbers := _numbers(values)):
+            stage.scores[_text(task)[:40]] = numbers
+    for sample in _list(chat.get("samples")):
+        if isinstance(sample, dict):
+            messages, reply = _pairs(sample, "messages", "role", "content"), _pairs(sample, "reply", "type", "text")
+            correct = sample.get("correct")
+            task = _text(str(sample.get("task", "")))[:40]
+            stage.chats.append(Chat(task, messages, reply, correct if isinstance(correct, bool) else None))
+    return stage
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = _json(path.read_text(encoding="utf-8", errors="replace"))
+    notes += [f"{path.relative_to(base_dir())} is damaged"] if value is None else []
+    return value or {}
+
+
+def _lines(path: Path, parse: Callable[[dict[str, Any]], Parsed | None], notes: list[str]) -> list[Parsed]:
+    """What can be parsed of a file with a JSON object a line; a note counts the other lines."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    values = [_json(line) for line in text.split("\n") if line.strip()]
+    parsed = [None if value is None else parse(value) for value in values]
+    if damaged := parsed.count(None):
+        plural = "" if damaged == 1 else "s"
+        notes.append(f"{path.relative_to(base_dir())}: {damaged} damaged line{plural} skipped")
+    return [value for value in parsed if value is not None]
+
+
+def _metrics(line: dict[str, Any]) -> dict[str, float] | None:
+    numbers = _numbers(line)
+    return numbers if "step" in numbers else None
+
+
+def _command(line: dict[str, Any]) -> tuple[str | None, Command] | None:
+    """The tag and the command."""
+    texts = {key: _text(value) for key, value in line.items() if isinstance(value, str)}
+    script, seconds, world_size = texts.get("script"), _number(line.get("seconds")), _number(line.get("world_size"))
+    if not script or seconds is None or seconds < 0:
+        return None
+    kind = ", ".join(texts[key] for key in ("kind", "dtype") if key in texts)
+    computed_on = f"{world_size or 1:.0f} × {texts['device']} ({kind})" if "device" in texts else ""
+    stage, started = texts.get("stage") or script, texts.get("started", "")
+    return texts.get("tag"), Command(script, texts.get("command", script), stage, seconds, started, computed_on)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    try:
+        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return None
+    return float(value) if known else None
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    numbers = {key: _number(value) for key, value in values.items()} if isinstance(values, dict) else {}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _pairs(sample: dict[str, Any], key: str, name: str, content: str) -> Pairs:
+    parts = [part for part in _list(sample.get(key)) if isinstance(part, dict) and isinstance(part.get(content), str)]
+    return tuple((_text(str(part.get(name, ""))), _text(part[content])) for part in parts)
+
+
+def _text(text: str) -> str:
+    """Text that every file can hold: no control characters, no halves of characters."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()
+
+
+def _machine() -> dict[str, str]:
+    """Where the report is made; no device is touched."""
+    cpuinfo, root = Path("/proc/cpuinfo"), Path(__file__).resolve().parent.parent
+    named = re.search(r"^model name\s*:\s*(.+)", cpuinfo.read_text(errors="replace") if cpuinfo.is_file() else "", re.M)
+    cpu = named[1] if named else platform.processor() or platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = {"system": platform.platform(), "processor": f"{cpu}, {os.cpu_count()} cores", "memory": _gib(memory)}
+    versions = {found.metadata["Name"] or "": found.version for found in metadata.distributions()}
+    ours = sorted(name for name in versions if re.fullmatch(r"torch([-_]\w+)?|nanochat", name))
+    facts |= {"Python": platform.python_version()} | {name: versions[name] for name in ours}
+    if (root / ".git").exists():
+        git = ["git", "--no-optional-locks", "-C", os.fspath(root), "describe", "--always", "--dirty", "--exclude=*"]
+        try:
+            said = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+            facts["commit"] = said.stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            facts["commit"] = "unknown"
+    return {key: _text(value) for key, value in facts.items()}
+
+
+# ---------------------------------------------------------------------- numbers and tables
+
+
+class Cell(NamedTuple):
+    text: str
+    detail: str = ""
+    share: float | None = None  # drawn as a bar behind the number
+    best: bool = False  # of its row
+
+
+Table = tuple[list[str], list[list[Cell]]]  # heads; rows
+
+
+def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
+    """What came out, as (number, what it is, detail); at most five."""
+    numbers, by_name = [], {stage.name: stage for stage in summary.stages}
+    if stage := next((stage for stage in summary.stages if stage.val_bpb is not None), None):
+        start = next((f"; {value:.2f} at first" for value in stage.values("val_bpb")[:-1]), "")
+        numbers.append((f"{stage.val_bpb:.3f}", "bits per byte, held out", f"{stage.name}{start}"))
+    if stage := next((stage for stage in summary.stages if stage.evaluation.get("stories")), None):
+        passed, of = stage.evaluation.get("stories_passed", 0), stage.evaluation["stories"]
+        numbers.append((f"{passed / of:.0%}", "of stories hold together", f"{stage.name}; {passed:.0f} of {of:.0f}"))
+    if means := mean_accuracies(summary):
+        best = max(means, key=lambda name: means[name])
+        others = [f"{name} {mean:.0%}" for name, mean in means.items() if name != best]
+        numbers.append((f"{means[best]:.0%}", f"mean accuracy after {best}", ", ".join(others)))
+    rl = by_name.get("rl", Stage("rl"))
+    held_out, training = rl.values("eval_reward"), rl.values("reward")
+    if len(held_out) > 1:
+        numbers.append((f"{held_out[0]:.2f} → {held_out[-1]:.2f}", "RL reward", "held-out questions, first and last"))
+    elif len(training) > 1:
+        few = len(training) // 10 + 1
+        ends = f"{fmean(training[:few]):.2f} → {fmean(training[-few:]):.2f}"
+        numbers.append((ends, "RL reward", "training questions, first and last tenth"))
+    if times := summary.seconds_by_stage():
+        steps = sum(stage.last("seconds") or 0 for stage in summary.stages)
+        numbers.append((duration(sum(times.values())), "in all", f"{duration(steps)} of it in training steps"))
+    return numbers
+
+
+def mean_accuracies(summary: RunSummary) -> dict[str, float]:
+    """Mean accuracy by stage, over the tasks that every evaluated stage has where there are such."""
+    stages = [stage for stage in summary.stages if stage.scores]
+    shared = set.intersection(*(set(stage.scores) for stage in stages)) if stages else set()
+    return {
+        s.name: fmean(s.scores[task]["accuracy"] for task in s.scores if task in shared or not shared) for s in stages
+    }
+
+
+def stage_table(summary: RunSummary) -> Table:
+    """What each stage did and how long it took; columns nobody filled are left out."""
+    times, stages = summary.seconds_by_stage(), {stage.name: stage for stage in summary.stages}
+    heads = ["stage", "steps", "tokens", "loss", "val loss", "val bpb", "tokens/s", "MFU", "memory", "training", "time"]
+    rows = []
+    for name in [*(name for name in times if name not in stages), *stages]:
+        stage, step = stages.get(name, Stage(name)), stages.get(name, Stage(name)).last("step")
+        loss, val_loss, val_bpb = stage.last("loss"), stage.last("val_loss"), stage.val_bpb
+        cells = [name, "" if step is None else f"{step + 1:,.0f}", _short(stage.last("tokens"))]
+        cells += ["" if value is None else f"{value:.4f}" for value in (loss, val_loss, val_bpb)]
+        cells += [_short(_middle(stage, "tok_per_sec")), f"{_middle(stage, 'mfu'):.1%}" if stage.values("mfu") else ""]
+        cells += [_gib(max(values)) if (values := stage.values("peak_memory_bytes")) else ""]
+        cells += [duration(stage.last("seconds") or 0) if stage.metrics else "", duration(times.get(name, 0))]
+        rows.append([Cell(text) for text in cells])
+    training = duration(sum(stage.last("seconds") or 0 for stage in summary.stages))
+    total = [Cell("total"), *[Cell("")] * (len(heads) - 3), Cell(training), Cell(duration(sum(times.values())))]
+    used = [i for i in range(len(heads)) if any(row[i].text for row in rows)]
+    return [heads[i] for i in used], [[row[i] for i in used] for row in [*rows, total]]
+
+
+def score_table(summary: RunSummary) -> Table:
+    """Evaluations: a row a task, a column a stage."""
+    stages = [stage for stage in summary.stages if stage.scores or stage.evaluation]
+    rows: list[list[Cell]] = []
+
+    def add(name: str, detail: str, cells: Sequence[Cell | None]) -> None:
+        shares = [cell.share for cell in cells if cell and cell.share is not None]
+        top = max(shares) if len(shares) > 1 else math.nan
+        if any(cells):
+            rows.append([Cell(name, detail), *(c._replace(best=c.share == top) if c else Cell("") for c in cells)])
+
+    for key, name, detail in (("val_bpb", "bits per byte", "held out"), ("train_bpb", "bits per byte", "training")):
+        add(name, detail, [Cell(f"{s.evaluation[key]:.4f}") if key in s.evaluation else None for s in stages])
+    counts = [(s.evaluation.get("stories_passed", 0), s.evaluation.get("stories")) for s in stages]
+    stories = [Cell(f"{n / of:.1%}", f"{n:.0f}/{of:.0f}", n / of) if of else None for n, of in counts]
+    add("stories", "hold together", stories)
+    for task in dict.fromkeys(task for stage in stages for task in stage.scores):
+        scores = [stage.scores.get(task) for stage in stages]
+        chance = max(score.get("baseline", 0) for score in scores if score)
+        cells = [s and Cell(f"{s['accuracy']:.1%}", _interval(s), s["accuracy"]) for s in scores]
+        add(task, f"chance {chance:.0%}" if chance else "", [cell or None for cell in cells])
+    for key, name in (("chatcore", "ChatCORE"), ("core", "CORE")):
+        add(name, "", [Cell(f"{s.evaluation[key]:.4f}") if key in s.evaluation else None for s in stages])
+    return ["", *(stage.name for stage in stages)], rows
+
+
+def questions(summary: RunSummary) -> list[list[tuple[str, Chat]]]:
+    """Each question once, with the answers to it as (stage, chat); the tasks take turns."""
+    asked: dict[tuple[str, Pairs], list[tuple[str, Chat]]] = {}
+    for stage in summary.stages:
+        for chat in stage.chats:
+            asked.setdefault((chat.task, chat.messages), []).append((stage.name, chat))
+    turns: Counter[str] = Counter()
+    ranked = []
+    for (task, _), answers in asked.items():
+        turns[task] += 1
+        ranked.append((turns[task], answers))
+    return [answers for _, answers in sorted(ranked, key=lambda item: item[0])]
+
+
+def _computed_on(summary: RunSummary) -> dict[str, str]:
+    devices = dict.fromkeys(command.computed_on for command in summary.commands if command.computed_on)
+    return ({"computed on": "; ".join(devices)} if devices else {}) | summary.machine
+
+
+def _middle(stage: Stage, key: str) -> float | None:
+    return median(stage.values(key)) if stage.values(key) else None
+
+
+def _short(value: float | None) -> str:
+    """`950`, `12.3K`, `2.87M`, `3.1B`."""
+    if value is None:
+        return ""
+    size, letter = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if value >= pair[0]), (1, ""))
+    return f"{value / size:.3g}{letter}"
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.3g} GiB"
+
+
+def _interval(score: dict[str, float]) -> str:
+    return f"{100 * score['low']:.0f}–{100 * score['high']:.0f}" if {"low", "high"} <= set(score) else ""
+
+
+def _clip(text: str, limit: int = 1500) -> str:
+    return text if len(text) <= limit else text[:limit].rstrip() + " …"
+
+
+# ---------------------------------------------------------------------- Markdown
+
+
+def to_markdown(summary: RunSummary) -> str:
+    """The report without plots: numbers, tables, some samples, machine and commands."""
+    parts = [f"# nanochat run: {_plain(summary.tag)}"]
+    parts.append("\n".join(f"- **{number}** {what} ({detail})" for number, what, detail in headline(summary)))
+    for title, (heads, rows) in (("Stages", stage_table(summary)), ("Evaluation", score_table(summary))):
+        lines = [[_plain(head) for head in heads], ["---", *["---:"] * (len(heads) - 1)]]
+        for row in rows:
+            texts = [f"**{_plain(cell.text)}**" if cell.best else _plain(cell.text) for cell in row]
+            lines.append([t + (f" ({_plain(c.detail)})" if c.detail else "") for t, c in zip(texts, row, strict=True)])
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts += [f"## {title}\n\n{table}"] if rows else []
+    blocks = [[f"**{stage.name}**", text] for stage in summary.stages for text in map(_plain, stage.samples[:2])]
+    for answers in questions(summary)[:4]:
+        block = [f"**{_plain(role)}** {_plain(text)}" for role, text in answers[0][1].messages]
+        for name, chat in answers:
+            reply = " ".join(("" if kind == "text" else f"[{_plain(kind)}] ") + _plain(t) for kind, t in chat.reply)
+            block.append(f"**{name}{_verdict(chat)}** {reply}")
+        blocks.append(block)
+    if blocks:
+        parts.append("## Samples\n\n" + "\n\n".join("> " + "\n>\n> ".join(block) for block in blocks))
+    parts.append("## Machine\n\n" + "\n".join(f"- {_plain(k)}: {_plain(v)}" for k, v in _computed_on(summary).items()))
+    if summary.commands:
+        text = "\n".join(f"{command.line}  # {duration(command.seconds)}" for command in summary.commands)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        parts.append(f"## Commands\n\n{fence}bash\n{text}\n{fence}")
+    if summary.notes:
+        parts.append(f"Left out: {_plain('; '.join(summary.notes))}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Text in one line that Markdown shows as it is."""
+    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", " ".join(_clip(text).split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _verdict(chat: Chat) -> str:
+    return {True: " ✓", False: " ✗", None: ""}[chat.correct]
+
+
+# ---------------------------------------------------------------------- plots
+
+# What plots are drawn in: each colour becomes the page's variable of that name, which differs in dark and light.
+INK = {name: f"#c0de{place:02x}" for place, name in enumerate((*STAGES, "ink", "quiet", "line", "card"))}
+
+
+def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], left: float = 0.4) -> str:
+    """One pair of axes, in inches, as inline SVG."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": name, "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5}
+    file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # glyphs that are missing here: the browser draws the text
+        figure = Figure(figsize=(width, height))
+        FigureCanvasSVG(figure)
+        axes = figure.add_axes((left / width, 0.24 / height, 1 - (left + 0.06) / width, 1 - 0.45 / height))
+        axes.spines[:].set_visible(False)
+        axes.grid(color=INK["line"], linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0, labelcolor=INK["quiet"], which="both")
+        draw(axes)
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = re.sub(r"<style.*?</style>", "", file.getvalue()[file.getvalue().index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'font-family: [^;]*; | id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(r'<svg width="\S+" height="\S+"', "<svg", svg)
+    for ink, colour in INK.items():
+        svg = svg.replace(colour, f"var(--{ink})")
+    return svg.strip()
+
+
+def _curves(
+    stages: list[Stage], key: str, width: float, show: Callable[[Stage], str], kind: str = "", dots: str = ""
+) -> str:
+    """Stages side by side, each over its training time, a short one wider than its share; above it what `show` says.
+
+    Values are faint, their running mean bold, `dots` a second measurement. Kinds: "from zero", "share" of the peak.
+    """
+    stages = [stage for stage in stages if stage.values(key)]
+    curves = [stage.curve(key) for stage in stages]
+    total = sum(curve[-1][0] for curve in curves) or 1
+    shares = [max(curve[-1][0] / total, 0.16) for curve in curves]
+
+    def draw(axes: Any) -> None:
+        start, drawn = 0.0, []
+        for stage, curve, share in zip(stages, curves, shares, strict=True):
+            end, top = curve[-1][0] or 1, (max(y for _, y in curve) if kind == "share" else 1) or 1
+            bold = {"linewidth": 1.8, "marker": "o" if len(curve) < 12 else "", "gid": f"{key}-{stage.name}"}
+            dotted = {"linewidth": 0, "marker": "o", "markeredgecolor": INK["card"], "gid": f"{dots}-{stage.name}"}
+            layers = [(curve, {"linewidth": 0.8, "alpha": 0.35}), (_smooth(curve), bold), (stage.curve(dots), dotted)]
+            for points, style in layers if stage.values(dots) else layers[:2]:
+                drawn += (heights := [y / top for _, y in points])
+                places = [start + share * x / end for x, _ in points]
+                axes.plot(places, heights, color=INK[stage.name], markersize=4, **style)
+            place = {"x": start + share / 2, "ha": "center", "transform": axes.get_xaxis_transform()}
+            axes.text(y=1.05, s=show(stage), color=INK["ink"], **place)
+            axes.text(y=-0.05, s=stage.name, color=INK[stage.name], va="top", weight="bold", **place)
+            start += share + 0.03
+            if stage is not stages[-1]:
+                axes.axvline(start - 0.015, color=INK["line"], linewidth=0.6)
+        axes.set_xlim(-0.01, start - 0.02)
+        axes.set_xticks([])
+        _scale(axes, drawn, bool(kind))
+
+    return _svg(key + "-".join(stage.name for stage in stages), width, 1.9, draw)
+
+
+def _smooth(points: Points) -> Points:
+    """Means over a thirtieth of the curve to either side."""
+    reach = len(points) // 30
+    return [(x, fmean(y for _, y in points[max(0, i - reach) : i + reach + 1])) for i, (x, _) in enumerate(points)]
+
+
+def _scale(axes: Any, values: list[float], from_zero: bool) -> None:
+    """The y axis: from zero, or logarithmic for positive values that span more than a factor of five."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = min(values), max(values)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    if from_zero:
+        axes.set_ylim(min(0, 1.08 * low), 1.08 * high or 1)
+    elif low > 0 and high > 5 * low:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+        axes.set_yscale("log")
+        axes.set_yticks([m * 10.0**e for e in decades for m in (1, 2, 5) if low <= m * 10.0**e <= high])
+        axes.minorticks_off()
+        axes.set_ylim(low / 1.15, high * 1.15)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+
+
+def _accuracy(stages: list[Stage]) -> str:
+    """A row a task: a dot with its 95% interval for each stage, and a line where a random guess is."""
+    tasks = list(dict.fromkeys(task for stage in stages for task in stage.scores))
+
+    def draw(axes: Any) -> None:
+        for place, stage in enumerate(stages):
+            shift = (place - (len(stages) - 1) / 2) * min(0.2, 0.7 / len(stages))
+            for task, score in stage.scores.items():
+                y, middle, chance = tasks.index(task), score["accuracy"], score.get("baseline", 0)
+                interval = [score.get("low", middle), score.get("high", middle)]
+                axes.plot(interval, [y + shift] * 2, color=INK[stage.name], alpha=0.35, linewidth=2.5)
+                axes.plot([chance] * 2, [y - 0.4, y + 0.4], color=INK["quiet"], linewidth=0.7)
+            rows = [tasks.index(task) + shift for task in stage.scores]
+            middles = [score["accuracy"] for score in stage.scores.values()]
+            axes.plot(middles, rows, color=INK[stage.name], linewidth=0, marker="o", markersize=5,
+                      markeredgecolor=INK["card"], gid=f"accuracy-{stage.name}")  # fmt: skip
+        axes.grid(visible=False, axis="y")
+        axes.set_yticks(range(len(tasks)), [task if len(task) < 18 else f"{task[:16]}…" for task in tasks])
+        axes.set_ylim(len(tasks) - 0.45, -0.55)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100%"])
+        axes.set_xlim(-0.02, 1.02)
+
+    left = 0.2 + 0.062 * min(17, max(map(len, tasks)))
+    return _svg("accuracy", 4.2, max(1.9, 0.45 + 0.32 * len(tasks)), draw, left)
+
+
+# ---------------------------------------------------------------------- the page
+
+STYLE = """
+:root { --base: #2f6bed; --mid: #0f9f8f; --sft: #dd8500; --dpo: #9a63ee; --rl: #e0434f; --other: #9aa0aa;
+  --ink: #16181d; --quiet: #6a6f7a; --line: #e6e7ea; --card: #fff; --page: #f6f6f4; color-scheme: light dark; }
+@media screen and (prefers-color-scheme: dark) { :root { --base: #6f9dff; --mid: #3accb9; --sft: #f3ae3d;
+  --dpo: #bd97ff; --rl: #ff7a81; --other: #737a86; --ink: #eceef2; --quiet: #969ca8; --line: #2a2d34;
+  --card: #17191e; --page: #0e0f12; } }
+* { box-sizing: border-box; margin: 0; }
+body { background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Noto Sans",
+  "PingFang SC", "Microsoft YaHei", sans-serif; max-width: 1160px; margin: auto; padding: 40px 24px 64px; }
+h1 { font-size: 30px; line-height: 1.25; letter-spacing: -.02em; overflow-wrap: anywhere; }
+h2 { font-size: 19px; letter-spacing: -.01em; margin: 44px 0 14px; }
+h3 { font-size: 14px; font-weight: 600; }
+small, .quiet { color: var(--quiet); font-size: 12.5px; font-weight: 400; }
+.grid { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--least)), 1fr)); }
+.grid + .grid, .stage + .grid { margin-top: 14px; } .stage { margin-top: 24px; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 16px 18px; min-width: 0; }
+.number { font-size: 34px; font-weight: 650; line-height: 1.2; letter-spacing: -.03em; white-space: nowrap; }
+.text, pre, code { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+svg { display: block; width: 100%; height: auto; margin-top: 8px; } svg text { fill: var(--quiet); }
+.stage { font-weight: 650; white-space: nowrap; } .stage::before { content: ""; display: inline-block; width: 9px;
+  height: 9px; border-radius: 50%; background: var(--tone); margin-right: 6px; }
+.time { display: flex; gap: 2px; height: 12px; border-radius: 6px; overflow: hidden; margin: 22px 0 10px; }
+.time i { background: var(--tone); min-width: 3px; } .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 8px 10px; border-top: 1px solid var(--line); white-space: nowrap; }
+tr > :first-child { text-align: left; padding-left: 0; } thead th { border: 0; font-size: 13px; }
+tbody th { font-weight: 500; } td small { display: inline-block; min-width: 4em; } .best { font-weight: 700; }
+.bar { background: linear-gradient(to right, color-mix(in srgb, var(--tone) 20%, transparent) var(--share),
+  transparent 0) no-repeat 6px 50% / calc(100% - 12px) 26px; }
+.bubble { border-radius: 16px 16px 16px 4px; background: color-mix(in srgb, var(--tone) 13%, var(--card));
+  padding: 8px 13px; margin: 4px 0 10px; width: fit-content; max-width: 88%; }
+.user { --tone: var(--other); border-radius: 16px 16px 4px 16px; margin-left: auto; }
+.bubble pre { border-left: 2px solid var(--tone); padding-left: 9px; margin: 4px 0; }
+dl, .commands { display: grid; grid-template-columns: max-content 1fr; gap: 5px 18px; overflow-wrap: anywhere; }
+.commands { grid-template-columns: 1fr max-content; gap: 10px 18px; } dt { color: var(--quiet); }
+summary { cursor: pointer; margin: 14px 0; } footer { margin-top: 40px; }
+@media (max-width: 600px) { body { padding: 24px 14px; } .number { font-size: 28px; } .card { padding: 14px; } }
+@media print { body { padding: 0; max-width: none; font-size: 12px; } * { print-color-adjust: exact; }
+  .card, tr { break-inside: avoid; } h2, .stage { break-after: avoid; } :root { --page: #fff; } }
+"""
+
+
+def to_html(summary: RunSummary) -> str:
+    """The whole page."""
+    machine, times = _computed_on(summary), summary.seconds_by_stage()
+    numbers = [
+        f'<div class="card"><div class="number">{escape(number)}</div><h3>{escape(what)}</h3>{_small(detail)}</div>'
+        for number, what, detail in headline(summary)
+    ]
+    bar = "".join(f'<i style="flex:{seconds:.4f};{_tone(name)}"></i>' for name, seconds in times.items())
+    legend = "".join(f"<span>{_name(name)} {_small(duration(seconds))}</span>" for name, seconds in times.items())
+    page = [
+        f'<span class="quiet">nanochat run</span><h1>{escape(summary.tag)}</h1>'
+        f'<span class="quiet">{escape(machine.get("computed on", ""))}</span>',
+        f'<h2>What came out</h2>{_grid(190, numbers)}<div class="time">{bar}</div><div class="legend">{legend}</div>',
+        *_plots(summary.stages),
+        *_tables(("Evaluation", score_table(summary)), ("Stages", stage_table(summary))),
+        *_samples(summary),
+    ]
+    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in machine.items())
+    page.append(f'<h2>Machine</h2><div class="card"><dl>{facts}</dl></div>')
+    lines = "".join(f"<code>{escape(c.line)}</code>{_small(duration(c.seconds))}" for c in summary.commands)
+    page += [f'<h2>Commands</h2><div class="card commands">{lines}</div>'] if lines else []
+    page += [f'<footer class="quiet">Left out: {escape("; ".join(summary.notes))}.</footer>'] if summary.notes else []
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return "\n".join((
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f"<title>nanochat run {escape(summary.tag)}</title><style>{STYLE}</style></head><body>",
+        *page,
+        "</body></html>\n",
+    ))  # fmt: skip
+
+
+def _plots(stages: list[Stage]) -> list[str]:
+    def card(title: str, detail: str, svg: str) -> str:
+        return f'<figure class="card"><h3>{title}</h3>{_small(detail)}{svg}</figure>'
+
+    def last(key: str) -> Callable[[Stage], str]:
+        return lambda stage: f"{stage.values(key)[-1]:.3g}"
+
+    def ends(key: str) -> Callable[[Stage], str]:
+        return lambda stage: f"{stage.curve(key)[0][1]:.3g} → {_smooth(stage.curve(key))[-1][1]:.3g}"
+
+    def some(key: str) -> bool:
+        return any(stage.values(key) for stage in stages)
+
+    wide, small, evaluated = 4.2, 2.3, [stage for stage in stages if stage.scores]
+    results, losses, run = [], [], []
+    if evaluated:
+        detail = "dots: accuracy; bars: 95% intervals; thin lines: chance"
+        results.append(card("Accuracy by task", detail, _accuracy(evaluated)))
+    if some("reward"):
+        detail = "line: training questions; dots: held-out questions"
+        results.append(
+            card("Reward", detail, _curves(stages, "reward", wide, ends("reward"), "from zero", "eval_reward"))
+        )
+    for stage in stages:
+        if stage.values("loss"):
+            losses.append(card("", "", _curves([stage], "loss", small, ends("loss"))))
+    for key, title, detail, show, kind in (
+        ("val_bpb", "Bits per byte", "held-out text, lower is better", last("val_bpb"), ""),
+        (
+            "lr",
+            "Learning rate",
+            "share of the peak, which stands above",
+            lambda s: f"{max(s.values('lr')):.2g}",
+            "share",
+        ),
+        (
+            "tok_per_sec",
+            "Throughput",
+            "tokens a second; the median stands above",
+            lambda s: _short(_middle(s, "tok_per_sec")),
+            "from zero",
+        ),
+        ("peak_memory_bytes", "Peak memory", "bytes", lambda s: _gib(max(s.values("peak_memory_bytes"))), "from zero"),
+        ("kl", "KL to the reference", "nats a token", last("kl"), "from zero"),
+        ("response_tokens", "Length of replies", "tokens", last("response_tokens"), "from zero"),
+    ):
+        if some(key):
+            run.append(card(title, detail, _curves(stages, key, wide, show, kind)))
+    sections = (("Results", 420, results), ("Loss", 175, losses), ("Along the run", 420, run))
+    return [f"<h2>{title}</h2>{_grid(least, cards)}" for title, least, cards in sections if cards]
+
+
+def _tables(*tables: tuple[str, Table]) -> list[str]:
+    parts = []
+    for title, (heads, rows) in tables:
+        head = "".join(f"<th>{_name(name) if name in STAGES else escape(name)}</th>" for name in heads)
+        body = ""
+        for row in rows:
+            name = _name(row[0].text) if row[0].text in STAGES else escape(row[0].text)
+            body += f"<tr><th>{name} {_small(row[0].detail)}</th>"
+            for stage, cell in zip(heads[1:], row[1:], strict=True):
+                bar = "" if cell.share is None else f' class="bar" style="{_tone(stage)};--share:{cell.share:.1%}"'
+                text = f'<span class="best">{escape(cell.text)}</span>' if cell.best else escape(cell.text)
+                body += f"<td{bar}>{text} {_small(cell.detail)}</td>"
+            body += "</tr>"
+        if rows:
+            table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            parts.append(f'<h2>{title}</h2><div class="card wide">{table}</div>')
+    return parts
+
+
+def _samples(summary: RunSummary) -> list[str]:
+    """Texts by stage; questions as conversations, with the answers of all stages below each other."""
+
+    def fold(least: int, cards: list[str], shown: int) -> str:
+        rest = f"<details><summary>{len(cards) - shown} more</summary>{_grid(least, cards[shown:])}</details>"
+        return _grid(least, cards[:shown]) + (rest if cards[shown:] else "")
+
+    parts = []
+    for stage in summary.stages:
+        cards = [f'<div class="card text" dir="auto">{escape(_clip(text))}</div>' for text in stage.samples[:40]]
+        parts += [_name(stage.name, "div") + fold(420, cards, 4)] if cards else []
+    cards = []
+    for answers in questions(summary)[:60]:
+        asked = answers[0][1]
+        card = f'<div class="card">{_small(asked.task)}'
+        for role, text in asked.messages:
+            who = "user" if role == "user" else "other"
+            card += f'<div class="bubble text {who}" style="{_tone("")}" dir="auto">{escape(_clip(text))}</div>'
+        for name, chat in answers:
+            parts_of_it = "".join(
+                f"<div>{escape(_clip(text))}</div>"
+                if kind == "text"
+                else f"{_small(kind)}<pre>{escape(_clip(text))}</pre>"
+                for kind, text in chat.reply
+            )
+            card += f'{_name(name)}{_verdict(chat)}<div class="bubble text" style="{_tone(name)}" dir="auto">{parts_of_it}</div>'
+        cards.append(card + "</div>")
+    parts += ['<div class="stage">questions</div>' + fold(330, cards, 6)] if cards else []
+    return ["<h2>Samples</h2>", *parts] if parts else []
+
+
+def _grid(least: int, cards: list[str]) -> str:
+    """Cards side by side, each at least so many pixels wide where the screen allows."""
+    return f'<div class="grid" style="--least:{least}px">{"".join(cards)}</div>' if cards else ""
+
+
+def _name(stage: str, element: str = "span") -> str:
+    return f'<{element} class="stage" style="{_tone(stage)}">{escape(stage)}</{element}>'
+
+
+def _tone(stage: str) -> str:
+    return f"--tone:var(--{stage if stage in STAGES else 'other'})"
+
+
+def _small(text: str) -> str:
+    return f"<small>{escape(text)}</small>" if text else ""

@@ -1,0 +1,111 @@
+"""Samples of a policy for reinforcement learning: questions in, sampled replies with rewards and advantages out.
+
+Legend: Q questions, G samples a question, S = Q x G samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanochat.conversation import parse_reply, render_prompt
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.engine import Engine
+from nanochat.losses import PolicyBatch, kl_estimate, token_logp
+from nanochat.packing import Rows
+from nanochat.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Samples:
+    """S replies, those to one question side by side."""
+
+    ids: list[list[int]]  # question and reply
+    masks: list[list[int]]  # 1 under each token that the policy chose
+    rewards: np.ndarray  # (Q, G)
+    replies: list[str]  # as text with the marks, to look at
+
+
+def sample_replies(
+    engine: Engine,
+    questions: Sequence[tuple[Task, Example]],
+    *,
+    samples: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    rows: int,
+    top_k: int = 0,
+) -> Samples:
+    """`samples` replies to each question, at most `rows` at once, each rewarded by its task.
+
+    A reply that is cut off by `max_tokens` or by the context keeps what it has; its task decides what that is worth.
+    """
+    tokenizer = engine.tokenizer
+    room = engine.model.config.sequence_len - 1
+    prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths decode together
+    rows_of = [i for i in order for _ in range(samples)]
+    new: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in order}
+    for start in range(0, len(rows_of), rows):
+        batch = rows_of[start : start + rows]
+        tokens, masks = engine.generate(
+            [prompts[i] for i in batch],
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + start, keep_stop=True,
+        )  # fmt: skip
+        for i, sequence, mask in zip(batch, tokens, masks, strict=True):
+            new[i].append((sequence, mask))
+    ids, masks, rewards, replies = [], [], np.zeros((len(questions), samples)), []
+    for i, (task, example) in enumerate(questions):
+        for g, (sequence, mask) in enumerate(new[i]):
+            ids.append(prompts[i] + sequence)
+            masks.append([0] * len(prompts[i]) + mask)
+            rewards[i, g] = task.reward(example, parse_reply(tokenizer, sequence))
+            replies.append(tokenizer.decode(sequence))
+    return Samples(ids, masks, rewards, replies)
+
+
+def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
+    """How much better each sample is than its question's others: rewards (Q, G) less their mean, and
+    `by_deviation` divided by their standard deviation (source: Shao et al. 2024, GRPO). A group of equals gets 0."""
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    if by_deviation:
+        advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    return advantages
+
+
+def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray) -> PolicyBatch:
+    """A micro-batch (a part of the packed samples, on the device) with its samples' advantages (Q, G)."""
+    lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
+    by_sample = torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)).to(rows.inputs.device)
+    of_targets = (rows.targets != IGNORE) * by_sample[:, rows.source]  # (2, N, T)
+    return PolicyBatch(rows, of_targets[0], of_targets[1])
+
+
+@torch.no_grad()
+def logp_of(model: torch.nn.Module, rows: Rows, device: Device) -> torch.Tensor:
+    """Log probabilities of a micro-batch's targets under a model, without a gradient."""
+    with device.autocast():
+        return token_logp(model, rows)
+
+
+def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Device) -> float:
+    """Nats a token that the model has moved away from the reference, on the samples, over all ranks."""
+    total = targets = 0.0
+    for batch in batches:
+        assert batch.reference_logp is not None
+        total += kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum().item()
+        targets += (batch.rows.targets != IGNORE).sum().item()
+    return mean_over_ranks([total], targets, device)[0]
+
+
+def mean_over_ranks(values: Sequence[float], count: float, device: Device) -> list[float]:
+    """Sums over this rank's `count` items -> means over all ranks' items."""
+    totals = torch.tensor([*values, count], dtype=torch.float32, device=device.torch_device)
+    if device.world_size > 1:
+        dist.all_reduce(totals)
+    *sums, items = totals.tolist()
+    return [value / max(items, 1.0) for value in sums]

@@ -1,0 +1,98 @@
+"""Sums through the calculator, made here: the model writes the call, the tool answers, the model reads the answer out.
+
+Pairs of numbers that the demo corpus holds out are in the test split only.
+"""
+
+import random
+from collections.abc import Sequence
+
+from nanochat.conversation import Part, text_of
+from nanochat.data.demo import held_out, words
+from nanochat.tasks.task import Example, Split, Task
+from nanochat.tools import calculate
+
+PLUS = (
+    "What is {a} + {b}?",
+    "How much is {a} + {b}?",
+    "Add {a} and {b}.",
+    "What do you get when you add {a} and {b}?",
+    "{a} + {b} = ?",
+    "Please add {a} and {b} for me.",
+)
+MINUS = (
+    "What is {a} - {b}?",
+    "How much is {a} - {b}?",
+    "Take {b} away from {a}.",
+    "{a} - {b} = ?",
+)
+TIMES = (
+    "What is {a} * {b}?",
+    "How much is {a} times {b}?",
+    "{a} * {b} = ?",
+)
+MORE = "{name} has {a} {thing}s and gets {b} more. How many {thing}s does {name} have now?"
+FEWER = "{name} has {a} {thing}s and gives {b} away. How many {thing}s are left?"
+
+
+class Arithmetic(Task):
+    """Two- and three-digit sums, differences and products, some of them told as a little story."""
+
+    name, kind, baseline = "arithmetic", "generative", 0.0
+
+    def __init__(self, split: Split):
+        self.split = split
+
+    def __len__(self) -> int:
+        return 100_000 if self.split == "train" else 1_000
+
+    def example(self, index: int) -> Example:
+        rng = random.Random(f"{self.name}/{self.split}/{index}")
+        a, b = self.draw(rng)
+        while held_out("sum", a, b) != (self.split == "test"):
+            a, b = self.draw(rng)
+        question, call = self.ask(rng, a, b)
+        return sum_example(question, call)
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        size = rng.choice((100, 1000))
+        return rng.randrange(10, size), rng.randrange(10, size)
+
+    def ask(self, rng: random.Random, a: int, b: int) -> tuple[str, str]:
+        """A question about two numbers, and the call that answers it."""
+        told = {"name": rng.choice(words("hero")), "thing": rng.choice(words("object"))}
+        form = rng.random()
+        if form < 0.4:
+            return rng.choice((*PLUS, MORE)).format(a=a, b=b, **told), f"{a}+{b}"
+        if form < 0.8:
+            a, b = max(a, b), min(a, b)
+            return rng.choice((*MINUS, FEWER)).format(a=a, b=b, **told), f"{a}-{b}"
+        return rng.choice(TIMES).format(a=a, b=b), f"{a}*{b}"
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        """The number behind the last `=` is the right one."""
+        said = text_of(reply).rpartition("=")[2].strip().rstrip(".").replace(",", "")
+        return said == example.answer
+
+
+class Addition(Arithmetic):
+    """Two-digit addition."""
+
+    name = "addition"
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        return rng.randrange(10, 100), rng.randrange(10, 100)
+
+    def ask(self, rng: random.Random, a: int, b: int) -> tuple[str, str]:
+        return rng.choice(PLUS).format(a=a, b=b), f"{a}+{b}"
+
+
+def sum_example(question: str, call: str) -> Example:
+    answer = calculate(call)
+    assert answer is not None, call
+    reply = [
+        {"type": "python", "text": call},
+        {"type": "python_output", "text": answer},
+        {"type": "text", "text": f"{call} = {answer}."},
+    ]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return Example(messages, answer)

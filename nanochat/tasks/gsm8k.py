@@ -1,0 +1,64 @@
+"""GSM8K: grade-school word problems whose worked answers use a calculator, 7,473 to learn from and 1,319 to be graded.
+
+A source's answer marks each calculation, `48/2 = <<48/2=24>>24 clips`, and ends in a line `#### 72`. A mark becomes a
+call with its output; the text behind it stays as it is, so that the reader sees the result too. All 27,997 marks are
+right to nine places, but 7,490 are spelled differently than Python would (`9.00`, `.5`); the output is the mark's own,
+as the text behind it repeats it.
+
+Source: Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems (arXiv:2110.14168).
+"""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from nanochat.conversation import Part, text_of
+from nanochat.data.rows import open_split
+from nanochat.tasks.task import Example, Split, Task
+
+MARK = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
+NUMBER = re.compile(r"\s*\$?\s*([-+\u2212]?)\s*\$?\s*([0-9.,]+)(?![0-9.,]|/[0-9])")
+
+
+class Gsm8k(Task):
+    """A word problem; graded by the number behind the last `####`."""
+
+    name, kind, baseline = "gsm8k", "generative", 0.0
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        self.rows = open_split(self.name, split, path, hub, {"question": str, "answer": str})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int) -> Example:
+        row = self.rows[index]
+        number = final_number(row["answer"])
+        if number is None:
+            raise self.rows.error(index, "has an answer without a line `#### NUMBER`")
+        messages = [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": with_calls(row["answer"])},
+        ]
+        return Example(messages, number)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        return final_number(text_of(reply)) == example.answer
+
+
+def with_calls(answer: str) -> list[Part]:
+    """An answer as parts, each calculator mark as a call and its output."""
+    pieces = MARK.split(answer)  # text, expression, result, text, ...
+    kinds = ("text", "python", "python_output")
+    return [{"type": kinds[place % 3], "text": piece} for place, piece in enumerate(pieces) if piece]
+
+
+def final_number(text: str) -> str | None:
+    """The number behind the last `####` in its plainest form: `$1,080.00.` is 1080; a fraction or a word is None."""
+    _, mark, rest = text.rpartition("####")
+    match = NUMBER.match(rest) if mark else None
+    digits = match[2].replace(",", "").rstrip(".") if match else ""
+    if not match or not re.fullmatch(r"[0-9]*\.?[0-9]+", digits):
+        return None
+    sign = "-" if match[1] in ("-", "\u2212") and digits.strip("0.") else ""
+    return sign + f"{Decimal(digits).normalize():f}"

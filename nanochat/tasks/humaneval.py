@@ -1,0 +1,62 @@
+"""HumanEval: 164 Python functions to complete from their header and description, graded by running their tests.
+
+What the model writes runs in the jail of sandbox.py only.
+
+Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv:2107.03374).
+"""
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from nanochat.conversation import Part, text_of
+from nanochat.data.rows import open_split
+from nanochat.sandbox import passes
+from nanochat.tasks.task import Example, Split, Task
+
+ASK = "Complete this Python function. Answer with the whole function in one code block."
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)  # the last one may be cut off
+TIMEOUT_SECONDS = 10.0
+
+
+class HumanEval(Task):
+    """A function to complete; right when its tests pass."""
+
+    name, kind, baseline = "humaneval", "generative", 0.0
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        fields = dict.fromkeys(("prompt", "canonical_solution", "test", "entry_point"), str)
+        self.rows = open_split(self.name, split, path, hub, fields)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int) -> Example:
+        row = self.rows[index]
+        header = row["prompt"].rstrip()
+        messages = [
+            {"role": "user", "content": f"{ASK}\n\n```python\n{header}\n```"},
+            {"role": "assistant", "content": f"```python\n{header}\n{row['canonical_solution'].rstrip()}\n```"},
+        ]
+        return Example(messages, {name: row[name] for name in ("prompt", "test", "entry_point")})
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        task = example.answer
+        program = complete_program(task["prompt"], task["entry_point"], text_of(reply))
+        return passes(program, f"{task['test']}\n\ncheck({task['entry_point']})\n", timeout_seconds=TIMEOUT_SECONDS)
+
+
+def complete_program(prompt: str, function: str, reply: str) -> str:
+    """The program that a reply means: its code block that defines the function, else its first, else all of it.
+
+    What the prompt has above the function (imports, other functions) is put before it; a body alone gets the prompt.
+    """
+    definition = re.compile(rf"^(?:async +)?def +{re.escape(function)}\b|^{re.escape(function)} *=", re.MULTILINE)
+    blocks = BLOCK.findall(reply) or [reply]
+    code = next((block for block in blocks if definition.search(block)), blocks[0]).strip("\n")
+    place = definition.search(prompt)
+    if definition.search(code):
+        return f"{prompt[: place.start()] if place else ''}\n{code}\n"
+    if not code.startswith((" ", "\t")):
+        code = textwrap.indent(code, "    ")
+    return f"{prompt.rstrip()}\n{code}\n"

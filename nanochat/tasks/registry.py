@@ -1,0 +1,104 @@
+"""Tasks by name: `arithmetic`, `gsm8k`, ..., or a file of conversations.
+
+A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
+or folder in place of the hub's; a PATH alone is conversations in .jsonl.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.cli import UserError
+from nanochat.tasks.arc import ArcChallenge, ArcEasy
+from nanochat.tasks.arithmetic import Addition, Arithmetic
+from nanochat.tasks.conversations import Conversations
+from nanochat.tasks.gsm8k import Gsm8k
+from nanochat.tasks.humaneval import HumanEval
+from nanochat.tasks.identity import Identity
+from nanochat.tasks.mmlu import Mmlu
+from nanochat.tasks.smoltalk import SmolTalk
+from nanochat.tasks.spelling import LetterCount, Spelling
+from nanochat.tasks.stories import Stories, StoryQuestions
+from nanochat.tasks.task import Split, Task
+
+# What is made here needs no network ...
+BUILT_IN: dict[str, Callable[[Split], Task]] = {
+    "stories": Stories,
+    "questions": StoryQuestions,
+    "addition": Addition,
+    "arithmetic": Arithmetic,
+    "spelling": Spelling,
+    "letters": LetterCount,
+    "identity": Identity,
+}
+# ... the others come from a hub, or from a PATH.
+FROM_HUB: dict[str, Callable[[Split, str | None, str], Task]] = {
+    "gsm8k": Gsm8k,
+    "mmlu": Mmlu,
+    "arc_easy": ArcEasy,
+    "arc_challenge": ArcChallenge,
+    "humaneval": HumanEval,
+    "smoltalk": SmolTalk,
+}
+NAMES = (*BUILT_IN, *FROM_HUB)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One entry of a --tasks flag."""
+
+    name: str  # a task's name, or "conversations"
+    path: str | None
+    weight: float
+
+
+def parse_tasks(text: str) -> list[Choice]:
+    """The entries of `NAME[=PATH][:WEIGHT],...`.
+
+    Raises UserError: for an unknown name or a weight that is no positive number.
+    """
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    if not entries:
+        raise UserError(f"--tasks is empty: name some of {', '.join(NAMES)}, or a .jsonl of conversations")
+    return [_parse_entry(entry) for entry in entries]
+
+
+def _parse_entry(entry: str) -> Choice:
+    rest, colon, number = entry.rpartition(":")
+    if not colon:
+        rest, number = entry, "1"
+    try:
+        weight = float(number)
+    except ValueError as error:
+        raise UserError(f"--tasks {entry}: the weight {number!r} is no number (NAME[=PATH][:WEIGHT])") from error
+    if not 0 < weight < math.inf:
+        raise UserError(f"--tasks {entry}: the weight must be above 0")
+    name, equals, path = rest.partition("=")
+    if name in FROM_HUB:
+        if equals and not path:
+            raise UserError(f"--tasks {entry}: there is no path behind the =")
+        return Choice(name, path or None, weight)
+    if name in BUILT_IN:
+        if equals:
+            raise UserError(f"--tasks {entry}: {name} is made here, it takes no path")
+        return Choice(name, None, weight)
+    if Path(rest).expanduser().exists():
+        return Choice("conversations", rest, weight)
+    near = difflib.get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}")
+
+
+def open_task(choice: Choice, split: Split, hub: str = "hf") -> Task:
+    """The task of an entry.
+
+    Raises UserError: in one line, when its data are missing or damaged.
+    """
+    if choice.name == "conversations":
+        assert choice.path is not None
+        return Conversations(split, choice.path, hub)
+    if choice.name in BUILT_IN:
+        return BUILT_IN[choice.name](split)
+    return FROM_HUB[choice.name](split, choice.path, hub)

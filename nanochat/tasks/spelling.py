@@ -1,0 +1,99 @@
+"""Letters of words, made here: a model that reads tokens has to learn what they are spelled like.
+
+The words are those of the demo corpus; about one in ten is held out, and asked for in the test split only.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from nanochat.conversation import Part, text_of
+from nanochat.data.demo import held_out
+from nanochat.data.demo_grammar import ENDING, LEXICON, OPENING, PLOTS
+from nanochat.tasks.task import Example, Split, Task
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+SPELL = (
+    "Spell the word {word}.",
+    "How do you spell {word}?",
+    "How is {word} spelled?",
+    "Please spell {word} for me.",
+    "Can you spell {word}?",
+    "Spell {word}, letter by letter.",
+    "What letters is the word {word} made of?",
+    "{word} - how do I spell that?",
+)
+COUNT = (
+    "How many times does the letter {letter} appear in {word}?",
+    "How many {letter}s are in the word {word}?",
+    "How often is the letter {letter} in {word}?",
+    "Count the letter {letter} in {word}.",
+    "In {word}, how many times do you see the letter {letter}?",
+    "How many letters {letter} are there in the word {word}?",
+)
+RUN = re.compile(r"\b[a-z](?:(?:-| ?, ?| )[a-z]\b)+")  # b-e-l-l, b e l l or b, e, l, l
+INTEGER = re.compile(r"[0-9]+")
+
+
+class Spelling(Task):
+    """A word, letter by letter; graded by the last row of single letters."""
+
+    name, kind, baseline = "spelling", "generative", 0.0
+
+    def __init__(self, split: Split):
+        self.split, self.words = split, words(split)
+
+    def __len__(self) -> int:
+        return 100_000 if self.split == "train" else 1_000
+
+    def example(self, index: int) -> Example:
+        rng, word = self._draw(index)
+        answer = f"The word {word} is spelled {'-'.join(word)}."
+        return Example(_turn(rng.choice(SPELL).format(word=word), answer), word)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        runs = RUN.findall(text_of(reply).lower())
+        return bool(runs) and re.sub(r"[^a-z]", "", runs[-1]) == example.answer
+
+    def _draw(self, index: int) -> tuple[random.Random, str]:
+        """Chance for everything but the word: those come round in turn."""
+        return random.Random(f"{self.name}/{self.split}/{index}"), self.words[index % len(self.words)]
+
+
+class LetterCount(Spelling):
+    """How often a letter stands in a word: the word is spelled, then the tool counts; graded by the last number."""
+
+    name = "letters"
+
+    def example(self, index: int) -> Example:
+        rng, word = self._draw(index)
+        often = sorted({letter for letter in word if word.count(letter) > 1})
+        # Letters that come twice are rare, and left to chance nearly every answer would be 1.
+        letter = rng.choice(often if often and rng.random() < 0.7 else rng.choice((word, ALPHABET)))
+        count = str(word.count(letter))
+        answer = [
+            {"type": "text", "text": f"The word {word} is spelled {'-'.join(word)}. "},
+            {"type": "python", "text": f'"{word}".count("{letter}")'},
+            {"type": "python_output", "text": count},
+            {"type": "text", "text": f"The letter {letter} is in it {count} {'time' if count == '1' else 'times'}."},
+        ]
+        return Example(_turn(rng.choice(COUNT).format(word=word, letter=letter), answer), count)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        numbers = INTEGER.findall(text_of(reply))
+        return bool(numbers) and numbers[-1] == example.answer
+
+
+@cache
+def words(split: Split) -> tuple[str, ...]:
+    """Words of three letters or more, in a fixed order without a pattern."""
+    lines = "\n".join([LEXICON, OPENING, ENDING, *PLOTS.values()]).splitlines()
+    text = " ".join(re.sub(r"\{\+?\w+\}", " ", line[18:]) for line in lines)  # the tables' right column, without slots
+    found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)))
+    random.Random("words").shuffle(found)
+    return tuple(word for word in found if held_out("word", word) == (split == "test"))
+
+
+def _turn(question: str, answer: str | list[Part]) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -1,0 +1,77 @@
+"""Stories to order, and questions about a story, both drawn from the grammar of the demo corpus.
+
+Combinations that the corpus holds out are in the test split only.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+
+from nanochat.conversation import Part, text_of
+from nanochat.data import demo
+from nanochat.tasks.task import Example, Split, Task
+
+ORDERS = (
+    "Tell me a story about {hero} the {kind}.",
+    "Tell me a story about a {kind} named {hero}.",
+    "Please tell me a story about a {trait} {kind} named {hero}.",
+    "Write a story about {hero}, a {trait} {kind}.",
+    "Can you tell me about {hero} the {kind}?",
+    "I want to hear a story about {hero}.",
+    "Tell me a story.",
+    "A story, please!",
+)
+
+
+class Stories(Task):
+    """A story to order; graded by the story checker, and by whether it is about the hero that was asked for."""
+
+    name, kind, baseline = "stories", "generative", 0.0
+
+    def __init__(self, split: Split):
+        self.split = split
+        self.corpus: demo.Split = "train" if split == "train" else "val"
+
+    def __len__(self) -> int:
+        return 100_000 if self.split == "train" else 1_000
+
+    def example(self, index: int) -> Example:
+        rng = random.Random(f"stories/{self.split}/{index}")
+        story = demo.story(rng, self.corpus)
+        order = rng.choice(ORDERS)
+        hero = story.hero if "{hero}" in order else ""
+        messages = [
+            {"role": "user", "content": order.format_map(story.facts)},
+            {"role": "assistant", "content": story.text},
+        ]
+        return Example(messages, hero)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        text = text_of(reply)
+        return demo.check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
+
+
+class StoryQuestions(Task):
+    """A short story and a question about it; the answer is one sentence."""
+
+    name, kind, baseline = "questions", "generative", 0.0
+
+    def __init__(self, split: Split):
+        self.split = split
+        self.corpus: demo.Split = "train" if split == "train" else "val"
+
+    def __len__(self) -> int:
+        return 100_000 if self.split == "train" else 1_000
+
+    def example(self, index: int) -> Example:
+        rng = random.Random(f"questions/{self.split}/{index}")
+        story = demo.story(rng, self.corpus)
+        asked = demo.questions(story)
+        messages = []
+        for place, (question, answer) in enumerate(rng.sample(asked, 1 + rng.randrange(3))):
+            text = f"{story.text}\n{question}" if place == 0 else question
+            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        return Example(messages, messages[-1]["content"])
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        return text_of(reply).strip() == example.answer

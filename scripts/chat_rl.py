@@ -1,0 +1,225 @@
+"""Reinforcement learning: sample replies to questions, reward those that are right, make them more likely.
+
+python -m scripts.chat_rl --tasks addition --examples_per_step=16
+
+torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
+"""
+
+import dataclasses
+import functools
+import zlib
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nanochat.cli import UserError, require, run
+from nanochat.log import RunLog, check_trackers, print0, record
+from nanochat.paths import checkpoint_dir, run_dir
+
+
+@dataclass(frozen=True)
+class Config:
+    # model and data
+    source: str = "sft"  # a stage, or a checkpoint's folder
+    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
+    source_step: int | None = None  # default: the newest
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: addition, or gsm8k for a model of the hub
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
+    # samples
+    num_iterations: int = 60  # steps
+    examples_per_step: int = 16  # questions a step over all devices
+    num_samples: int = 16  # replies to each question
+    max_tokens: int = 256  # of a reply
+    temperature: float = 1.0  # of the samples
+    top_k: int = 0  # 0: off
+    rollout_rows: int = 256  # replies a device samples at once
+    device_batch_size: int = 8  # rows a device computes at once; a row holds as many replies as fit
+    # loss
+    loss: Literal["reinforce", "grpo", "dapo", "dr_grpo"] = "grpo"  # what nanochat/losses.py says of each
+    updates_per_step: int = 1  # over the same samples
+    clip_low: float = 0.2  # how far a probability may fall, as a share of what it was
+    clip_high: float | None = None  # how far it may rise; default 0.2, for dapo 0.28
+    kl: float = 0.0  # weight of the KL penalty against the model at the beginning (grpo)
+    # optimizer: multiples of pretraining's rates
+    lr_scale: float = 0.05  # of all rates
+    # evaluation, logging, saving
+    eval_every: int = 20  # steps between evaluations; 0: only at the beginning and the end
+    eval_examples: int = 200  # held-out questions, one reply each
+    log_every: int = 1  # steps between log lines
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
+    resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    seed: int = 0  # of the questions' order and the samples
+
+
+def main(config: Config) -> None:
+    # The heavy imports stand here so that --help answers at once.
+    import copy
+
+    from nanochat import checkpoint_manager, losses, rollout, scaling
+    from nanochat import device as devices
+    from nanochat.checkpoint_manager import Training
+    from nanochat.conversation import render_prompt
+    from nanochat.engine import Engine, check_sampling
+    from nanochat.packing import pack
+    from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
+    from nanochat.tasks.task import Example, Task
+    from nanochat.train import Meter, Progress, make_optimizer, train_step
+
+    # ------------------------------------------------------------------ model
+    check(config)
+    check_sampling(config.temperature, config.top_k, 1.0)
+    device = devices.init(config.device, config.dtype)
+    device.seed(config.seed)
+    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    reference = copy.deepcopy(model) if config.kl else None
+    tag = config.model_tag or checkpoint_manager.tag_of(source)
+    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"source: {source}")
+
+    # ------------------------------------------------------------------ data, loss, optimizer
+    pretraining = source_meta.get("pretraining", {"data": ""})
+    tasks = config.tasks or default_rl_tasks(pretraining["data"])
+    train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
+    for task in train.tasks:
+        if task.kind == "dialogue":
+            raise UserError(f"--tasks {task.name}: its replies cannot be graded, so there is no reward")
+    steps, row_tokens = config.num_iterations, model.config.sequence_len
+    clip_high = config.clip_high if config.clip_high is not None else 0.28 if config.loss == "dapo" else 0.2
+    clips = {"clip_low": config.clip_low, "clip_high": clip_high}
+    loss_fn = {
+        "reinforce": losses.reinforce_loss,
+        "grpo": functools.partial(losses.grpo_loss, kl=config.kl, **clips),
+        "dapo": functools.partial(losses.dapo_loss, **clips),
+        "dr_grpo": functools.partial(losses.dr_grpo_loss, max_tokens=config.max_tokens, **clips),
+    }[config.loss]
+    rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale)
+    optimizer = make_optimizer(model, rates, device)
+    print0(f"tasks: {tasks}")
+    print0(f"horizon: {steps:,} steps of {config.examples_per_step} questions, {config.num_samples} replies to each")
+
+    # ------------------------------------------------------------------ resume
+    folder = checkpoint_dir("rl", tag)
+    progress = Progress()
+    if config.resume:
+        kept = "source tasks seed examples_per_step num_samples loss kl"
+        progress, _ = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+    elif aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
+    engine = Engine(model, tokenizer, device)
+
+    def questions(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
+        """This rank's share of `count` questions from number `first` on, without those that the context cannot hold."""
+        drawn = (mixture.draw(i) for i in range(first + device.rank, first + count, device.world_size))
+        found = [(task, task.example(number)) for task, number in drawn]
+        room = row_tokens - 1
+        return [(t, e) for t, e in found if len(render_prompt(tokenizer, e.question)) <= room]
+
+    def sample(mixture: Mixture, first: int, count: int, samples: int, seed: int) -> rollout.Samples:
+        return rollout.sample_replies(
+            engine, questions(mixture, first, count), samples=samples, max_tokens=config.max_tokens,
+            temperature=config.temperature, top_k=config.top_k, seed=seed, rows=config.rollout_rows,
+        )  # fmt: skip
+
+    def held_out_reward() -> float:
+        """Mean reward of one reply to each held-out question, sampled as in training."""
+        drawn = sample(held_out, 0, config.eval_examples, 1, config.seed)
+        return rollout.mean_over_ranks([drawn.rewards.sum()], drawn.rewards.size, device)[0]
+
+    # ------------------------------------------------------------------ train
+    log = RunLog(
+        "rl", run_dir("rl", tag), steps, run=config.run, trackers=config.track,
+        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+    )  # fmt: skip
+    with record("rl", tag, device), log:
+        reward_before = reward_after = held_out_reward()
+        log.message(f"held-out reward at the beginning: {reward_before:.3f}")
+        meter = Meter(progress, device)
+        for step in range(progress.step, steps):
+            # ---- samples
+            engine.update(model)
+            first, count = step * config.examples_per_step, config.examples_per_step
+            drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step, device.rank))
+            advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
+            rows = pack(drawn.ids, drawn.masks, row_tokens)
+            batches = [
+                rollout.policy_batch(micro, drawn, advantages)
+                for micro in rows.micro_batches(config.device_batch_size, device)
+            ]
+            if config.updates_per_step > 1:  # with one update the samples are the present policy's own
+                batches = [replace(b, old_logp=rollout.logp_of(model, b.rows, device)) for b in batches]
+            if reference is not None:
+                batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows, device)) for b in batches]
+
+            # ---- updates
+            for _ in range(config.updates_per_step):
+                stats = train_step(
+                    model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0
+                )
+            tokens = sum(map(len, drawn.ids))
+            reward, response_tokens, lively, all_tokens = rollout.mean_over_ranks(
+                [drawn.rewards.sum(), sum(map(sum, drawn.masks)), (advantages != 0).sum(), tokens],
+                drawn.rewards.size, device,
+            )  # fmt: skip
+            meter.add(stats, round(all_tokens * count * config.num_samples))
+            last = progress.step == steps
+            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
+            save = last or (config.save_every and progress.step % config.save_every == 0)
+            if not (evaluate or save or step % config.log_every == 0):
+                continue
+
+            metrics = meter.read(stats)
+            metrics |= {
+                "lr": rates.matrix * (1 - step / steps), "peak_memory_bytes": device.peak_memory(), "reward": reward,
+                "response_tokens": response_tokens, "with_advantage": lively,
+            }  # fmt: skip
+            if reference is not None:
+                metrics["kl"] = rollout.mean_kl(model, batches, device)
+            if evaluate:
+                engine.update(model)
+                metrics["eval_reward"] = held_out_reward()
+                reward_after = metrics["eval_reward"]
+            log.step(metrics)
+            if evaluate and drawn.replies:
+                log.message(f"a reply, reward {drawn.rewards.flat[0]:g}: {drawn.replies[0]!r}")
+            if save:
+                training = Training(optimizer.state_dict(), {}, device.rng_state())
+                meta = {
+                    "stage": "rl", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
+                    "source": str(source), "pretraining": pretraining, "reward_before": reward_before,
+                }  # fmt: skip
+                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
+                log.message(f"saved {saved}")
+            meter.restart()
+    print0(f"done: {progress.step:,} steps, held-out reward {reward_before:.3f} -> {reward_after:.3f}")
+    devices.shutdown(device)
+
+
+def seed_of(*parts: int) -> int:
+    """A seed of its own for every step and rank."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def check(config: Config) -> None:
+    """Raises UserError: for sizes no run can have."""
+    require(config, "num_iterations examples_per_step max_tokens rollout_rows device_batch_size updates_per_step", 1)
+    require(config, "eval_examples log_every", 1)
+    require(config, "num_samples", 2)  # an advantage is over the others of the group
+    require(config, "eval_every save_every", 0)
+    require(config, "seed", 0, 2**63 - 1)
+    require(config, "clip_low", 0, 1)
+    require(config, "clip_high kl lr_scale", 0, 100)
+    check_trackers(config.track)
+    if config.temperature < 0.01:
+        raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")
+    if config.kl and config.loss != "grpo":
+        raise UserError(f"--kl goes with --loss grpo, not with {config.loss}")
+
+
+if __name__ == "__main__":
+    run(main, Config)

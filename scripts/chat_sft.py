@@ -1,0 +1,162 @@
+"""Supervised fine-tuning: whole conversations, packed, with a loss on what the assistant says alone.
+
+python -m scripts.chat_sft --device_batch_size=4
+
+torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.cli import require, run
+from nanochat.log import RunLog, check_trackers, print0, record
+from nanochat.paths import checkpoint_dir, run_dir
+
+
+@dataclass(frozen=True)
+class Config:
+    # model and data
+    source: str = "mid"  # a stage, or a checkpoint's folder
+    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
+    source_step: int | None = None  # default: the newest
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of conversations; default: by what the base model has read
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
+    # horizon and batch
+    num_iterations: int = 200  # steps
+    target_examples_per_step: int = 32  # conversations a step over all devices
+    device_batch_size: int = 8  # rows a device computes at once; a row holds as many conversations as fit
+    # optimizer: multiples of pretraining's rates
+    lr_scale: float = 0.2  # of all rates
+    warmdown_fraction: float = 1.0  # of the run, at its end, over which rates fall
+    # evaluation, logging, saving
+    eval_every: int = 100  # steps between evaluations; 0: only at the end
+    eval_examples: int = 256  # held-out conversations
+    log_every: int = 10  # steps between log lines; reading a loss waits for the device
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
+    resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+    seed: int = 0  # of the data's order
+
+
+def main(config: Config) -> None:
+    # The heavy imports stand here so that --help answers at once.
+    from nanochat import checkpoint_manager, scaling
+    from nanochat import device as devices
+    from nanochat.checkpoint_manager import Training
+    from nanochat.conversation import Rendered, render
+    from nanochat.losses import masked_loss
+    from nanochat.packing import Rows, pack
+    from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
+    from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
+
+    # ------------------------------------------------------------------ model
+    check(config)
+    device = devices.init(config.device, config.dtype)
+    device.seed(config.seed)
+    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    model.train()
+    tag = config.model_tag or checkpoint_manager.tag_of(source)
+    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"source: {source}")
+
+    # ------------------------------------------------------------------ data, horizon, optimizer
+    pretraining = source_meta.get("pretraining", {"data": ""})
+    tasks = config.tasks or default_tasks(pretraining["data"])
+    train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
+    row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
+
+    def packed(mixture: Mixture, first: int, count: int) -> tuple[Rows, list[Rendered]]:
+        """`count` examples from number `first` on, the same on every rank, as rows; those without a target left out."""
+        rendered = [render(tokenizer, mixture.example(i).messages, row_tokens + 1) for i in range(first, first + count)]
+        learned = [r for r in rendered if r.target_count]
+        return pack([r.ids for r in learned], [r.mask for r in learned], row_tokens), rendered
+
+    rates = scaling.rates(model.config, examples * row_tokens, steps * examples * row_tokens).scaled(config.lr_scale)
+    optimizer = make_optimizer(model, rates, device)
+    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
+    print0(f"tasks: {tasks}")
+    print0(f"horizon: {steps:,} steps of {examples} conversations")
+
+    # ------------------------------------------------------------------ resume
+    folder = checkpoint_dir("sft", tag)
+    progress = Progress()
+    if config.resume:
+        kept = "source tasks seed target_examples_per_step"
+        progress, _ = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+    elif aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
+
+    # ------------------------------------------------------------------ train
+    token_flops = scaling.flops_per_token(model.config)
+    about_tokens = packed(train, 0, examples)[0].inputs.numel()  # of a step, its padding included
+    compiled, how = device.compile(model, config.compile, token_flops * about_tokens * (steps - progress.step))
+    print0(f"step: {how}")
+    log = RunLog(
+        "sft", run_dir("sft", tag), steps, run=config.run, trackers=config.track,
+        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+    )  # fmt: skip
+    no_target = cut = 0  # conversations since the last log line
+    with record("sft", tag, device), log:
+        meter = Meter(progress, device)
+        for step in range(progress.step, steps):
+            rows, rendered = packed(train, step * examples, examples)
+            stats = train_step(
+                compiled if step else model, optimizer,
+                rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size), masked_loss,
+                device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
+            )  # fmt: skip
+            meter.add(stats, sum(len(r.ids) for r in rendered))
+            no_target += sum(r.target_count == 0 for r in rendered)
+            cut += sum(r.cut for r in rendered)
+            last = progress.step == steps
+            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
+            save = last or (config.save_every and progress.step % config.save_every == 0)
+            if not (evaluate or save or step % config.log_every == 0):
+                continue
+
+            metrics = meter.read(stats)
+            peak = device.peak_flops and device.peak_flops * device.world_size
+            metrics |= {
+                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
+                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None,
+                "no_target": no_target, "cut": cut,
+            }  # fmt: skip
+            no_target = cut = 0
+            if evaluate:
+                held_out_rows, _ = packed(held_out, 0, config.eval_examples)
+                mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
+                metrics["val_loss"] = mean_loss(model, mine, masked_loss, device)
+            log.step(metrics)
+            if save:
+                training = Training(optimizer.state_dict(), {}, device.rng_state())
+                meta = {
+                    "stage": "sft", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
+                    "source": str(source), "pretraining": pretraining,
+                }  # fmt: skip
+                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
+                log.message(f"saved {saved}")
+            meter.restart()
+    print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
+    devices.shutdown(device)
+
+
+def check(config: Config) -> None:
+    """Raises UserError: for sizes no run can have."""
+    require(config, "device_batch_size log_every eval_examples num_iterations target_examples_per_step", 1)
+    require(config, "eval_every save_every", 0)
+    require(config, "seed", 0, 2**63 - 1)
+    require(config, "warmdown_fraction", 0, 1)
+    require(config, "lr_scale", 0, 100)
+    check_trackers(config.track)
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,172 @@
+"""Mid-training: teach a base model the chat format and new skills, on whole conversations in dense rows.
+
+python -m scripts.mid_train --device_batch_size=8
+
+torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16 --tasks smoltalk:20,gsm8k:1
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.cli import UserError, require, run
+from nanochat.log import RunLog, check_trackers, print0, record
+from nanochat.paths import checkpoint_dir, run_dir
+
+
+@dataclass(frozen=True)
+class Config:
+    # model and data
+    source: str = "base"  # a stage, or a checkpoint's folder
+    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
+    source_step: int | None = None  # default: the newest
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of conversations; default: by what the base model has read
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
+    # horizon and batch
+    num_iterations: int | None = None  # steps; default: a tenth of the base model's tokens
+    device_batch_size: int = 16  # rows a device computes at once
+    total_batch_size: int | None = None  # tokens a step over all devices; default: the base model's
+    # optimizer: multiples of pretraining's rates
+    lr_scale: float = 0.5  # of all rates
+    warmdown_fraction: float = 0.8  # of the run, at its end, over which rates fall
+    # evaluation, logging, saving
+    eval_every: int = 150  # steps between evaluations; 0: only at the end
+    eval_tokens: int = 262_144  # of held-out conversations
+    log_every: int = 10  # steps between log lines; reading a loss waits for the device
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
+    resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+    seed: int = 0  # of the data's order
+
+
+def main(config: Config) -> None:
+    # The heavy imports stand here so that --help answers at once.
+    import torch
+
+    from nanochat import checkpoint_manager, scaling
+    from nanochat import device as devices
+    from nanochat.checkpoint_manager import Training
+    from nanochat.data.loader import Loader, LoaderState
+    from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
+    from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
+
+    # ------------------------------------------------------------------ model
+    check(config)
+    device = devices.init(config.device, config.dtype)
+    device.seed(config.seed)
+    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    model.train()
+    tag = config.model_tag or checkpoint_manager.tag_of(source)
+    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"source: {source}")
+
+    # ------------------------------------------------------------------ data, horizon, batch, optimizer
+    pretraining = {"data": "", "tokens": 0, **source_meta.get("pretraining", {})}
+    tasks = config.tasks or default_tasks(pretraining["data"])
+    train_corpus, val_corpus = (
+        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed), tokenizer) for split in ("train", "test")
+    )
+    row_tokens = model.config.sequence_len
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    asked = config.total_batch_size or pretraining.get("batch_tokens", micro_tokens)
+    accumulation = max(1, round(asked / micro_tokens))
+    batch_tokens = micro_tokens * accumulation
+    if config.total_batch_size not in (None, batch_tokens):
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} is not a multiple of {micro_tokens} tokens "
+            f"(device_batch_size x context x processes): use {batch_tokens}, or another --device_batch_size"
+        )
+    steps = config.num_iterations or max(1, round(pretraining["tokens"] / 10 / batch_tokens))
+    rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
+    optimizer = make_optimizer(model, rates, device)
+    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
+    print0(f"tasks: {tasks}")
+    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
+
+    # ------------------------------------------------------------------ resume
+    folder = checkpoint_dir("mid", tag)
+    progress, shares = Progress(), []
+    if config.resume:
+        kept = "source tasks seed"
+        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+    elif aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
+    loader = Loader(
+        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
+        seed=config.seed, state=LoaderState.merge(shares) if shares else None,
+    )  # fmt: skip
+
+    # ------------------------------------------------------------------ train
+    token_flops = scaling.flops_per_token(model.config)
+    compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
+    print0(f"step: {how}")
+    rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    log = RunLog(
+        "mid", run_dir("mid", tag), steps, run=config.run, trackers=config.track,
+        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+    )  # fmt: skip
+    with record("mid", tag, device), log:
+        meter = Meter(progress, device)
+        for step in range(progress.step, steps):
+            micro = [next(loader) for _ in range(accumulation)]
+            batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
+            stats = train_step(
+                compiled if step else model, optimizer, batches, next_token_loss, device=device,
+                lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
+            )  # fmt: skip
+            meter.add(stats, batch_tokens)
+            last = progress.step == steps
+            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
+            save = last or (config.save_every and progress.step % config.save_every == 0)
+            if not (evaluate or save or step % config.log_every == 0):
+                continue
+
+            metrics = meter.read(stats)
+            peak = device.peak_flops and device.peak_flops * device.world_size
+            metrics |= {
+                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
+                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None,
+            }  # fmt: skip
+            if evaluate:
+                val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
+                if not math.isfinite(val_bpb):
+                    raise UserError(f"validation is {val_bpb} at step {progress.step}: lower --lr_scale")
+                metrics["val_bpb"] = val_bpb
+                progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
+            log.step(metrics)
+            if save:
+                training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
+                meta = {
+                    "stage": "mid", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
+                    "source": str(source), "pretraining": pretraining,
+                }  # fmt: skip
+                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
+                log.message(f"saved {saved}")
+            meter.restart()
+    loader.close()
+    print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
+    devices.shutdown(device)
+
+
+def check(config: Config) -> None:
+    """Raises UserError: for sizes no run can have."""
+    require(config, "device_batch_size log_every eval_tokens num_iterations total_batch_size", 1)
+    require(config, "eval_every save_every", 0)
+    require(config, "seed", 0, 2**63 - 1)
+    require(config, "warmdown_fraction", 0, 1)
+    require(config, "lr_scale", 0, 100)
+    check_trackers(config.track)
+
+
+if __name__ == "__main__":
+    run(main, Config)

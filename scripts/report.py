@@ -1,0 +1,31 @@
+"""Write the report of a run: one page to look at, report.html, and the same to read, report.md.
+
+python -m scripts.report --model_tag cpu
+"""
+
+from dataclasses import dataclass
+
+from nanochat.cli import run
+from nanochat.log import print0
+from nanochat.paths import base_dir, safe_tag
+
+
+@dataclass(frozen=True)
+class Config:
+    model_tag: str | None = None  # default: the tag written last
+
+
+def main(config: Config) -> None:
+    from nanochat import report  # here: --help stays quick
+
+    tag = safe_tag(config.model_tag or report.newest_tag())
+    summary = report.collect(tag)
+    folder = base_dir() / "runs" / "report" / tag
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("report.html", report.to_html(summary)), ("report.md", report.to_markdown(summary))):
+        (folder / name).write_text(text, encoding="utf-8")
+        print0(folder / name)
+
+
+if __name__ == "__main__":
+    run(main, Config)
