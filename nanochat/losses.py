@@ -87,4 +87,4 @@ def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
     """A non-negative, unbiased estimate of KL(policy || reference) at each sampled token: q/p - 1 - log(q/p)
     (source: Schulman 2020, Approximating KL divergence)."""
     difference = reference_logp - logp
-    return torch.exp(difference) - 1 - difference
+    return torch.expm1(difference) - difference

@@ -2,9 +2,10 @@
 
 `collect(tag)` reads metrics, evaluations, finished commands and this machine into a `RunSummary`; `to_html` and
 `to_markdown` are functions of that alone. What is missing is left out with a note. The page is one file without
-scripts or outside requests. All that is read is untrusted (samples are a model's words) and escaped where it is written.
+scripts or outside requests. What is read is untrusted (samples are a model's words) and escaped where it is written.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -30,6 +31,8 @@ Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
 Pairs = tuple[tuple[str, str], ...]
 
+VERDICTS = {True: " ✓", False: " ✗", None: ""}
+
 # ---------------------------------------------------------------------- what a report is made of
 
 
@@ -49,7 +52,6 @@ class Command(NamedTuple):
     line: str
     stage: str
     seconds: float
-    started: str
     computed_on: str
 
 
@@ -61,9 +63,7 @@ class Stage:
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json, and chatcore
     samples: list[str] = field(default_factory=list)
-    scores: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # by task: accuracy, low, high, baseline; fractions
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
     chats: list[Chat] = field(default_factory=list)
 
     def values(self, key: str) -> list[float]:
@@ -92,8 +92,8 @@ class RunSummary:
 
     tag: str
     stages: list[Stage]  # in the order of the pipeline
-    commands: list[Command]  # oldest first
-    machine: dict[str, str]
+    commands: list[Command]  # in the order in which they finished
+    machine: dict[str, str]  # what computed, and where the report was made
     notes: list[str]  # what was left out
 
     def seconds_by_stage(self) -> dict[str, float]:
@@ -118,8 +118,8 @@ def newest_tag() -> str:
 
     Raises UserError: when there is no run.
     """
-    runs, names = base_dir() / "runs", ("metrics.jsonl", "eval.json", "chat_eval.json")
-    files = [file for stage in STAGES for name in names for file in runs.glob(f"{stage}/*/{name}")]
+    runs = base_dir() / "runs"
+    files = [file for stage in STAGES for file in runs.glob(f"{stage}/*/*.json*")]
     if not files:
         raise UserError(f"there is no run in {runs} to report: make one with `python -m scripts.base_train`")
     return max(files, key=lambda file: file.stat().st_mtime).parent.name
@@ -132,108 +132,89 @@ def collect(tag: str) -> RunSummary:
     """
     runs, tag, notes = base_dir() / "runs", safe_tag(tag), list[str]()
     stages = [_stage(name, run_dir(name, tag), notes) for name in STAGES]
-    found = [stage for stage in stages if stage.metrics or stage.evaluation or stage.samples or stage.scores]
-    lines = _lines(runs / "commands.jsonl", _command, notes)
-    commands = [command for its_tag, command in lines if its_tag == tag]
-    if not found and not commands:
-        others = sorted({folder.name for stage in STAGES for folder in runs.glob(f"{stage}/*")})
+    found = [stage for stage in stages if stage.metrics or stage.evaluation or stage.scores]
+    finished = _parsed(runs / "commands.jsonl", _command, notes)
+    shared = {command.script: command for its_tag, command in finished if its_tag is None}  # the newest of each script
+    commands = [command for its_tag, command in finished if its_tag == tag or command is shared.get(command.script)]
+    if not found and tag not in dict(finished):
+        others = sorted({folder.name for stage in STAGES for folder in runs.glob(f"{stage}/*")})[:9]
         there = f", or report one of {', '.join(others)}" if others else ""
         todo = f"run `python -m scripts.base_train --model_tag {tag}` first{there}"
         raise UserError(f"--model_tag {tag}: nothing to report in {runs}: {todo}")
-    untagged = {command.script: command for its_tag, command in lines if its_tag is None}  # the newest of each script
-    commands = sorted([*untagged.values(), *commands], key=lambda command: command.started)
     missing = [stage.name for stage in stages if stage not in found]
-    notes += [f"no {', '.join(missing)} run"] if missing else []
+    notes += [f"no run of {', '.join(missing)}"] if missing else []
     notes += [f"no chat evaluation of {stage.name}" for stage in found if not stage.scores and stage.name != "base"]
-    notes += [] if commands else ["no finished command on record, so times are of training alone"]
-    return RunSummary(tag, found, commands, _machine(), notes)
+    done = {command.script for command in commands}
+    unfinished = [stage.name for stage in found if stage.metrics and STAGES[stage.name] not in done]
+    notes += [f"no finished training on record of {', '.join(unfinished)}: its steps alone count"] if unfinished else []
+    devices = dict.fromkeys(command.computed_on for command in commands if command.computed_on)
+    machine = ({"computed on": "; ".join(devices)} if devices else {}) | _machine()
+    return RunSummary(tag, found, commands, machine, notes)
+
+
+def _parsed(path: Path, parse: Callable[[Any], Parsed], notes: list[str]) -> list[Parsed]:
+    """What `parse` makes of each line of a .jsonl file, or of a whole .json file; a note counts what it refuses."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    parsed, damaged = [], 0
+    for part in text.split("\n") if path.suffix == ".jsonl" else [text]:
+        try:
+            parsed += [parse(json.loads(part))] if part.strip() else []
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            damaged += 1
+    if damaged:
+        what = "damaged" if path.suffix == ".json" else f"{damaged} damaged line{'s' * (damaged > 1)} skipped"
+        notes.append(f"{path.relative_to(base_dir())}: {what}")
+    return parsed
 
 
 def _stage(name: str, folder: Path, notes: list[str]) -> Stage:
-    by_step = {line["step"]: line for line in _lines(folder / "metrics.jsonl", _metrics, notes)}
+    by_step = {line["step"]: line for line in _parsed(folder / "metrics.jsonl", _metrics, notes)}
     stage = Stage(name, [by_step[step] for step in sorted(by_step)])
-    evaluation, chat = _object(folder / "eval.json", notes), _object(folder / "chat_eval.json", notes)
-    stage.evaluation = _numbers(evaluation) | {k: v for k, v in _numbers(chat).items() if k == "chatcore"}
-    stage.samples = [_text(text) for text in _list(evaluation.get("samples")) if isinstance(text, str)]
-    tasks = chat.get("tasks")
-    for task, values in tasks.items() if isinstance(tasks, dict) else ():
-        if "accuracy" in (numbers := _numbers(values)):
-            stage.scores[_text(task)[:40]] = numbers
-    for sample in _list(chat.get("samples")):
-        if isinstance(sample, dict):
-            messages, reply = _pairs(sample, "messages", "role", "content"), _pairs(sample, "reply", "type", "text")
-            correct = sample.get("correct")
-            task = _text(str(sample.get("task", "")))[:40]
-            stage.chats.append(Chat(task, messages, reply, correct if isinstance(correct, bool) else None))
+    for evaluation in _parsed(folder / "eval.json", _evaluation, notes):
+        stage.evaluation, stage.samples = evaluation
+    for chatcore, scores, chats in _parsed(folder / "chat_eval.json", _chat_evaluation, notes):
+        stage.evaluation, stage.scores, stage.chats = stage.evaluation | chatcore, scores, chats
     return stage
 
 
-def _json(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _object(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = _json(path.read_text(encoding="utf-8", errors="replace"))
-    notes += [f"{path.relative_to(base_dir())} is damaged"] if value is None else []
-    return value or {}
-
-
-def _lines(path: Path, parse: Callable[[dict[str, Any]], Parsed | None], notes: list[str]) -> list[Parsed]:
-    """What can be parsed of a file with a JSON object a line; a note counts the other lines."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    values = [_json(line) for line in text.split("\n") if line.strip()]
-    parsed = [None if value is None else parse(value) for value in values]
-    if damaged := parsed.count(None):
-        plural = "" if damaged == 1 else "s"
-        notes.append(f"{path.relative_to(base_dir())}: {damaged} damaged line{plural} skipped")
-    return [value for value in parsed if value is not None]
-
-
-def _metrics(line: dict[str, Any]) -> dict[str, float] | None:
+def _metrics(line: Any) -> dict[str, float]:
     numbers = _numbers(line)
-    return numbers if "step" in numbers else None
+    if "peak_memory_bytes" in numbers:
+        numbers["peak_memory_gib"] = numbers["peak_memory_bytes"] / 2**30
+    return numbers | {"step": numbers["step"]}
 
 
-def _command(line: dict[str, Any]) -> tuple[str | None, Command] | None:
+def _evaluation(values: Any) -> tuple[dict[str, float], list[str]]:
+    return _numbers(values), [_text(sample) for sample in values.get("samples", [])]
+
+
+def _chat_evaluation(values: Any) -> tuple[dict[str, float], dict[str, dict[str, float]], list[Chat]]:
+    """ChatCORE, the scores by task, the conversations."""
+    scores = {_text(task)[:40]: _numbers(score) for task, score in values["tasks"].items()}
+    chats = []
+    for sample in values.get("samples", []):
+        messages = tuple((_text(part["role"]), _text(part["content"])) for part in sample["messages"])
+        reply = tuple((_text(part["type"]), _text(part["text"])) for part in sample["reply"])
+        correct = sample.get("correct") if isinstance(sample.get("correct"), bool) else None
+        chats.append(Chat(_text(sample["task"])[:40], messages, reply, correct))
+    chatcore = {key: value for key, value in _numbers(values).items() if key == "chatcore"}
+    return chatcore, {task: score for task, score in scores.items() if "accuracy" in score}, chats
+
+
+def _command(line: Any) -> tuple[str | None, Command]:
     """The tag and the command."""
     texts = {key: _text(value) for key, value in line.items() if isinstance(value, str)}
-    script, seconds, world_size = texts.get("script"), _number(line.get("seconds")), _number(line.get("world_size"))
-    if not script or seconds is None or seconds < 0:
-        return None
+    script, numbers = texts["script"], _numbers(line)
     kind = ", ".join(texts[key] for key in ("kind", "dtype") if key in texts)
-    computed_on = f"{world_size or 1:.0f} × {texts['device']} ({kind})" if "device" in texts else ""
-    stage, started = texts.get("stage") or script, texts.get("started", "")
-    return texts.get("tag"), Command(script, texts.get("command", script), stage, seconds, started, computed_on)
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    try:
-        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return None
-    return float(value) if known else None
+    computed_on = f"{numbers.get('world_size', 1):.0f} × {texts['device']} ({kind})" if "device" in texts else ""
+    stage, seconds = texts.get("stage") or script, max(0.0, numbers["seconds"])
+    return texts.get("tag"), Command(script, texts.get("command", script), stage, seconds, computed_on)
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    numbers = {key: _number(value) for key, value in values.items()} if isinstance(values, dict) else {}
-    return {key: number for key, number in numbers.items() if number is not None}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _pairs(sample: dict[str, Any], key: str, name: str, content: str) -> Pairs:
-    parts = [part for part in _list(sample.get(key)) if isinstance(part, dict) and isinstance(part.get(content), str)]
-    return tuple((_text(str(part.get(name, ""))), _text(part[content])) for part in parts)
+    """The numbers of a JSON object that can be drawn: no NaN, nothing endless."""
+    numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {key: float(value) for key, value in numbers.items() if abs(value) < 1e30}
 
 
 def _text(text: str) -> str:
@@ -246,18 +227,15 @@ def _machine() -> dict[str, str]:
     cpuinfo, root = Path("/proc/cpuinfo"), Path(__file__).resolve().parent.parent
     named = re.search(r"^model name\s*:\s*(.+)", cpuinfo.read_text(errors="replace") if cpuinfo.is_file() else "", re.M)
     cpu = named[1] if named else platform.processor() or platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    facts = {"system": platform.platform(), "processor": f"{cpu}, {os.cpu_count()} cores", "memory": _gib(memory)}
+    facts = {"system": platform.platform(), "processor": f"{cpu}, {os.cpu_count()} cores"}
+    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.3g} GiB"
     versions = {found.metadata["Name"] or "": found.version for found in metadata.distributions()}
     ours = sorted(name for name in versions if re.fullmatch(r"torch([-_]\w+)?|nanochat", name))
     facts |= {"Python": platform.python_version()} | {name: versions[name] for name in ours}
     if (root / ".git").exists():
         git = ["git", "--no-optional-locks", "-C", os.fspath(root), "describe", "--always", "--dirty", "--exclude=*"]
-        try:
-            said = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
-            facts["commit"] = said.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            facts["commit"] = "unknown"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            facts["commit"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return {key: _text(value) for key, value in facts.items()}
 
 
@@ -276,58 +254,53 @@ Table = tuple[list[str], list[list[Cell]]]  # heads; rows
 
 def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     """What came out, as (number, what it is, detail); at most five."""
-    numbers, by_name = [], {stage.name: stage for stage in summary.stages}
+    numbers = []
     if stage := next((stage for stage in summary.stages if stage.val_bpb is not None), None):
         start = next((f"; {value:.2f} at first" for value in stage.values("val_bpb")[:-1]), "")
-        numbers.append((f"{stage.val_bpb:.3f}", "bits per byte, held out", f"{stage.name}{start}"))
+        numbers.append((f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"))
     if stage := next((stage for stage in summary.stages if stage.evaluation.get("stories")), None):
         passed, of = stage.evaluation.get("stories_passed", 0), stage.evaluation["stories"]
-        numbers.append((f"{passed / of:.0%}", "of stories hold together", f"{stage.name}; {passed:.0f} of {of:.0f}"))
-    if means := mean_accuracies(summary):
+        numbers.append((f"{passed / of:.0%}", "stories hold together", f"{stage.name}; {passed:.0f} of {of:.0f}"))
+    if evaluated := [stage for stage in summary.stages if stage.scores]:
+        shared = [task for task in evaluated[0].scores if all(task in stage.scores for stage in evaluated)]
+        means = {s.name: fmean(s.scores[task]["accuracy"] for task in shared or s.scores) for s in evaluated}
         best = max(means, key=lambda name: means[name])
-        others = [f"{name} {mean:.0%}" for name, mean in means.items() if name != best]
-        numbers.append((f"{means[best]:.0%}", f"mean accuracy after {best}", ", ".join(others)))
-    rl = by_name.get("rl", Stage("rl"))
+        others = ", ".join(f"{name} {mean:.0%}" for name, mean in means.items() if name != best)
+        detail = f"mean of {'shared' if shared and others else 'its'} tasks{others and f'; {others}'}"
+        numbers.append((f"{means[best]:.0%}", f"accuracy after {best}", detail))
+    rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
     held_out, training = rl.values("eval_reward"), rl.values("reward")
     if len(held_out) > 1:
-        numbers.append((f"{held_out[0]:.2f} → {held_out[-1]:.2f}", "RL reward", "held-out questions, first and last"))
+        numbers.append((f"{held_out[0]:.2f} → {held_out[-1]:.2f}", "RL reward", "held-out questions, before and after"))
     elif len(training) > 1:
         few = len(training) // 10 + 1
         ends = f"{fmean(training[:few]):.2f} → {fmean(training[-few:]):.2f}"
-        numbers.append((ends, "RL reward", "training questions, first and last tenth"))
+        numbers.append((ends, "RL reward", "training questions, first and last tenth of the steps"))
     if times := summary.seconds_by_stage():
         steps = sum(stage.last("seconds") or 0 for stage in summary.stages)
-        numbers.append((duration(sum(times.values())), "in all", f"{duration(steps)} of it in training steps"))
+        numbers.append((duration(sum(times.values())), "in all", f"{duration(steps)} of it training steps"))
     return numbers
-
-
-def mean_accuracies(summary: RunSummary) -> dict[str, float]:
-    """Mean accuracy by stage, over the tasks that every evaluated stage has where there are such."""
-    stages = [stage for stage in summary.stages if stage.scores]
-    shared = set.intersection(*(set(stage.scores) for stage in stages)) if stages else set()
-    return {
-        s.name: fmean(s.scores[task]["accuracy"] for task in s.scores if task in shared or not shared) for s in stages
-    }
 
 
 def stage_table(summary: RunSummary) -> Table:
     """What each stage did and how long it took; columns nobody filled are left out."""
     times, stages = summary.seconds_by_stage(), {stage.name: stage for stage in summary.stages}
-    heads = ["stage", "steps", "tokens", "loss", "val loss", "val bpb", "tokens/s", "MFU", "memory", "training", "time"]
-    rows = []
+    rows: list[dict[str, str]] = []
     for name in [*(name for name in times if name not in stages), *stages]:
-        stage, step = stages.get(name, Stage(name)), stages.get(name, Stage(name)).last("step")
-        loss, val_loss, val_bpb = stage.last("loss"), stage.last("val_loss"), stage.val_bpb
-        cells = [name, "" if step is None else f"{step + 1:,.0f}", _short(stage.last("tokens"))]
-        cells += ["" if value is None else f"{value:.4f}" for value in (loss, val_loss, val_bpb)]
-        cells += [_short(_middle(stage, "tok_per_sec")), f"{_middle(stage, 'mfu'):.1%}" if stage.values("mfu") else ""]
-        cells += [_gib(max(values)) if (values := stage.values("peak_memory_bytes")) else ""]
-        cells += [duration(stage.last("seconds") or 0) if stage.metrics else "", duration(times.get(name, 0))]
-        rows.append([Cell(text) for text in cells])
-    training = duration(sum(stage.last("seconds") or 0 for stage in summary.stages))
-    total = [Cell("total"), *[Cell("")] * (len(heads) - 3), Cell(training), Cell(duration(sum(times.values())))]
-    used = [i for i in range(len(heads)) if any(row[i].text for row in rows)]
-    return [heads[i] for i in used], [[row[i] for i in used] for row in [*rows, total]]
+        stage, seconds = stages.get(name, Stage(name)), times.get(name, 0)
+        row = {"stage": name, "steps": "", "tokens": _word(stage, "tokens", "last")}
+        if (step := stage.last("step")) is not None:
+            row["steps"] = f"{step + 1:,.0f}"
+        values = {"loss": stage.last("loss"), "val loss": stage.last("val_loss"), "val bpb": stage.val_bpb}
+        row |= {head: "" if value is None else f"{value:.4f}" for head, value in values.items()}
+        row["tokens/s"], row["GiB"] = _word(stage, "tok_per_sec", "median"), _word(stage, "peak_memory_gib", "peak")
+        row["MFU"] = f"{median(mfu):.1%}" if (mfu := stage.values("mfu")) else ""
+        row["training"] = duration(stage.last("seconds") or 0) if stage.metrics else ""
+        rows.append(row | {"in all": duration(seconds)})
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    training = sum(stage.last("seconds") or 0 for stage in summary.stages)
+    total = {"stage": "total", "training": duration(training), "in all": duration(sum(times.values()))}
+    return heads, [[Cell(row.get(head, "")) for head in heads] for row in [*rows, total]]
 
 
 def score_table(summary: RunSummary) -> Table:
@@ -349,34 +322,32 @@ def score_table(summary: RunSummary) -> Table:
     for task in dict.fromkeys(task for stage in stages for task in stage.scores):
         scores = [stage.scores.get(task) for stage in stages]
         chance = max(score.get("baseline", 0) for score in scores if score)
-        cells = [s and Cell(f"{s['accuracy']:.1%}", _interval(s), s["accuracy"]) for s in scores]
-        add(task, f"chance {chance:.0%}" if chance else "", [cell or None for cell in cells])
+        cells = [Cell(f"{s['accuracy']:.1%}", _interval(s), s["accuracy"]) if s else None for s in scores]
+        add(task, f"chance {chance:.0%}" if chance else "", cells)
     for key, name in (("chatcore", "ChatCORE"), ("core", "CORE")):
         add(name, "", [Cell(f"{s.evaluation[key]:.4f}") if key in s.evaluation else None for s in stages])
     return ["", *(stage.name for stage in stages)], rows
 
 
-def questions(summary: RunSummary) -> list[list[tuple[str, Chat]]]:
+def _questions(summary: RunSummary) -> list[list[tuple[str, Chat]]]:
     """Each question once, with the answers to it as (stage, chat); the tasks take turns."""
     asked: dict[tuple[str, Pairs], list[tuple[str, Chat]]] = {}
     for stage in summary.stages:
         for chat in stage.chats:
             asked.setdefault((chat.task, chat.messages), []).append((stage.name, chat))
-    turns: Counter[str] = Counter()
-    ranked = []
+    turns, ranked = Counter[str](), []
     for (task, _), answers in asked.items():
         turns[task] += 1
         ranked.append((turns[task], answers))
     return [answers for _, answers in sorted(ranked, key=lambda item: item[0])]
 
 
-def _computed_on(summary: RunSummary) -> dict[str, str]:
-    devices = dict.fromkeys(command.computed_on for command in summary.commands if command.computed_on)
-    return ({"computed on": "; ".join(devices)} if devices else {}) | summary.machine
-
-
-def _middle(stage: Stage, key: str) -> float | None:
-    return median(stage.values(key)) if stage.values(key) else None
+def _word(stage: Stage, key: str, how: str) -> str:
+    """A stage's values in one word: their last, peak, median or ends; "" where there are none."""
+    values = stage.values(key)
+    if how == "ends" and values:
+        return f"{values[0]:.2f} → {_smooth(stage.curve(key))[-1][1]:.2f}"
+    return _short({"last": values[-1], "peak": max(values), "median": median(values)}[how]) if values else ""
 
 
 def _short(value: float | None) -> str:
@@ -385,10 +356,6 @@ def _short(value: float | None) -> str:
         return ""
     size, letter = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if value >= pair[0]), (1, ""))
     return f"{value / size:.3g}{letter}"
-
-
-def _gib(value: float) -> str:
-    return f"{value / 2**30:.3g} GiB"
 
 
 def _interval(score: dict[str, float]) -> str:
@@ -414,15 +381,15 @@ def to_markdown(summary: RunSummary) -> str:
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         parts += [f"## {title}\n\n{table}"] if rows else []
     blocks = [[f"**{stage.name}**", text] for stage in summary.stages for text in map(_plain, stage.samples[:2])]
-    for answers in questions(summary)[:4]:
+    for answers in _questions(summary)[:4]:
         block = [f"**{_plain(role)}** {_plain(text)}" for role, text in answers[0][1].messages]
         for name, chat in answers:
             reply = " ".join(("" if kind == "text" else f"[{_plain(kind)}] ") + _plain(t) for kind, t in chat.reply)
-            block.append(f"**{name}{_verdict(chat)}** {reply}")
+            block.append(f"**{name}{VERDICTS[chat.correct]}** {reply}")
         blocks.append(block)
     if blocks:
         parts.append("## Samples\n\n" + "\n\n".join("> " + "\n>\n> ".join(block) for block in blocks))
-    parts.append("## Machine\n\n" + "\n".join(f"- {_plain(k)}: {_plain(v)}" for k, v in _computed_on(summary).items()))
+    parts.append("## Machine\n\n" + "\n".join(f"- {_plain(k)}: {_plain(v)}" for k, v in summary.machine.items()))
     if summary.commands:
         text = "\n".join(f"{command.line}  # {duration(command.seconds)}" for command in summary.commands)
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
@@ -438,11 +405,19 @@ def _plain(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _verdict(chat: Chat) -> str:
-    return {True: " ✓", False: " ✗", None: ""}[chat.correct]
-
-
 # ---------------------------------------------------------------------- plots
+
+PLOTS = (  # metric; title; what is drawn; the y axis; the word above each stage
+    ("reward", "Reward", "line: training questions; dots: held-out questions", "from zero", "ends"),
+    ("val_bpb", "Bits per byte", "held-out text of each stage", "", "last"),
+    ("lr", "Learning rate", "share of its peak, which stands above", "share", "peak"),
+    ("tok_per_sec", "Throughput", "tokens a second; the median stands above", "from zero", "median"),
+    ("peak_memory_gib", "Peak memory", "GiB", "from zero", "peak"),
+    ("kl", "KL to the reference", "nats a token", "from zero", "last"),
+    ("response_tokens", "Length of replies", "tokens", "from zero", "last"),
+)
+DOTS = {"reward": "eval_reward"}  # a second measurement, drawn into the first one's plot
+EXACT = ("val_bpb", "lr", "peak_memory_gib")  # drawn as they are; others are smoothed
 
 # What plots are drawn in: each colour becomes the page's variable of that name, which differs in dark and light.
 INK = {name: f"#c0de{place:02x}" for place, name in enumerate((*STAGES, "ink", "quiet", "line", "card"))}
@@ -454,13 +429,13 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], le
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    settings = {"svg.hashsalt": name, "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5}
+    settings: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5}
     file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # glyphs that are missing here: the browser draws the text
         figure = Figure(figsize=(width, height))
         FigureCanvasSVG(figure)
-        axes = figure.add_axes((left / width, 0.24 / height, 1 - (left + 0.06) / width, 1 - 0.45 / height))
+        axes = figure.add_axes((left / width, 0.21 / height, 1 - (left + 0.12) / width, 1 - 0.42 / height))
         axes.spines[:].set_visible(False)
         axes.grid(color=INK["line"], linewidth=0.6)
         axes.set_axisbelow(True)
@@ -475,40 +450,36 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], le
     return svg.strip()
 
 
-def _curves(
-    stages: list[Stage], key: str, width: float, show: Callable[[Stage], str], kind: str = "", dots: str = ""
-) -> str:
-    """Stages side by side, each over its training time, a short one wider than its share; above it what `show` says.
-
-    Values are faint, their running mean bold, `dots` a second measurement. Kinds: "from zero", "share" of the peak.
-    """
+def _curves(stages: list[Stage], key: str, width: float, height: float, axis: str, word: str) -> str:
+    """Stages side by side, each over its training time, a short one wider than its share: faint values, a bold mean."""
     stages = [stage for stage in stages if stage.values(key)]
     curves = [stage.curve(key) for stage in stages]
     total = sum(curve[-1][0] for curve in curves) or 1
-    shares = [max(curve[-1][0] / total, 0.16) for curve in curves]
+    shares = [max(curve[-1][0] / total, 0.2) for curve in curves]
 
     def draw(axes: Any) -> None:
         start, drawn = 0.0, []
         for stage, curve, share in zip(stages, curves, shares, strict=True):
-            end, top = curve[-1][0] or 1, (max(y for _, y in curve) if kind == "share" else 1) or 1
+            end, top = curve[-1][0] or 1, (max(y for _, y in curve) if axis == "share" else 1) or 1
+            mean, dots = curve if key in EXACT else _smooth(curve), stage.curve(DOTS[key]) if key in DOTS else []
             bold = {"linewidth": 1.8, "marker": "o" if len(curve) < 12 else "", "gid": f"{key}-{stage.name}"}
-            dotted = {"linewidth": 0, "marker": "o", "markeredgecolor": INK["card"], "gid": f"{dots}-{stage.name}"}
-            layers = [(curve, {"linewidth": 0.8, "alpha": 0.35}), (_smooth(curve), bold), (stage.curve(dots), dotted)]
-            for points, style in layers if stage.values(dots) else layers[:2]:
-                drawn += (heights := [y / top for _, y in points])
-                places = [start + share * x / end for x, _ in points]
-                axes.plot(places, heights, color=INK[stage.name], markersize=4, **style)
+            dotted = {"linewidth": 0, "marker": "o", "color": INK["ink"], "gid": f"{DOTS.get(key)}-{stage.name}"}
+            for points, style in ((curve, {"linewidth": 0.8, "alpha": 0.35}), (mean, bold), (dots, dotted)):
+                if points:
+                    drawn += (heights := [y / top for _, y in points])
+                    places = [start + share * x / end for x, _ in points]
+                    axes.plot(places, heights, **{"color": INK[stage.name], "markersize": 3.5} | style)
             place = {"x": start + share / 2, "ha": "center", "transform": axes.get_xaxis_transform()}
-            axes.text(y=1.05, s=show(stage), color=INK["ink"], **place)
+            axes.text(y=1.05, s=_word(stage, key, word), color=INK["ink"], **place)
             axes.text(y=-0.05, s=stage.name, color=INK[stage.name], va="top", weight="bold", **place)
             start += share + 0.03
             if stage is not stages[-1]:
                 axes.axvline(start - 0.015, color=INK["line"], linewidth=0.6)
         axes.set_xlim(-0.01, start - 0.02)
         axes.set_xticks([])
-        _scale(axes, drawn, bool(kind))
+        _scale(axes, drawn, bool(axis))
 
-    return _svg(key + "-".join(stage.name for stage in stages), width, 1.9, draw)
+    return _svg(key + "-".join(stage.name for stage in stages), width, height, draw)
 
 
 def _smooth(points: Points) -> Points:
@@ -519,16 +490,15 @@ def _smooth(points: Points) -> Points:
 
 def _scale(axes: Any, values: list[float], from_zero: bool) -> None:
     """The y axis: from zero, or logarithmic for positive values that span more than a factor of five."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     low, high = min(values), max(values)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     if from_zero:
         axes.set_ylim(min(0, 1.08 * low), 1.08 * high or 1)
     elif low > 0 and high > 5 * low:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
         axes.set_yscale("log")
-        axes.set_yticks([m * 10.0**e for e in decades for m in (1, 2, 5) if low <= m * 10.0**e <= high])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
         axes.set_ylim(low / 1.15, high * 1.15)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
@@ -542,21 +512,23 @@ def _accuracy(stages: list[Stage]) -> str:
         for place, stage in enumerate(stages):
             shift = (place - (len(stages) - 1) / 2) * min(0.2, 0.7 / len(stages))
             for task, score in stage.scores.items():
-                y, middle, chance = tasks.index(task), score["accuracy"], score.get("baseline", 0)
+                y, middle = tasks.index(task) + shift, score["accuracy"]
                 interval = [score.get("low", middle), score.get("high", middle)]
-                axes.plot(interval, [y + shift] * 2, color=INK[stage.name], alpha=0.35, linewidth=2.5)
-                axes.plot([chance] * 2, [y - 0.4, y + 0.4], color=INK["quiet"], linewidth=0.7)
+                axes.plot(interval, [y, y], color=INK[stage.name], alpha=0.35, linewidth=2.5)
             rows = [tasks.index(task) + shift for task in stage.scores]
             middles = [score["accuracy"] for score in stage.scores.values()]
             axes.plot(middles, rows, color=INK[stage.name], linewidth=0, marker="o", markersize=5,
                       markeredgecolor=INK["card"], gid=f"accuracy-{stage.name}")  # fmt: skip
+        for y, task in enumerate(tasks):
+            chance = max(stage.scores[task].get("baseline", 0) for stage in stages if task in stage.scores)
+            axes.plot([chance, chance], [y - 0.4, y + 0.4], color=INK["quiet"], linewidth=0.8)
         axes.grid(visible=False, axis="y")
         axes.set_yticks(range(len(tasks)), [task if len(task) < 18 else f"{task[:16]}…" for task in tasks])
         axes.set_ylim(len(tasks) - 0.45, -0.55)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100%"])
         axes.set_xlim(-0.02, 1.02)
 
-    left = 0.2 + 0.062 * min(17, max(map(len, tasks)))
+    left = 0.2 + 0.055 * min(17, max(map(len, tasks)))
     return _svg("accuracy", 4.2, max(1.9, 0.45 + 0.32 * len(tasks)), draw, left)
 
 
@@ -564,7 +536,8 @@ def _accuracy(stages: list[Stage]) -> str:
 
 STYLE = """
 :root { --base: #2f6bed; --mid: #0f9f8f; --sft: #dd8500; --dpo: #9a63ee; --rl: #e0434f; --other: #9aa0aa;
-  --ink: #16181d; --quiet: #6a6f7a; --line: #e6e7ea; --card: #fff; --page: #f6f6f4; color-scheme: light dark; }
+  --ink: #16181d; --quiet: #6a6f7a; --line: #e6e7ea; --card: #fff; --page: #f6f6f4; --tone: var(--other);
+  color-scheme: light dark; }
 @media screen and (prefers-color-scheme: dark) { :root { --base: #6f9dff; --mid: #3accb9; --sft: #f3ae3d;
   --dpo: #bd97ff; --rl: #ff7a81; --other: #737a86; --ink: #eceef2; --quiet: #969ca8; --line: #2a2d34;
   --card: #17191e; --page: #0e0f12; } }
@@ -572,42 +545,44 @@ STYLE = """
 body { background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Noto Sans",
   "PingFang SC", "Microsoft YaHei", sans-serif; max-width: 1160px; margin: auto; padding: 40px 24px 64px; }
 h1 { font-size: 30px; line-height: 1.25; letter-spacing: -.02em; overflow-wrap: anywhere; }
-h2 { font-size: 19px; letter-spacing: -.01em; margin: 44px 0 14px; }
-h3 { font-size: 14px; font-weight: 600; }
+h2 { font-size: 19px; letter-spacing: -.01em; margin: 44px 0 14px; } h3 { font-size: 14px; font-weight: 600; }
 small, .quiet { color: var(--quiet); font-size: 12.5px; font-weight: 400; }
 .grid { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--least)), 1fr)); }
-.grid + .grid, .stage + .grid { margin-top: 14px; } .stage { margin-top: 24px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 16px 18px; min-width: 0; }
-.number { font-size: 34px; font-weight: 650; line-height: 1.2; letter-spacing: -.03em; white-space: nowrap; }
+.flow { columns: var(--least); column-gap: 14px; margin: 10px 0 24px; } .flow > * { margin-bottom: 14px; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 16px 18px; min-width: 0;
+  break-inside: avoid; }
+.number { font-size: 29px; font-weight: 650; line-height: 1.2; letter-spacing: -.03em; white-space: nowrap; }
 .text, pre, code { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; height: auto; margin-top: 8px; } svg text { fill: var(--quiet); }
+svg { display: block; width: 100%; height: auto; margin-top: 8px; }
 .stage { font-weight: 650; white-space: nowrap; } .stage::before { content: ""; display: inline-block; width: 9px;
   height: 9px; border-radius: 50%; background: var(--tone); margin-right: 6px; }
 .time { display: flex; gap: 2px; height: 12px; border-radius: 6px; overflow: hidden; margin: 22px 0 10px; }
-.time i { background: var(--tone); min-width: 3px; } .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; }
+.time i { background: var(--tone); min-width: 3px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13.5px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 8px 10px; border-top: 1px solid var(--line); white-space: nowrap; }
 tr > :first-child { text-align: left; padding-left: 0; } thead th { border: 0; font-size: 13px; }
-tbody th { font-weight: 500; } td small { display: inline-block; min-width: 4em; } .best { font-weight: 700; }
+tbody th { font-weight: 500; } :is(thead, td) small { display: inline-block; min-width: 4em; }
 .bar { background: linear-gradient(to right, color-mix(in srgb, var(--tone) 20%, transparent) var(--share),
   transparent 0) no-repeat 6px 50% / calc(100% - 12px) 26px; }
 .bubble { border-radius: 16px 16px 16px 4px; background: color-mix(in srgb, var(--tone) 13%, var(--card));
-  padding: 8px 13px; margin: 4px 0 10px; width: fit-content; max-width: 88%; }
-.user { --tone: var(--other); border-radius: 16px 16px 4px 16px; margin-left: auto; }
+  padding: 7px 13px; margin: 4px 0; width: fit-content; max-width: 90%; }
+.user { border-radius: 16px 16px 4px 16px; margin-left: auto; } .answer { display: grid; align-items: baseline;
+  grid-template-columns: 76px 1fr; }
 .bubble pre { border-left: 2px solid var(--tone); padding-left: 9px; margin: 4px 0; }
 dl, .commands { display: grid; grid-template-columns: max-content 1fr; gap: 5px 18px; overflow-wrap: anywhere; }
 .commands { grid-template-columns: 1fr max-content; gap: 10px 18px; } dt { color: var(--quiet); }
 summary { cursor: pointer; margin: 14px 0; } footer { margin-top: 40px; }
-@media (max-width: 600px) { body { padding: 24px 14px; } .number { font-size: 28px; } .card { padding: 14px; } }
+@media (max-width: 600px) { body { padding: 24px 14px; } .number { font-size: 24px; } .card { padding: 14px; } }
 @media print { body { padding: 0; max-width: none; font-size: 12px; } * { print-color-adjust: exact; }
-  .card, tr { break-inside: avoid; } h2, .stage { break-after: avoid; } :root { --page: #fff; } }
+  tr { break-inside: avoid; } h2, .stage { break-after: avoid; } :root { --page: #fff; } }
 """
 
 
 def to_html(summary: RunSummary) -> str:
     """The whole page."""
-    machine, times = _computed_on(summary), summary.seconds_by_stage()
+    times = summary.seconds_by_stage()
     numbers = [
         f'<div class="card"><div class="number">{escape(number)}</div><h3>{escape(what)}</h3>{_small(detail)}</div>'
         for number, what, detail in headline(summary)
@@ -616,13 +591,14 @@ def to_html(summary: RunSummary) -> str:
     legend = "".join(f"<span>{_name(name)} {_small(duration(seconds))}</span>" for name, seconds in times.items())
     page = [
         f'<span class="quiet">nanochat run</span><h1>{escape(summary.tag)}</h1>'
-        f'<span class="quiet">{escape(machine.get("computed on", ""))}</span>',
-        f'<h2>What came out</h2>{_grid(190, numbers)}<div class="time">{bar}</div><div class="legend">{legend}</div>',
+        f'<span class="quiet">{escape(summary.machine.get("computed on", ""))}</span>',
+        f'<h2>What came out</h2>{_grid(150, numbers)}<div class="time">{bar}</div><div class="legend">{legend}</div>',
         *_plots(summary.stages),
-        *_tables(("Evaluation", score_table(summary)), ("Stages", stage_table(summary))),
+        _table("Evaluation", *score_table(summary)),
+        _table("Stages", *stage_table(summary)),
         *_samples(summary),
     ]
-    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in machine.items())
+    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in summary.machine.items())
     page.append(f'<h2>Machine</h2><div class="card"><dl>{facts}</dl></div>')
     lines = "".join(f"<code>{escape(c.line)}</code>{_small(duration(c.seconds))}" for c in summary.commands)
     page += [f'<h2>Commands</h2><div class="card commands">{lines}</div>'] if lines else []
@@ -642,111 +618,78 @@ def _plots(stages: list[Stage]) -> list[str]:
     def card(title: str, detail: str, svg: str) -> str:
         return f'<figure class="card"><h3>{title}</h3>{_small(detail)}{svg}</figure>'
 
-    def last(key: str) -> Callable[[Stage], str]:
-        return lambda stage: f"{stage.values(key)[-1]:.3g}"
-
-    def ends(key: str) -> Callable[[Stage], str]:
-        return lambda stage: f"{stage.curve(key)[0][1]:.3g} → {_smooth(stage.curve(key))[-1][1]:.3g}"
-
-    def some(key: str) -> bool:
-        return any(stage.values(key) for stage in stages)
-
-    wide, small, evaluated = 4.2, 2.3, [stage for stage in stages if stage.scores]
-    results, losses, run = [], [], []
-    if evaluated:
+    curves = {
+        key: card(title, detail, _curves(stages, key, 4.2, 1.9, axis, word))
+        for key, title, detail, axis, word in PLOTS
+        if any(stage.values(key) for stage in stages)
+    }
+    results = [curves.pop("reward")] if "reward" in curves else []
+    if evaluated := [stage for stage in stages if stage.scores]:
         detail = "dots: accuracy; bars: 95% intervals; thin lines: chance"
-        results.append(card("Accuracy by task", detail, _accuracy(evaluated)))
-    if some("reward"):
-        detail = "line: training questions; dots: held-out questions"
-        results.append(
-            card("Reward", detail, _curves(stages, "reward", wide, ends("reward"), "from zero", "eval_reward"))
-        )
-    for stage in stages:
-        if stage.values("loss"):
-            losses.append(card("", "", _curves([stage], "loss", small, ends("loss"))))
-    for key, title, detail, show, kind in (
-        ("val_bpb", "Bits per byte", "held-out text, lower is better", last("val_bpb"), ""),
-        (
-            "lr",
-            "Learning rate",
-            "share of the peak, which stands above",
-            lambda s: f"{max(s.values('lr')):.2g}",
-            "share",
-        ),
-        (
-            "tok_per_sec",
-            "Throughput",
-            "tokens a second; the median stands above",
-            lambda s: _short(_middle(s, "tok_per_sec")),
-            "from zero",
-        ),
-        ("peak_memory_bytes", "Peak memory", "bytes", lambda s: _gib(max(s.values("peak_memory_bytes"))), "from zero"),
-        ("kl", "KL to the reference", "nats a token", last("kl"), "from zero"),
-        ("response_tokens", "Length of replies", "tokens", last("response_tokens"), "from zero"),
-    ):
-        if some(key):
-            run.append(card(title, detail, _curves(stages, key, wide, show, kind)))
-    sections = (("Results", 420, results), ("Loss", 175, losses), ("Along the run", 420, run))
+        results.insert(0, card("Accuracy by task", detail, _accuracy(evaluated)))
+    losses = [_curves([stage], "loss", 1.65, 1.4, "", "ends") for stage in stages if stage.values("loss")]
+    losses = [f'<figure class="card">{svg}</figure>' for svg in losses]
+    sections = (
+        ("Results", 420, results),
+        (f"Loss {_small('nats a token; dpo and rl have aims of their own')}", 145, losses),
+        ("Along the run", 420, [*curves.values()]),
+    )
     return [f"<h2>{title}</h2>{_grid(least, cards)}" for title, least, cards in sections if cards]
 
 
-def _tables(*tables: tuple[str, Table]) -> list[str]:
-    parts = []
-    for title, (heads, rows) in tables:
-        head = "".join(f"<th>{_name(name) if name in STAGES else escape(name)}</th>" for name in heads)
-        body = ""
-        for row in rows:
-            name = _name(row[0].text) if row[0].text in STAGES else escape(row[0].text)
-            body += f"<tr><th>{name} {_small(row[0].detail)}</th>"
-            for stage, cell in zip(heads[1:], row[1:], strict=True):
-                bar = "" if cell.share is None else f' class="bar" style="{_tone(stage)};--share:{cell.share:.1%}"'
-                text = f'<span class="best">{escape(cell.text)}</span>' if cell.best else escape(cell.text)
-                body += f"<td{bar}>{text} {_small(cell.detail)}</td>"
-            body += "</tr>"
-        if rows:
-            table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            parts.append(f'<h2>{title}</h2><div class="card wide">{table}</div>')
-    return parts
+def _table(title: str, heads: list[str], rows: list[list[Cell]]) -> str:
+    def named(name: str) -> str:
+        return _name(name) if name in STAGES else escape(name)
+
+    body, detailed = "", any(cell.detail for row in rows for cell in row[1:])
+    for row in rows:
+        body += f"<tr><th>{named(row[0].text)} {_small(row[0].detail)}</th>"
+        for stage, cell in zip(heads[1:], row[1:], strict=True):
+            bar = "" if cell.share is None else f' class="bar" style="{_tone(stage)};--share:{cell.share:.1%}"'
+            text = f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text)
+            body += f"<td{bar}>{text}{f' <small>{escape(cell.detail)}</small>' if detailed else ''}</td>"
+        body += "</tr>"
+    head = "".join(f"<th>{named(name)}{' <small></small>' * detailed}</th>" for name in heads)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<h2>{title}</h2><div class="card wide">{table}</div>' if rows else ""
 
 
 def _samples(summary: RunSummary) -> list[str]:
-    """Texts by stage; questions as conversations, with the answers of all stages below each other."""
+    """Texts by stage; each question with the answers of all stages."""
 
-    def fold(least: int, cards: list[str], shown: int) -> str:
-        rest = f"<details><summary>{len(cards) - shown} more</summary>{_grid(least, cards[shown:])}</details>"
-        return _grid(least, cards[:shown]) + (rest if cards[shown:] else "")
+    def fold(name: str, least: int, cards: list[str], shown: int) -> str:
+        rest = f"<details><summary>{len(cards) - shown} more</summary>{_grid(least, cards[shown:], 'flow')}</details>"
+        return f"<h3>{name}</h3>{_grid(least, cards[:shown], 'flow')}{rest * (len(cards) > shown)}" if cards else ""
 
-    parts = []
+    def part(kind: str, text: str) -> str:
+        text = escape(_clip(text))
+        return f"<div>{text}</div>" if kind == "text" else f"{_small(kind)}<pre>{text}</pre>"
+
+    texts, cards = [], []
     for stage in summary.stages:
-        cards = [f'<div class="card text" dir="auto">{escape(_clip(text))}</div>' for text in stage.samples[:40]]
-        parts += [_name(stage.name, "div") + fold(420, cards, 4)] if cards else []
-    cards = []
-    for answers in questions(summary)[:60]:
-        asked = answers[0][1]
-        card = f'<div class="card">{_small(asked.task)}'
+        about = [f'<div class="card text" dir="auto">{escape(_clip(text))}</div>' for text in stage.samples[:40]]
+        texts.append(fold(_name(stage.name), 420, about, 4))
+    for answers in _questions(summary)[:60]:
+        card, asked = "", answers[0][1]
         for role, text in asked.messages:
-            who = "user" if role == "user" else "other"
-            card += f'<div class="bubble text {who}" style="{_tone("")}" dir="auto">{escape(_clip(text))}</div>'
+            kind = "user" if role == "user" else "other"
+            card += f'<div class="bubble text {kind}" dir="auto">{escape(_clip(text))}</div>'
         for name, chat in answers:
-            parts_of_it = "".join(
-                f"<div>{escape(_clip(text))}</div>"
-                if kind == "text"
-                else f"{_small(kind)}<pre>{escape(_clip(text))}</pre>"
-                for kind, text in chat.reply
-            )
-            card += f'{_name(name)}{_verdict(chat)}<div class="bubble text" style="{_tone(name)}" dir="auto">{parts_of_it}</div>'
-        cards.append(card + "</div>")
-    parts += ['<div class="stage">questions</div>' + fold(330, cards, 6)] if cards else []
-    return ["<h2>Samples</h2>", *parts] if parts else []
+            reply = "".join(part(*each) for each in chat.reply)
+            card += f'<div class="answer" style="{_tone(name)}"><span>{_name(name)}{VERDICTS[chat.correct]}</span>'
+            card += f'<div class="bubble text" dir="auto">{reply}</div></div>'
+        cards.append(f'<div class="card">{_small(asked.task)}{card}</div>')
+    parts = [*texts, fold("Questions", 330, cards, 6)]
+    return ["<h2>Samples</h2>", *parts] if any(parts) else []
 
 
-def _grid(least: int, cards: list[str]) -> str:
-    """Cards side by side, each at least so many pixels wide where the screen allows."""
-    return f'<div class="grid" style="--least:{least}px">{"".join(cards)}</div>' if cards else ""
+def _grid(least: int, cards: list[str], kind: str = "grid") -> str:
+    """Cards side by side, each at least so many pixels wide; kinds: grid in rows, flow in columns."""
+    return f'<div class="{kind}" style="--least:{least}px">{"".join(cards)}</div>' if cards else ""
 
 
-def _name(stage: str, element: str = "span") -> str:
-    return f'<{element} class="stage" style="{_tone(stage)}">{escape(stage)}</{element}>'
+def _name(stage: str) -> str:
+    return f'<span class="stage" style="{_tone(stage)}">{escape(stage)}</span>'
 
 
 def _tone(stage: str) -> str:

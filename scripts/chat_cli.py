@@ -138,7 +138,7 @@ def main(config: Config) -> None:
         seconds = time.perf_counter() - began
         say(lead + decoder.decode(b"", final=True), aside=calling)
         if calling:
-            say(call_marks[engine.answer_end], aside=True)
+            say(call_marks[engine.answer_end].rstrip(" "), aside=True)
         if stopped and asks:
             print(f"{dim} [stopped]{plain}", end="")
         print(flush=True)
@@ -154,7 +154,7 @@ def main(config: Config) -> None:
         return reply
 
     def system_message(text: str) -> list[Message]:
-        return [{"role": "system", "content": text}] if text else []
+        return [{"role": "system", "content": mend_surrogates(text)}] if text else []
 
     system, turns = system_message(config.system), []
     told = False  # that the oldest turns are left out
@@ -173,20 +173,17 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ ask again and again
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
-    print(f"{stage}: {meta['folder']}")
-    if chats:
-        print("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
-    else:
-        print("type the beginning of a text; an empty line or Ctrl-D leaves, Ctrl-C stops it, /help lists the commands")
+    begin = "" if chats else "type the beginning of a text; an empty line leaves, too; "
+    print(f"{stage}: {meta['folder']}\n{begin}/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
     while True:
         try:
             text, before = mend_surrogates(input("> ")), turns
             if not text and not chats:
                 return
-            if not text.strip():
+            if not text.strip() and chats:
                 continue
             if text.startswith("/"):
-                command, _, rest = text.strip().partition(" ")
+                command, rest = [*text.split(maxsplit=1), ""][:2]
                 rest = rest.strip()
                 match command:
                     case "/quit":
@@ -257,13 +254,12 @@ def save(name: str, messages: list[dict[str, Any]]) -> None:
     """Add a conversation to a file as one row."""
     if not name:
         raise UserError("/save: name a file, such as /save chat.jsonl")
-    path = Path(name).expanduser()
     try:
-        with path.open("a", encoding="utf-8") as file:
+        with Path(name).expanduser().open("a", encoding="utf-8") as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     except (OSError, RuntimeError) as error:  # the latter: a ~user who does not exist
         raise UserError(f"/save {name}: {error}") from error
-    print(f"{len(messages)} messages added to {path}")
+    print(f"{len(messages)} messages added to {name}")
 
 
 def furthest_stage(model_tag: str | None) -> str:

@@ -173,3 +173,24 @@ def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:
     out = cached_attention(cache, q, k, v, 0)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), reference(q, k, v, 0.7), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 100])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "fused"])
+def test_documents_of_a_row_do_not_see_one_another(window: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every document of a row attends as it would alone."""
+    monkeypatch.setattr(attention, "PLAIN_TOKENS", 1024 if plain else 0)
+    monkeypatch.setattr(attention, "PLAIN_BLOCK", 16)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 50, 4, 8), torch.randn(2, 50, 2, 8), torch.randn(2, 50, 2, 8)
+    segments = (torch.rand(2, 50) < 0.2).cumsum(1)
+    out = causal_attention(q, k, v, scale=0.3, window=window, segments=segments)
+    for row in range(2):
+        for number in segments[row].unique():
+            mine = (segments[row] == number).nonzero().flatten()
+            alone = causal_attention(
+                q[row : row + 1, mine], k[row : row + 1, mine], v[row : row + 1, mine], scale=0.3, window=window
+            )
+            torch.testing.assert_close(out[row : row + 1, mine], alone, rtol=1e-5, atol=1e-6)
+    whole = causal_attention(q, k, v, scale=0.3, window=window, segments=torch.zeros_like(segments))
+    torch.testing.assert_close(whole, causal_attention(q, k, v, scale=0.3, window=window))

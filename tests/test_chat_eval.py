@@ -305,12 +305,16 @@ def test_the_likeliest_of_the_letters_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_letters_are_preferred_as_by_the_model_alone(dtype: torch.dtype) -> None:
+def test_letters_are_preferred_as_by_the_model_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, model, device = tiny_tokenizer(), tiny_model(), cpu_device(dtype=dtype)
+    computed: list[torch.dtype] = []
+    logits_of = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: computed.append(hidden.dtype) or logits_of(hidden))
     letters = [tokenizer.encode(text)[0] for text in "ABCDEFGH"]
     prompts = [torch.randint(0, 256, (length,)).tolist() for length in (5, 60, 23, 64, 9, 31, 12, 40)]
     rows = [letters[: 2 + i % 7] for i in range(8)]
     preferred = preferred_letters(model, prompts, rows, device)
+    assert computed == [dtype]
     gaps = 0
     for prompt, row, chosen in zip(prompts, rows, preferred, strict=True):
         logits = model(torch.tensor([prompt]))[0, -1][row]

@@ -133,7 +133,8 @@ def test_bfloat16_weights_are_a_copy() -> None:
 
 
 def test_a_document_or_an_answer_ends_at_its_token(engine: Engine, tiny_tokenizer: Tokenizer) -> None:
-    stops = {tiny_tokenizer.encode_special(name) for name in ("<|bos|>", "<|assistant_end|>")}
+    own = {tiny_tokenizer.encode_special(name) for name in ("<|python_start|>", "<|python_end|>")}
+    stops = set(tiny_tokenizer.special_ids.values()) - own
     assert Engine(engine.model, tiny_tokenizer, cpu_device()).stop_ids == stops
 
 
@@ -280,3 +281,68 @@ def test_prompts_that_do_not_fit_are_told(engine: Engine) -> None:
     for prompts in ([], [[]], [[1], []]):
         with pytest.raises(UserError, match="empty prompt"):
             list(engine.stream(prompts, max_tokens=3))
+
+
+# ---------------------------------------------------------------------- the tool
+
+
+def scripted(engine: Engine, monkeypatch: pytest.MonkeyPatch, *rows: list[int]) -> None:
+    """Have the model choose these tokens, whatever its logits say."""
+    columns = iter(zip(*rows, strict=True))
+    monkeypatch.setattr(engines, "sample", lambda logits, **_: torch.tensor(next(columns)))
+
+
+def tool_engine() -> tuple[Engine, Tokenizer]:
+    engine = make_engine()
+    return Engine(engine.model, engine.tokenizer, engine.device), engine.tokenizer
+
+
+def test_a_call_is_answered_and_the_other_rows_go_on(monkeypatch):
+    engine, tokenizer = tool_engine()
+    start, end, stop = (tokenizer.encode_special(f"<|{m}|>") for m in ("python_start", "python_end", "assistant_end"))
+    caller = [start, *tokenizer.encode("6*7"), end, 1, 1, 1, 1, 65, stop, 1]
+    other = list(range(70, 70 + len(caller)))
+    scripted(engine, monkeypatch, caller, other)
+    tokens, masks = engine.generate([prompt_of(4), prompt_of(5)], max_tokens=len(caller))
+    assert tokenizer.decode(tokens[0]) == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A"
+    assert masks[0] == [1] * 5 + [0] * 4 + [1]
+    assert tokens[1] == other and masks[1] == [1] * len(other)
+
+
+def test_a_call_without_an_answer_is_told_so_and_one_that_is_not_closed_is_not_answered(monkeypatch):
+    engine, tokenizer = tool_engine()
+    start, end = (tokenizer.encode_special(f"<|{m}|>") for m in ("python_start", "python_end"))
+    scripted(engine, monkeypatch, [start, *tokenizer.encode("1/0"), end, *[1] * 7], [start, *range(65, 76)][:12])
+    tokens, _ = engine.generate([prompt_of(4), prompt_of(5)], max_tokens=12)
+    assert tokenizer.decode(tokens[0]) == "<|python_start|>1/0<|python_end|><|output_start|>error<|output_end|>"
+    assert tokens[1] == [start, *range(65, 76)]
+
+
+def test_the_answer_counts_and_stops_at_the_limit(monkeypatch):
+    engine, tokenizer = tool_engine()
+    start, end = (tokenizer.encode_special(f"<|{m}|>") for m in ("python_start", "python_end"))
+    scripted(engine, monkeypatch, [start, *tokenizer.encode("6*7"), end, 1, 1, 1])
+    tokens, masks = engine.generate([prompt_of(4)], max_tokens=7)
+    assert tokenizer.decode(tokens[0]) == "<|python_start|>6*7<|python_end|><|output_start|>4"
+    assert masks[0] == [1] * 5 + [0] * 2
+
+
+@pytest.mark.parametrize("mark", ["output_start", "output_end", "user_start", "system_start", "assistant_end", "bos"])
+def test_a_mark_that_is_not_the_assistants_to_write_ends_the_reply(mark, monkeypatch):
+    engine, tokenizer = tool_engine()
+    scripted(engine, monkeypatch, [65, tokenizer.encode_special(f"<|{mark}|>"), 66])
+    assert engine.generate([prompt_of(4)], max_tokens=3)[0] == [[65]]
+    scripted(engine, monkeypatch, [65, tokenizer.encode_special(f"<|{mark}|>"), 66])
+    kept, _ = engine.generate([prompt_of(4)], max_tokens=3, keep_stop=True)
+    assert kept == [[65, tokenizer.encode_special(f"<|{mark}|>")]]
+
+
+def test_update_takes_over_the_weights_as_they_are_now():
+    model = lively_model(tiny_config())
+    engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=torch.bfloat16))
+    assert engine.model is not model
+    with torch.no_grad():
+        model.embedding.weight.add_(1.0)
+    assert not torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())
+    engine.update(model)
+    assert torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())

@@ -166,9 +166,10 @@ def test_a_split_of_a_task_from_a_path(tmp_path):
     assert "is by its name not the test split" in complaint(
         lambda: open_split("gsm8k", "test", str(tmp_path / "train.jsonl"), "hf")
     )
-    assert complaint(
-        lambda: open_split("humaneval", "train", str(tmp_path), "hf")
-    ) == "humaneval has no train split: only test"
+    assert (
+        complaint(lambda: open_split("humaneval", "train", str(tmp_path), "hf"))
+        == "humaneval has no train split: only test"
+    )
     assert "nowhere: no such file" in complaint(lambda: open_split("gsm8k", "test", "nowhere", "hf"))
 
 

@@ -1,9 +1,9 @@
 """GSM8K: grade-school word problems whose worked answers use a calculator, 7,473 to learn from and 1,319 to be graded.
 
 A source's answer marks each calculation, `48/2 = <<48/2=24>>24 clips`, and ends in a line `#### 72`. A mark becomes a
-call with its output; the text behind it stays as it is, so that the reader sees the result too. All 27,997 marks are
-right to nine places, but 7,490 are spelled differently than Python would (`9.00`, `.5`); the output is the mark's own,
-as the text behind it repeats it.
+call with its output; the text behind it stays as it is, so that the reader sees the result too. The output is the
+mark's own, which that text repeats: all 27,998 of them have the calculator's value, 823 in another spelling (`9.00` for
+9, `.4` for 0.4, once `3/4`).
 
 Source: Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems (arXiv:2110.14168).
 """

@@ -25,7 +25,7 @@ class HumanEval(Task):
     name, kind, baseline = "humaneval", "generative", 0.0
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        fields = dict.fromkeys(("prompt", "canonical_solution", "test", "entry_point"), str)
+        fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
         self.rows = open_split(self.name, split, path, hub, fields)
 
     def __len__(self) -> int:
@@ -41,22 +41,32 @@ class HumanEval(Task):
         return Example(messages, {name: row[name] for name in ("prompt", "test", "entry_point")})
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        task = example.answer
-        program = complete_program(task["prompt"], task["entry_point"], text_of(reply))
-        return passes(program, f"{task['test']}\n\ncheck({task['entry_point']})\n", timeout_seconds=TIMEOUT_SECONDS)
+        prompt, test, function = (example.answer[name] for name in ("prompt", "test", "entry_point"))
+        # Some tests call a helper of the prompt: they get the prompt's own, not what the reply made of it.
+        checks = f"{above(prompt, function)}\n{test}\n\ncheck({function})\n"
+        return passes(complete_program(prompt, function, text_of(reply)), checks, timeout_seconds=TIMEOUT_SECONDS)
+
+
+def above(prompt: str, function: str) -> str:
+    """What a prompt has above the function: imports, other functions."""
+    place = _definition(function).search(prompt)
+    return prompt[: place.start()] if place else ""
 
 
 def complete_program(prompt: str, function: str, reply: str) -> str:
     """The program that a reply means: its code block that defines the function, else its first, else all of it.
 
-    What the prompt has above the function (imports, other functions) is put before it; a body alone gets the prompt.
+    What the prompt has above the function is put before it; a body alone gets the whole prompt.
     """
-    definition = re.compile(rf"^(?:async +)?def +{re.escape(function)}\b|^{re.escape(function)} *=", re.MULTILINE)
+    definition = _definition(function)
     blocks = BLOCK.findall(reply) or [reply]
     code = next((block for block in blocks if definition.search(block)), blocks[0]).strip("\n")
-    place = definition.search(prompt)
     if definition.search(code):
-        return f"{prompt[: place.start()] if place else ''}\n{code}\n"
+        return f"{above(prompt, function)}\n{code}\n"
     if not code.startswith((" ", "\t")):
         code = textwrap.indent(code, "    ")
     return f"{prompt.rstrip()}\n{code}\n"
+
+
+def _definition(function: str) -> re.Pattern[str]:
+    return re.compile(rf"^(?:async +)?def +{re.escape(function)}\b|^{re.escape(function)} *=", re.MULTILINE)

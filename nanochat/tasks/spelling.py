@@ -70,7 +70,7 @@ class LetterCount(Spelling):
         rng, word = self._draw(index)
         often = sorted({letter for letter in word if word.count(letter) > 1})
         # Letters that come twice are rare, and left to chance nearly every answer would be 1.
-        letter = rng.choice(often if often and rng.random() < 0.7 else rng.choice((word, ALPHABET)))
+        letter = rng.choice(often if often and rng.random() < 0.7 else rng.choice((word, word, ALPHABET)))
         count = str(word.count(letter))
         answer = [
             {"type": "text", "text": f"The word {word} is spelled {'-'.join(word)}. "},

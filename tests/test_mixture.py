@@ -1,0 +1,157 @@
+"""A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
+
+from collections import Counter
+
+import pytest
+from tiny import tiny_tokenizer
+
+from nanochat.cli import UserError
+from nanochat.conversation import check_messages, render, text_of
+from nanochat.data.demo import held_out
+from nanochat.tasks.mixture import (
+    BUILT_IN_TASKS,
+    HUB_TASKS,
+    Mixture,
+    MixtureCorpus,
+    default_rl_tasks,
+    default_tasks,
+    open_mixture,
+)
+from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, open_task, parse_tasks
+from nanochat.tasks.task import Example, Task
+
+
+class Numbers(Task):
+    kind = "dialogue"
+
+    def __init__(self, name: str, count: int):
+        self.name, self.count = name, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, index: int) -> Example:
+        assert 0 <= index < self.count
+        turns = [{"role": "user", "content": self.name}, {"role": "assistant", "content": str(index)}]
+        return Example(turns)
+
+
+def test_weights_are_kept_and_every_example_comes_once_before_any_comes_again():
+    mixture = Mixture([Numbers("a", 7), Numbers("b", 500)], [1, 3])
+    drawn = [mixture.draw(i) for i in range(2000)]
+    names = Counter(task.name for task, _ in drawn)
+    assert names == {"a": 500, "b": 1500}
+    for name, count in (("a", 7), ("b", 500)):
+        numbers = [number for task, number in drawn if task.name == name]
+        for epoch in range(len(numbers) // count):
+            assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
+    of_a = [number for task, number in drawn if task.name == "a"]
+    assert of_a[:7] != of_a[7:14]  # shuffled anew
+    near = Counter(task.name for task, _ in drawn[:100])
+    assert 10 < near["a"] < 40
+
+
+def test_an_example_is_a_function_of_seed_and_index():
+    def make(seed):
+        return Mixture([Numbers("a", 50), Numbers("b", 90)], [2, 1], seed)
+
+    there = [(task.name, number) for task, number in map(make(3).draw, range(300))]
+    back = make(3)
+    assert [(t.name, n) for t, n in (back.draw(i) for i in reversed(range(300)))] == there[::-1]
+    assert [(t.name, n) for t, n in map(make(4).draw, range(300))] != there
+
+
+def test_a_small_weight_is_still_drawn():
+    mixture = Mixture([Numbers("a", 5), Numbers("b", 5)], [1, 1e6])
+    assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
+
+
+def test_an_empty_task_is_told():
+    with pytest.raises(UserError, match="there are no examples"):
+        Mixture([Numbers("a", 0)], [1])
+
+
+def test_the_corpus_is_the_mixture_as_tokens():
+    mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), tiny_tokenizer()
+    documents = MixtureCorpus(mixture, tokenizer).read_block(1)
+    assert [d.tolist() for d in documents] == [
+        render(tokenizer, mixture.example(i).messages).ids for i in range(len(documents), 2 * len(documents))
+    ]
+
+
+def test_a_flag_names_tasks_paths_and_weights(tmp_path):
+    file = tmp_path / "chat:s.jsonl"
+    file.write_text("")
+    assert parse_tasks(f"stories:2, gsm8k={tmp_path}:0.5,{file}:3,addition") == [
+        Choice("stories", None, 2.0),
+        Choice("gsm8k", str(tmp_path), 0.5),
+        Choice("conversations", str(file), 3.0),
+        Choice("addition", None, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("", "empty"),
+        (" , ", "empty"),
+        ("storys", "did you mean stories"),
+        ("stories:x", "weight 'x' is no number"),
+        ("stories:0", "above 0"),
+        ("stories:-1", "above 0"),
+        ("stories:nan", "above 0"),
+        ("stories:inf", "above 0"),
+        ("stories=/tmp", "takes no path"),
+        ("gsm8k=", "no path"),
+        ("/nowhere.jsonl", "no such task or file"),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_line(flag, says):
+    with pytest.raises(UserError, match=says) as error:
+        parse_tasks(flag)
+    assert "\n" not in str(error.value) and str(error.value).startswith("--tasks")
+
+
+def test_the_defaults_follow_the_pretraining_text(tmp_path):
+    assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
+    assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
+    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("addition", "gsm8k")
+    for names in (BUILT_IN_TASKS, HUB_TASKS):
+        assert all(choice.name in {**BUILT_IN, **FROM_HUB} for choice in parse_tasks(names))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
+    task = open_task(Choice(name, None, 1.0), split)
+    assert task.name == name
+    for index in (*range(30), len(task) - 1):
+        example = task.example(index)
+        check_messages(example.messages)
+        assert example == task.example(index)
+        assert example.messages[-1]["role"] == "assistant" and example.question[-1]["role"] == "user"
+        if task.kind == "generative":
+            reply = example.messages[-1]["content"]
+            reply = [{"type": "text", "text": reply}] if isinstance(reply, str) else reply
+            assert task.grade(example, reply)
+            assert not task.grade(example, [{"type": "text", "text": text_of(reply)[:-4] + "zq 7."}])
+            assert not task.grade(example, [])
+
+
+def test_held_out_sums_are_in_the_test_split_only():
+    for split in ("train", "test"):
+        for name in ("addition", "arithmetic"):
+            task = open_task(Choice(name, None, 1.0), split)
+            for index in range(200):
+                call = task.example(index).messages[-1]["content"][0]["text"]
+                a, b = (int(n) for n in call.replace("-", "+").replace("*", "+").split("+"))
+                assert (held_out("sum", a, b) or held_out("sum", b, a)) or split == "train"
+                if name == "addition":
+                    assert 10 <= a <= 99 and 10 <= b <= 99 and "+" in call
+                    assert held_out("sum", a, b) == (split == "test")
+
+
+def test_the_built_in_mixture_opens_offline():
+    mixture = open_mixture(BUILT_IN_TASKS, "train")
+    names = {mixture.draw(i)[0].name for i in range(1000)}
+    assert names == {choice.name for choice in parse_tasks(BUILT_IN_TASKS)}

@@ -1,0 +1,102 @@
+"""Packed rows: every sequence once and whole, none seeing another, the same loss as each by itself."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import cpu_device, lively_model, tiny_config
+
+from nanochat.cross_entropy import IGNORE
+from nanochat.losses import masked_loss
+from nanochat.packing import Rows, pack
+
+
+def sequences(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(0, 100, rng.integers(2, longest)).tolist() for _ in range(count)]
+    return ids, [[0, *rng.integers(0, 2, len(i) - 1).tolist()] for i in ids]
+
+
+def test_every_sequence_is_there_once_and_whole():
+    ids, masks = sequences(40, 25)
+    rows = pack(ids, masks, 32)
+    found = {}
+    for row in range(len(rows)):
+        for number in rows.segments[row].unique().tolist():
+            places = (rows.segments[row] == number).nonzero().flatten()
+            source = set(rows.source[row, places].tolist())
+            if (rows.targets[row, places] == IGNORE).all() and rows.inputs[row, places].eq(0).all():
+                continue  # padding
+            (one,) = source
+            assert one not in found
+            found[one] = (rows.inputs[row, places].tolist(), rows.targets[row, places].tolist())
+    for i, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
+        targets = [t if m else IGNORE for t, m in zip(tokens[1:], mask[1:], strict=True)]
+        if any(mask[1:]) or any(tokens[:-1]):
+            assert found[i] == (tokens[:-1], targets)
+    assert len(rows) <= -(-sum(len(i) - 1 for i in ids) // 32) + 2  # little padding
+
+
+@pytest.mark.parametrize("pattern", ["L", "SSL"])
+def test_packed_and_unpacked_have_the_same_loss_and_gradient(pattern):
+    ids, masks = sequences(12, 20)
+    model = lively_model(tiny_config(window_pattern=pattern))
+    packed = pack(ids, masks, 32)
+    assert len(packed) < len(ids)
+    loss, targets = masked_loss(model, packed)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    alone_loss, alone_targets = torch.zeros(()), 0
+    for tokens, mask in zip(ids, masks, strict=True):
+        one, count = masked_loss(model, pack([tokens], [mask], 32))
+        one.backward()
+        alone_loss, alone_targets = alone_loss + one.detach(), alone_targets + count
+    assert targets == alone_targets
+    torch.testing.assert_close(loss.detach(), alone_loss, rtol=2e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=2e-4, atol=2e-5)
+
+
+def test_a_neighbour_in_the_row_changes_nothing():
+    ids, masks = sequences(6, 12)
+    model = lively_model(tiny_config())
+    rows = pack(ids, [[1] * len(i) for i in ids], 32)
+    before = model.losses(rows.inputs, rows.targets, rows.segments)
+    other = torch.where(rows.source == 0, (rows.inputs + 1) % 100, rows.inputs)
+    after = model.losses(other, rows.targets, rows.segments)
+    untouched = rows.source != 0
+    assert torch.equal(before[untouched], after[untouched])
+    assert not torch.equal(before, after)
+    assert not torch.allclose(model.losses(rows.inputs, rows.targets)[untouched], before[untouched])  # segments matter
+
+
+def test_micro_batches_deal_out_every_row_once():
+    ids, masks = sequences(30, 25)
+    rows, device = pack(ids, masks, 32), cpu_device()
+    for world_size in (1, 2, 3):
+        shares = [list(rows.micro_batches(4, device, rank, world_size)) for rank in range(world_size)]
+        assert len({len(share) for share in shares}) == 1
+        assert all(micro.inputs.shape == (4, 32) for share in shares for micro in share)
+        dealt = torch.cat([micro.targets for share in shares for micro in share])
+        assert sorted(dealt[(dealt != IGNORE).any(1)].tolist()) == sorted(
+            rows.targets[(rows.targets != IGNORE).any(1)].tolist()
+        )
+
+
+def test_nothing_to_pack_is_a_row_without_a_target():
+    rows = pack([], [], 8)
+    assert rows.inputs.shape == (1, 8) and (rows.targets == IGNORE).all()
+    loss, targets = masked_loss(lively_model(tiny_config()), rows)
+    assert loss.item() == 0 and targets.item() == 0
+
+
+def test_a_sequence_that_does_not_fit_is_told():
+    pack([list(range(9))], [[1] * 9], 8)  # its last token is only a target
+    with pytest.raises(ValueError, match="10 tokens does not fit a row of 8"):
+        pack([list(range(10))], [[1] * 10], 8)
+
+
+def test_rows_have_equal_shapes():
+    assert len({t.shape for t in vars(pack(*sequences(5, 9), 16)).values()}) == 1
+    assert isinstance(pack([], [], 4), Rows)

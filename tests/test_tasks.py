@@ -1,0 +1,602 @@
+"""The tasks that come from datasets, from files of one's own, and the spelling ones: rendering, grading, damage.
+
+Each grader is held against what a model could write: every reference must pass, every corrupted one fail.
+"""
+
+import gzip
+import json
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nanochat.cli import UserError
+from nanochat.conversation import Part, check_messages, parts_of, text_of
+from nanochat.data import hub
+from nanochat.data.demo import held_out
+from nanochat.tasks import spelling
+from nanochat.tasks.arc import ArcChallenge, ArcEasy
+from nanochat.tasks.conversations import Conversations, messages_of
+from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
+from nanochat.tasks.humaneval import HumanEval, complete_program
+from nanochat.tasks.mmlu import Mmlu
+from nanochat.tasks.smoltalk import SmolTalk
+from nanochat.tasks.spelling import LetterCount, Spelling
+from nanochat.tasks.task import Example, Task
+from nanochat.tools import calculate
+
+DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk)
+
+
+def text(reply: str) -> list[Part]:
+    return [{"type": "text", "text": reply}]
+
+
+def reference(example: Example) -> list[Part]:
+    return parts_of(example.messages[-1]["content"])
+
+
+def write(path: Path, rows: list) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def complaint(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def check(task: Task) -> list[Example]:
+    """All examples: each a conversation that ends with the reference, the same at a second call, graded right."""
+    examples = [task.example(index) for index in range(len(task))]
+    for index, example in enumerate(examples):
+        check_messages(example.messages)
+        assert example.messages[-1]["role"] == "assistant" and example.question[-1]["role"] == "user"
+        assert task.example(index) == example
+        assert task.grade(example, reference(example)) and task.reward(example, reference(example)) == 1.0
+    return examples
+
+
+# ---- GSM8K -----------------------------------------------------------------------------------------------
+
+CLIPS = {
+    "question": "Natalia sold 48 clips, then half as many. How many?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 clips.\nThat is 48+24 = $<<48+24=72>>72.\n#### 72",
+}
+
+
+def test_gsm8k_marks_become_calls(tmp_path):
+    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    assert task.example(0).messages == [
+        {"role": "user", "content": "Natalia sold 48 clips, then half as many. How many?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "She sold 48/2 = "},
+                {"type": "python", "text": "48/2"},
+                {"type": "python_output", "text": "24"},
+                {"type": "text", "text": "24 clips.\nThat is 48+24 = $"},
+                {"type": "python", "text": "48+24"},
+                {"type": "python_output", "text": "72"},
+                {"type": "text", "text": "72.\n#### 72"},
+            ],
+        },
+    ]
+    assert (task.name, task.kind, task.baseline, len(task)) == ("gsm8k", "generative", 0.0, 1)
+    assert with_calls("<<1+1=2>><<2+2=4>>") == [
+        {"type": "python", "text": "1+1"},
+        {"type": "python_output", "text": "2"},
+        {"type": "python", "text": "2+2"},
+        {"type": "python_output", "text": "4"},
+    ]
+
+
+NUMBERS = [
+    ("#### 72", "72"),
+    ("####72.0", "72"),
+    ("#### 72 clips", "72"),
+    ("#### $1,080.00.", "1080"),
+    ("#### 72...", "72"),
+    ("#### 18,000/year", "18000"),
+    ("#### -$5", "-5"),
+    ("#### $ -5.50", "-5.5"),
+    ("#### \u22125", "-5"),
+    ("#### .5", "0.5"),
+    ("#### -0.0", "0"),
+    ("#### 1\nNo:\n#### 2\n", "2"),
+    ("#### 100", "100"),
+    ("#### 1/2", None),
+    ("#### 10/3", None),
+    ("#### 1,2/3", None),
+    ("#### 1.2.3", None),
+    ("#### seven", None),
+    ("#### .", None),
+    ("#### 72\n####", None),
+    ("72", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("reply", "number"), NUMBERS)
+def test_gsm8k_reads_the_last_number(reply, number):
+    assert final_number(reply) == number
+
+
+def test_gsm8k_grades_the_text_not_the_calls(tmp_path):
+    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    example = task.example(0)
+    assert task.grade(example, [{"type": "text", "text": "#### "}, {"type": "text", "text": "72.0"}])
+    assert not task.grade(example, [{"type": "text", "text": "#### "}, {"type": "python_output", "text": "72"}])
+    assert not task.grade(example, [{"type": "python", "text": "#### 72"}])
+    assert not task.grade(example, [])
+
+
+def spoiled_number(reply: list[Part], change: int) -> list[Part]:
+    """The reply with another number at its end."""
+    *before, last = reply
+    body, _, number = last["text"].rpartition("#### ")
+    wrong = int(number.replace(",", "")) + change
+    return [*before, {"type": "text", "text": f"{body}#### {wrong}"}]
+
+
+@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not beside this checkout")
+def test_gsm8k_whole(tmp_path):
+    rng = random.Random(0)
+    task = Gsm8k("test", str(DATA / "gsm8k"))
+    examples = check(task)
+    assert len(examples) == 1319 and len(Gsm8k("train", str(DATA / "gsm8k"))) == 7473
+    for index, example in enumerate(examples):
+        reply = reference(example)
+        source = task.rows[index]["answer"]
+        spell = {"text": "{}", "python": "<<{}=", "python_output": "{}>>"}
+        assert "".join(spell[part["type"]].format(part["text"]) for part in reply) == source  # nothing is lost
+        assert not task.grade(example, spoiled_number(reply, rng.choice((-10, -1, 1, 10, 1000))))
+        assert not task.grade(example, text(text_of(reply).rpartition("####")[0]))  # cut off before the end
+        assert not task.grade(example, text(text_of(reply).replace("####", "=")))
+        for call, output in zip(reply, reply[1:], strict=False):
+            if call["type"] == "python" and output["text"] != "3/4":
+                assert float(calculate(call["text"]) or "nan") == pytest.approx(float(output["text"]), rel=1e-9)
+
+
+def test_gsm8k_damaged(tmp_path):
+    path = write(tmp_path / "test.jsonl", [CLIPS, {"question": "?", "answer": "It is 72."}, {"question": "?"}])
+    task = Gsm8k("test", str(path))
+    assert complaint(lambda: task.example(1)) == f"{path} line 2 has an answer without a line `#### NUMBER`"
+    assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'answer' that is a text")
+
+
+# ---- Multiple choice -------------------------------------------------------------------------------------
+
+SKY = {"question": "What colour is the sky?", "subject": "physics", "choices": ["red", "blue", "green", "grey"]}
+SKY_TEXT = """Multiple choice: What colour is the sky?
+- A: red
+- B: blue
+- C: green
+- D: grey
+Answer with the letter alone."""
+
+
+def spoiled_letters(task: Task, example: Example) -> None:
+    """All letters but the right one are wrong, and so is what is no letter."""
+    for letter in {*example.letters, "A", "E", "1", "9", "a", "", " ", "The answer is " + example.answer}:
+        if letter != example.answer:
+            assert not task.grade(example, text(letter))
+    assert task.grade(example, text(f" {example.answer}. Because."))
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
+def test_mmlu(tmp_path, name):
+    rows = [SKY | {"answer": answer} for answer in range(4)]
+    write(tmp_path / name, rows)
+    task = Mmlu("test", str(tmp_path))
+    examples = check(task)
+    assert [example.answer for example in examples] == ["A", "B", "C", "D"]
+    assert examples[1].messages == [{"role": "user", "content": SKY_TEXT}, {"role": "assistant", "content": "B"}]
+    assert examples[1].letters == ("A", "B", "C", "D") and (task.kind, task.baseline) == ("choice", 0.25)
+    for example in examples:
+        spoiled_letters(task, example)
+
+
+@pytest.mark.parametrize("name", ["auxiliary_train.jsonl", "train.jsonl", "auxiliary_train-00000-of-00001.parquet"])
+def test_mmlu_learns_from_the_auxiliary_set_also_where_it_is_wrapped(tmp_path, name):
+    for wrapped in (False, True):
+        row = SKY | {"answer": 3}
+        write(tmp_path / name, [{"train": row} if wrapped else row])
+        assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
+
+
+MMLU_DAMAGE = [
+    (SKY | {"answer": 4}, "line 1 has the answer 4: 0 to 3"),
+    (SKY | {"answer": -1}, "line 1 has the answer -1: 0 to 3"),
+    (SKY | {"answer": "B"}, "line 1 has no 'answer' that is a whole number"),
+    (SKY | {"answer": 0, "choices": ["red", "blue"]}, "line 1 has not 4 texts to choose from"),
+    (SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]}, "line 1 has not 4 texts to choose from"),
+    (SKY | {"answer": 0, "question": None}, "line 1 has no 'question' that is a text"),
+    (["a", "list"], "line 1 is no object with question, choices, answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), MMLU_DAMAGE)
+def test_mmlu_damaged(tmp_path, row, says):
+    task = Mmlu("test", str(write(tmp_path / "test.jsonl", [row])))
+    assert says in complaint(lambda: task.example(0))
+
+
+def arc_row(labels: str, answer: str) -> dict:
+    texts = [f"choice {label}" for label in labels]
+    return {"id": "1", "question": "Which?", "choices": {"text": texts, "label": list(labels)}, "answerKey": answer}
+
+
+@pytest.mark.parametrize("kind", [ArcEasy, ArcChallenge])
+@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
+def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
+    rows = [arc_row("ABCD", "C"), arc_row("1234", "4"), arc_row("ABC", "A"), arc_row("ABCDE", "E"), arc_row("123", "1")]
+    write(tmp_path / name, rows)
+    task = kind("test", str(tmp_path))
+    examples = check(task)
+    assert [(example.letters, example.answer) for example in examples[:2]] == [
+        (("A", "B", "C", "D"), "C"),
+        (("1", "2", "3", "4"), "4"),
+    ]
+    assert examples[4].messages == [
+        {
+            "role": "user",
+            "content": "Multiple choice: Which?\n- 1: choice 1\n- 2: choice 2\n- 3: choice 3\n"
+            "Answer with the letter alone.",
+        },
+        {"role": "assistant", "content": "1"},
+    ]
+    for example in examples:
+        spoiled_letters(task, example)
+    assert task.baseline == 0.25 and task.name == ("arc_easy" if kind is ArcEasy else "arc_challenge")
+
+
+ARC_DAMAGE = [
+    (arc_row("ABCD", "E"), "line 1 has the answer 'E', not one of A, B, C, D"),
+    (arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, "line 1 has choices that are not"),
+    (arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, "line 1 has choices that are not"),
+    (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, "line 1 has no 'choices' that is an object"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), ARC_DAMAGE)
+def test_arc_damaged(tmp_path, row, says):
+    task = ArcEasy("test", str(write(tmp_path / "test.jsonl", [row])))
+    assert says in complaint(lambda: task.example(0))
+
+
+def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
+    for name, answer in (("ARC-Easy", "A"), ("ARC-Challenge", "B")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
+    assert ArcEasy("test", str(tmp_path)).example(0).answer == "A"
+    assert ArcChallenge("test", str(tmp_path)).example(0).answer == "B"
+
+
+# ---- HumanEval -------------------------------------------------------------------------------------------
+
+HALF = {
+    "task_id": "HumanEval/0",
+    "prompt": 'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n',
+    "canonical_solution": "    return math.floor(x / 2)\n\n",
+    "test": "def check(candidate):\n    assert candidate(4) == 2\n    assert candidate(5) == 2\n",
+    "entry_point": "half",
+}
+WHOLE = 'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n    return math.floor(x / 2)'
+
+
+@pytest.fixture
+def half(tmp_path) -> HumanEval:
+    return HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [HALF]).parent))
+
+
+def test_humaneval_rendering(half):
+    example = half.example(0)
+    assert example.messages == [
+        {
+            "role": "user",
+            "content": "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n"
+            'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n```',
+        },
+        {"role": "assistant", "content": f"```python\n{WHOLE}\n```"},
+    ]
+    assert (half.name, half.kind, half.baseline) == ("humaneval", "generative", 0.0)
+
+
+RIGHT = [
+    f"```python\n{WHOLE}\n```",
+    f"Here it is:\n\n```py\n{WHOLE}\n```\nIt rounds down.",
+    f"```\n{WHOLE}",  # cut off behind the code
+    WHOLE,
+    "```python\ndef half(x):\n    return math.floor(x / 2)\n```",  # without the import
+    "```python\n    return math.floor(x / 2)\n```",  # a body alone
+    "    return math.floor(x / 2)\n",
+    "return math.floor(x / 2)",
+    "```python\nprint(half(3))\n```\nThe function:\n```python\ndef half(x):\n    return x // 2\n```",
+    "half = lambda x: x // 2",
+]
+WRONG = [
+    "```python\ndef half(x):\n    return x / 2\n```",
+    "```python\ndef half(x):\n    return math.ceil(x / 2)\n```",
+    "```python\ndef half(x)\n    return x // 2\n```",
+    "```python\ndef halve(x):\n    return x // 2\n```",
+    "```python\n    return\n```",
+    "```python\ndef half(x):\n    exit(0)\n```",
+    "```python\nimport os\nos._exit(0)\n```",
+    "```python\ndef half(x):\n    raise SystemExit(0)\n```",
+    "Half of x.",
+    "",
+]
+
+
+@pytest.mark.parametrize("reply", RIGHT)
+def test_humaneval_passes(half, reply):
+    assert half.grade(half.example(0), text(reply))
+
+
+@pytest.mark.parametrize("reply", WRONG)
+def test_humaneval_fails(half, reply):
+    assert not half.grade(half.example(0), text(reply))
+
+
+def test_humaneval_puts_what_is_missing_before_the_reply():
+    prompt = "import math\n\ndef other(): ...\n\ndef half(x):\n"
+    assert complete_program(prompt, "half", "def half(x):\n    pass") == (
+        "import math\n\ndef other(): ...\n\n\ndef half(x):\n    pass\n"
+    )
+    assert complete_program(prompt, "half", "if x:\n    pass") == (
+        "import math\n\ndef other(): ...\n\ndef half(x):\n    if x:\n        pass\n"
+    )
+    # A function of a similar name is not the one asked for.
+    other = complete_program("def half(x):\n", "half", "def half_of(x):\n    pass")
+    assert other == "def half(x):\n    def half_of(x):\n        pass\n"
+
+
+def test_humaneval_checks_with_the_prompt_s_own_helper(tmp_path):
+    """As in HumanEval/32: its check puts the root that was found into the prompt's polynomial."""
+    row = HALF | {
+        "prompt": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    pass\n",
+        "test": "def check(candidate):\n    assert double(candidate(4)) == 4\n",
+    }
+    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
+    assert task.grade(task.example(0), text("```python\ndef half(x):\n    return x // 2\n```"))
+    cheat = "def double(x):\n    return 4\n\n\ndef half(x):\n    return 0\n"
+    assert not task.grade(task.example(0), text(f"```python\n{cheat}```"))
+
+
+def test_humaneval_has_no_train_split(half, tmp_path):
+    assert complaint(lambda: HumanEval("train", str(tmp_path))) == "humaneval has no train split: only test"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "humaneval").is_dir(), reason="the real HumanEval is not beside this checkout")
+def test_humaneval_whole():
+    task = HumanEval("test", str(DATA / "humaneval"))
+    examples = [task.example(index) for index in range(len(task))]
+    nothing = [text(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in examples]
+    with ThreadPoolExecutor(2) as threads:
+        right = list(threads.map(task.grade, examples, map(reference, examples)))
+        wrong = list(threads.map(task.grade, examples, nothing))
+    assert right == [True] * 164 and wrong == [False] * 164
+
+
+# ---- Letters ---------------------------------------------------------------------------------------------
+
+
+def test_spelling_rendering():
+    task = Spelling("train")
+    example = next(e for e in map(task.example, range(1000)) if e.answer == "bell")
+    assert "bell" in example.messages[0]["content"]
+    assert example.messages[1] == {"role": "assistant", "content": "The word bell is spelled b-e-l-l."}
+    assert (task.name, task.kind, task.baseline, len(task)) == ("spelling", "generative", 0.0, 100_000)
+
+
+def test_letter_count_rendering():
+    task = LetterCount("train")
+    examples = [task.example(index) for index in range(2000)]
+    example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
+    assert example.messages[1]["content"] == [
+        {"type": "text", "text": "The word balloon is spelled b-a-l-l-o-o-n. "},
+        {"type": "python", "text": '"balloon".count("l")'},
+        {"type": "python_output", "text": "2"},
+        {"type": "text", "text": "The letter l is in it 2 times."},
+    ]
+    shares = [sum(e.answer == count for e in examples) / 2000 for count in ("0", "1")]
+    assert shares[0] < 0.3 and shares[1] < 0.6  # no answer is nearly always right
+    assert all(calculate(e.messages[1]["content"][1]["text"]) == e.answer for e in examples)
+    assert (task.name, task.kind, task.baseline, len(LetterCount("test"))) == ("letters", "generative", 0.0, 1_000)
+
+
+@pytest.mark.parametrize("kind", [Spelling, LetterCount])
+def test_held_out_words_are_in_the_test_split_only(kind):
+    asked = {}
+    for split in ("train", "test"):
+        task = kind(split)
+        examples = check(task) if split == "test" else [task.example(index) for index in range(3000)]
+        asked[split] = set()
+        for example in examples:
+            found = re.search(r"The word ([a-z]+) is spelled", text_of(example.messages[1]["content"]))
+            assert found and re.search(rf"\b{found[1]}\b", example.messages[0]["content"])
+            asked[split].add(found[1])
+    assert asked["train"] == set(spelling.words("train")) and asked["test"] == set(spelling.words("test"))
+    assert all(held_out("word", word) for word in asked["test"]) and len(asked["test"]) > 40
+    assert not any(held_out("word", word) for word in asked["train"]) and len(asked["train"]) > 600
+
+
+def test_spelling_grades():
+    task = Spelling("train")
+    example = Example([], "bell")
+    for reply in ("b-e-l-l", "It is B-E-L-L!", "b, e, l, l.", "b e l l", "Not b-e-l but b-e-l-l."):
+        assert task.grade(example, text(reply)), reply
+    for reply in ("bell", "b-e-l", "b-e-l-l-s", "l-l-e-b", "b-e-l-l or b-a-l-l", "b", ""):
+        assert not task.grade(example, text(reply)), reply
+    for word in map(lambda index: task.example(index).answer, range(200)):
+        for wrong in (word[:-1], word + "e", word[1:], word[1] + word[0] + word[2:]):
+            assert wrong == word or not task.grade(Example([], word), text("-".join(wrong)))
+
+
+def test_letter_count_grades():
+    task = LetterCount("test")
+    for index in range(200):
+        example = task.example(index)
+        reply = reference(example)
+        wrong = str(int(example.answer) + 1)
+        assert not task.grade(example, [*reply[:-1], {"type": "text", "text": f"There are {wrong}."}])
+        assert not task.grade(example, reply[:-1])  # the tool's output is not yet an answer
+        assert task.grade(example, text(f"At first {wrong}, no: {example.answer}"))
+
+
+# ---- Dialogues -------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+FORMS = [
+    {"messages": HELLO},
+    {"messages": HELLO, "source": "somewhere"},
+    HELLO,
+    {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi!"}]},
+    [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi!"}],
+    {"instruction": "Hello", "input": "", "output": "Hi!"},
+    {"instruction": "Hello", "output": "Hi!"},
+    {"messages": [*HELLO, {"role": "user", "content": "Are you there?"}]},  # nobody answers
+    {"messages": [{"role": "user", "content": "Hello", "name": None, "train": None}, HELLO[1]]},
+]
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_every_form_is_the_same_conversation(row):
+    assert messages_of(row) == HELLO
+
+
+def test_what_a_form_keeps():
+    system = {"role": "system", "content": "Be brief."}
+    assert messages_of({"conversations": [{"from": "system", "value": "Be brief."}, *FORMS[4]]}) == [system, *HELLO]
+    asked = {"role": "user", "content": "Add.\n\n1 and 2"}
+    assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == asked
+    parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
+    masked = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
+    assert messages_of({"messages": masked}) == masked
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
+def test_the_last_tenth_of_a_file_is_the_test_split(tmp_path, name):
+    for count, train in ((1, 1), (2, 1), (5, 4), (10, 9), (25, 22)):
+        rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]]} for n in range(count)]
+        path = write(tmp_path / name.removesuffix(".gz"), rows)
+        if name.endswith(".gz"):
+            path = tmp_path / name
+            path.write_bytes(gzip.compress((tmp_path / "mine.jsonl").read_bytes()))
+        found = [
+            [task.example(n).messages[0]["content"] for n in range(len(task))]
+            for task in (Conversations("train", str(path)), Conversations("test", str(path)))
+        ]
+        assert found == [[str(n) for n in range(train)], [str(n) for n in range(train, count)]]
+
+
+def test_a_folder_with_splits_of_its_own(tmp_path):
+    def folder(**files: int) -> list[int]:
+        place = tmp_path / "-".join(files)
+        place.mkdir()
+        for name, count in files.items():
+            write(place / f"{name}.jsonl", [HELLO] * count)
+        return [len(Conversations("train", str(place))), len(Conversations("test", str(place)))]
+
+    assert folder(train=20, test=3) == [20, 3]
+    assert folder(train=20, validation=4) == [20, 4]
+    assert folder(train=20) == [18, 2]
+    assert folder(first=10, second=10) == [18, 2]
+    assert Conversations("train", str(tmp_path / "train" / "train.jsonl")).kind == "dialogue"
+
+
+BAD_ROWS = [
+    ({"messages": []}, "is no conversation: a conversation is a list of messages, and not an empty one"),
+    ({"messages": [HELLO[1]]}, "is no conversation: message 0 is by assistant, where user is due"),
+    ({"messages": [HELLO[0], HELLO[0]]}, "is no conversation: message 1 is by user, where assistant is due"),
+    ({"messages": [{"role": "bot", "content": "Hi"}]}, "is no conversation: message 0 has the role 'bot'"),
+    ({"messages": [HELLO[0], {"role": "assistant"}]}, "is no conversation: message 1 (assistant) has no content"),
+    ({"messages": ["Hello", "Hi!"]}, "is no conversation: message 0 is no object with role and content"),
+    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "is no conversation: message 0 has the role ['x']"),
+    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "is no conversation: message 0 has the role 'tool'"),
+    ({"instruction": "Add."}, "is no conversation: message 1 (assistant) has no content"),
+    ({"text": "Hello"}, "is no conversation: no form that is known (with text); these are:"),
+    ({}, "is no conversation: no form that is known (with nothing)"),
+    ("Hello", "is no conversation: no form that is known (but str)"),
+    ([HELLO[0]], "is no conversation: a conversation is a list of messages, and not an empty one"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is no conversation: there is a system message and"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD_ROWS)
+def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, says):
+    path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
+    assert complaint(lambda: Conversations("train", str(path))).startswith(f"{path} line 3 {says}")
+    path.write_text('{"messages": \n')
+    assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
+
+
+def test_conversations_need_a_path():
+    assert "name a .jsonl file" in complaint(lambda: Conversations("train"))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet"])
+def test_smoltalk(tmp_path, name):
+    write(tmp_path / name, [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
+    task = SmolTalk("train", str(tmp_path))
+    assert [task.example(n).messages for n in range(len(task))] == [HELLO, HELLO * 2, HELLO * 3]
+    assert (task.name, task.kind) == ("smoltalk", "dialogue")
+    with pytest.raises(NotImplementedError, match="smoltalk has nothing to grade"):
+        task.grade(task.example(0), text("Hi!"))
+
+
+def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
+    task = SmolTalk("train", str(path))
+    assert complaint(lambda: task.example(1)).startswith(f"{path} line 2 is no conversation: message 0 is by assistant")
+    assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'messages' that is a list")
+
+
+# ---- All that come from a hub ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FROM_HUB)
+def test_without_a_network_one_line_says_what_to_do(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+
+    def no_names(*arguments, **more):
+        raise hub.socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(hub.socket, "getaddrinfo", no_names)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    said = complaint(lambda: kind("test"))
+    assert said.startswith(f"{kind.name}: cannot reach hub.invalid (Temporary failure in name resolution): ")
+    assert "set HF_ENDPOINT to a mirror" in said and f"or a local file or folder by {kind.name}=PATH" in said
+    assert ("--hub modelscope" in said) == ("modelscope" in hub.TASKS[kind.name].hubs)
+
+
+@pytest.mark.parametrize("kind", FROM_HUB)
+def test_the_hub_is_asked_for_the_right_split(kind, monkeypatch):
+    asked = []
+
+    def fetch_split(*arguments):
+        asked.append(arguments)
+        raise UserError("enough")
+
+    monkeypatch.setattr(hub, "fetch_split", fetch_split)
+    splits = ("test",) if kind is HumanEval else ("train", "test")
+    for split in splits:
+        with pytest.raises(UserError, match="enough"):
+            kind(split, None, "modelscope")
+    train = "auxiliary_train" if kind is Mmlu else "train"
+    wanted = [(kind.name, train if split == "train" else split, "modelscope") for split in splits]
+    assert asked == wanted and all(split in hub.TASKS[name].splits for name, split, _ in asked)
