@@ -351,11 +351,11 @@ def _word(stage: Stage, key: str, how: str) -> str:
 
 
 def _short(value: float | None) -> str:
-    """`950`, `12.3K`, `2.87M`, `3.1B`."""
+    """`950`, `12.3K`, `2.87M`, `3.1B`, `4e-5`."""
     if value is None:
         return ""
     size, letter = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if value >= pair[0]), (1, ""))
-    return f"{value / size:.3g}{letter}"
+    return f"{value / size:.{3 if value >= 1e-3 else 2}g}{letter}".replace("e-0", "e-")
 
 
 def _interval(score: dict[str, float]) -> str:
@@ -575,8 +575,8 @@ dl, .commands { display: grid; grid-template-columns: max-content 1fr; gap: 5px 
 .commands { grid-template-columns: 1fr max-content; gap: 10px 18px; } dt { color: var(--quiet); }
 summary { cursor: pointer; margin: 14px 0; } footer { margin-top: 40px; }
 @media (max-width: 600px) { body { padding: 24px 14px; } .number { font-size: 24px; } .card { padding: 14px; } }
-@media print { body { padding: 0; max-width: none; font-size: 12px; } * { print-color-adjust: exact; }
-  tr { break-inside: avoid; } h2, .stage { break-after: avoid; } :root { --page: #fff; } }
+@media print { body { padding: 0; max-width: none; zoom: .62; } * { print-color-adjust: exact; } @page { margin: 12mm; }
+  tr { break-inside: avoid; } h2, h3 { break-after: avoid; } :root { --page: #fff; } }
 """
 
 

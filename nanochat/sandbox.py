@@ -25,9 +25,9 @@ import atexit
 import builtins
 import contextlib
 import errno
-import functools
 import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -102,11 +102,11 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
 
         run_checks("def double(x): return 2 * x", "assert double(4) == 8").ok
 
-    The checks run in a jail of their own. A name that they use, and neither they nor Python define, is the program's: its functions are
-    called there, and arguments and results travel as values: None, bool, int, float, complex, str, bytes, list, tuple,
-    dict, set, frozenset, range, and iterators as all they yield. A result of another type raises TypeError in the
-    checks, an exception arrives as its nearest built-in class, and a list, dict or set that a function changed in
-    place is changed in the checks too. The program's own `if __name__ == "__main__":` does not run.
+    The checks run in a jail of their own. A name that they use, and neither they nor Python define, is the program's:
+    its functions are called there, and arguments and results travel as values: None, bool, int, float, str, bytes,
+    list, tuple, dict, set, frozenset, range, and iterators as all they yield. A result of another type raises
+    TypeError in the checks; an exception arrives as its nearest built-in class; what a function changes in place does
+    not come back. The program's own `if __name__ == "__main__":` does not run.
 
     Never ok: a program that leaves, even inside the checks' `try`; checks that use nothing of the program. Checks
     that call a helper of the program to find the right answer trust it, unless they define it again themselves.
@@ -147,7 +147,9 @@ class _Zygote:
                 env=environment,
                 start_new_session=True,
             )
-        _close_at_exit_and_fork()
+        if not self.living:
+            os.register_at_fork(after_in_child=_Zygote.forget_all)
+            atexit.register(_Zygote.close_all)
         self.living.add(self)
 
     def ask(self, *words: object, descriptors: tuple[int, ...] = ()) -> int:
@@ -188,12 +190,6 @@ class _Zygote:
             zygote.process.returncode = 0  # not ours to wait for
         cls.waiting.clear()
         cls.living.clear()
-
-
-@functools.cache
-def _close_at_exit_and_fork() -> None:
-    os.register_at_fork(after_in_child=_Zygote.forget_all)
-    atexit.register(_Zygote.close_all)
 
 
 @contextlib.contextmanager
@@ -398,9 +394,8 @@ def _inside(parent: int, words: list, descriptors: list[int]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(0)  # the zygote's socket
-    for descriptor in range(3, max(descriptors) + 64):
-        if descriptor not in (line, *peers):
-            os.closerange(descriptor, descriptor + 1)  # closes what is open, and does not mind what is not
+    for low, high in itertools.pairwise(sorted((2, line, *peers, 1024))):
+        os.closerange(low + 1, high)  # all that is open between those we keep
     with os.fdopen(line, "rb", closefd=False) as request:
         (length,) = struct.unpack("<Q", request.read(8))
         code = request.read(length).decode("utf-8", "surrogatepass")
@@ -556,8 +551,7 @@ def _serve(peer: int, namespace: dict[str, Any], failure: str) -> None:
                     answer = {"names": {name: _described(namespace[name]) for name in content if name in namespace}}
                 else:
                     arguments, options = _unpack(content["arguments"]), _unpack(content["options"])
-                    value = namespace[content["name"]](*arguments, **options)
-                    answer = {"value": _pack(value), "arguments": _pack(arguments)}
+                    answer = {"value": _pack(namespace[content["name"]](*arguments, **options))}
             except BaseException as error:
                 classes = [kind.__name__ for kind in type(error).__mro__]
                 answer = {"raised": classes, "message": _one_line(error).partition(": ")[2]}
@@ -610,14 +604,9 @@ class _Program:
             if "raised" in answer:
                 raise self.exception(answer["raised"], str(answer["message"]))
             try:
-                value, changed = _unpack(answer["value"]), _unpack(answer["arguments"])
+                return _unpack(answer["value"])
             except (ValueError, TypeError, LookupError, RecursionError, MemoryError):
                 raise self.spoiled("the program's answer makes no sense") from None
-            for mine, theirs in zip(arguments, changed, strict=False):
-                if mine != theirs and type(mine) is type(theirs) and isinstance(mine, list | dict | set):
-                    mine.clear()
-                    mine.extend(theirs) if isinstance(mine, list) else mine.update(theirs)
-            return value
 
         call.__name__ = name
         return call
@@ -626,13 +615,16 @@ class _Program:
         try:
             _write(self.peer, json.dumps(question).encode() + b"\n")
             line = self.answers.readline()
-            answer = json.loads(line) if line else {"failure": "it left before its checks had ended"}
         except OSError:
-            answer = {"failure": "it left before its checks had ended"}
-        except (ValueError, RecursionError, MemoryError):
-            answer = {"failure": "its answer makes no sense"}
-        if not isinstance(answer, dict) or "failure" in answer:
-            failure = answer.get("failure") if isinstance(answer, dict) else "its answer makes no sense"
+            line = b""
+        if not line:
+            raise self.spoiled("the program left before its checks had ended")
+        try:
+            answer = json.loads(line)
+            failure = answer.get("failure")
+        except (ValueError, AttributeError, RecursionError, MemoryError):
+            raise self.spoiled("the program's answer makes no sense") from None
+        if failure:
             raise self.spoiled(f"the program failed: {failure}")
         return answer
 
@@ -672,48 +664,35 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
+CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "set": set, "frozenset": frozenset}
+
+
 def _pack(value: Any) -> Any:
-    """A value as what JSON can carry: a list is a list, other containers are a dict with their type for a key."""
+    """A value as what JSON can carry: what JSON does not know becomes a dict with its type for a key."""
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
         return value if abs(value) < 2**1024 else {"int": hex(value)}  # Python writes no very long ones in decimal
-    if isinstance(value, list):
-        return [_pack(item) for item in value]
-    if isinstance(value, dict):
-        return {"dict": [[_pack(key), _pack(item)] for key, item in value.items()]}
-    for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [_pack(item) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            return {name: [_pack(item) for item in (value.items() if kind is dict else value)]}
     if hasattr(value, "__next__"):
         return {"iterator": [_pack(item) for item in value]}
     raise TypeError(f"a value of type {type(value).__name__} cannot travel between a program and its checks")
 
 
 def _unpack(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_unpack(item) for item in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
-    match kind:
-        case "int":
-            return int(content, 16)
-        case "dict":
-            return {_unpack(key): _unpack(item) for key, item in content}
-        case "bytes":
-            return bytes.fromhex(content)
-        case "complex":
-            return complex(*content)
-        case "range":
-            return range(*content)
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](_unpack(content))
+    if kind in ("int", "bytes"):
+        return int(content, 16) if kind == "int" else bytes.fromhex(content)
+    items = [_unpack(item) for item in content]
+    return range(*items) if kind == "range" else (CONTAINERS | {"iterator": iter})[kind](items)
 
 
 def _write(descriptor: int, data: bytes) -> None:

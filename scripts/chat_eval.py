@@ -19,7 +19,7 @@ class Config:
     source: str = "sft"  # a stage, or a checkpoint's folder
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH],... ; default: those made here: stories, questions, sums, spelling
+    tasks: str = ""  # NAME[=PATH],NAME,...; default: all those made here that have a right answer
     hub: Literal["hf", "modelscope"] = "hf"  # where the other tasks come from
     max_examples: int = 200  # of each task; more than there are: all
     samples: int = 1  # replies to each question; the accuracy is their mean

@@ -369,9 +369,8 @@ def pieces(tokenizer: Tokenizer, rows: list[tuple[list[int], int]]) -> list[tupl
 def test_what_is_scored(tiny_tokenizer):
     """The rest behind a common beginning, however early options differ; for schemas a common end."""
     rows = token_rows(task("multiple_choice", ANIMALS), 1, tiny_tokenizer, 100)
-    assert pieces(tiny_tokenizer, rows) == [
-        ("<|bos|>What purrs? the", f" {animal}") for animal in ("dog", "cat", "owl")
-    ] or pieces(tiny_tokenizer, rows) == [("<|bos|>What purrs? the ", animal) for animal in ("dog", "cat", "owl")]
+    expected = [("<|bos|>What purrs? the ", animal) for animal in ("dog", "cat", "owl")]
+    assert pieces(tiny_tokenizer, rows) == expected
     rows = token_rows(task("multiple_choice", ANIMALS), 2, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, rows) == [("<|bos|>What hoots? an o", "x"), ("<|bos|>What hoots? an o", "wl")]
     rows = token_rows(task("schema", PRONOUNS), 1, tiny_tokenizer, 100)
@@ -459,7 +458,7 @@ def test_accuracy_and_centering_by_hand(tiny_tokenizer, capsys):
     }
     assert result.core == pytest.approx((2 / 3 + 0 + 1 / 2) / 3)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("core 1/3 choices: accuracy 0.7500, centered 0.6667 (0 shots, 4 examples, ")
+    assert lines[0].startswith("core 1/3 choices: accuracy 0.7500, centered 0.6667 (0-shot, 4 examples, ")
     assert len(lines) == 3 and all(one["cut"] == 0 for one in result.tasks.values())
     assert model.shapes == {(3, 64)}  # whole batches only
 

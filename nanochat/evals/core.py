@@ -389,7 +389,7 @@ def evaluate(
         shortened = f", {cut:,} cut to the context" if cut else ""
         print0(
             f"core {place}/{len(tasks)} {task.label}: accuracy {accuracy:.4f}, centered {centered:.4f} "
-            f"({task.shots} shots, {total:,} examples{shortened}, {duration(time.monotonic() - begin)})"
+            f"({task.shots}-shot, {total:,} examples{shortened}, {duration(time.monotonic() - begin)})"
         )
     return CoreResult(sum(result["centered"] for result in results.values()) / len(results), results)
 

@@ -1,0 +1,456 @@
+"""The report: each number comes from its file, the page is whole, self-contained and safe, what is missing is told."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nanochat import cli, report
+from nanochat.cli import UserError
+from nanochat.paths import STAGES
+from scripts import report as script
+
+TAG = "made-up"
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+PAYLOADS = (
+    "<script>alert('first')</script>",
+    '"><img src=x onerror="alert(2)">',
+    "</div></body></html><svg/onload=alert(3)>",
+    "{{7*7}} ${jndi} `</code>` | **bold** [link](javascript:alert(4)) &lt;b&gt; ]]> -->",
+)
+
+
+class Page(HTMLParser):
+    """Refuses tags that do not match; collects elements, attributes and text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], set(), [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def write(base: Path, stage: str, name: str, content: object, tag: str = TAG) -> Path:
+    """A JSON file, or a file of JSON lines from a list."""
+    path = base / "runs" / stage / tag / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(line) for line in content] if name.endswith("l") else [json.dumps(content)]  # pyright: ignore
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def metrics(steps: int, seconds: float, **further) -> list[dict]:
+    """Lines of metrics.jsonl; a further value may be a function of the step."""
+    lines = []
+    for step in range(steps):
+        line = {"step": step, "loss": 4 / (1 + step), "lr": 0.02 * (1 - step / steps), "tokens": 1000 * (step + 1)}
+        line |= {"tok_per_sec": 5120.0, "mfu": 0.375, "seconds": seconds * (step + 1) / steps}
+        line |= {"peak_memory_bytes": 3 << 30}
+        line |= {key: value(step) if callable(value) else value for key, value in further.items()}
+        lines.append({key: value for key, value in line.items() if value is not None})
+    return lines
+
+
+def chat_evaluation(accuracy: float, answer: str, chatcore: float) -> dict:
+    def score(value: float, baseline: float) -> dict:
+        return {"accuracy": value, "low": value - 0.05, "high": value + 0.05, "baseline": baseline, "kind": "choice"}
+
+    question = [{"role": "user", "content": "What is 6 * 7?"}]
+    reply = [{"type": "python", "text": "6 * 7"}, {"type": "python_output", "text": "42"}]
+    reply.append({"type": "text", "text": answer})
+    samples = [{"task": "arithmetic", "messages": question, "reply": reply, "correct": answer == "forty-two"}]
+    tasks = {"arithmetic": score(accuracy, 0.0), "arc": score(accuracy / 2, 0.25)}
+    return {"step": 9, "tasks": tasks, "chatcore": chatcore, "samples": samples}
+
+
+def command(name: str, stage: str, seconds: float, tag: str | None = TAG, **further) -> dict:
+    line = {"script": name, "command": f"python -m scripts.{name} --seed 7", "stage": stage, "tag": tag}
+    line |= {"started": "2026-01-02T03:04:05+00:00", "seconds": seconds, "world_size": 8}
+    return line | {"device": "Abacus 9000", "kind": "beads", "dtype": "bfloat16"} | further
+
+
+def write_commands(base: Path, lines: list[dict]) -> Path:
+    (base / "runs").mkdir(exist_ok=True)
+    (base / "runs" / "commands.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return base / "runs" / "commands.jsonl"
+
+
+class Whole(NamedTuple):
+    base: Path
+    summary: report.RunSummary
+    html: str
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Iterator[Whole]:
+    """All stages, with everything that a report can hold."""
+    base = tmp_path_factory.mktemp("whole")
+    bpb = {"val_bpb": lambda step: 2.5 - step / 25 if step % 5 == 4 else None}
+    write(base, "base", "metrics.jsonl", metrics(40, 400.0, **bpb))
+    evaluation = {"step": 40, "train_bpb": 0.8125, "val_bpb": 0.9375, "stories": 200, "stories_passed": 137}
+    write(base, "base", "eval.json", evaluation | {"samples": ["Once upon a time.", "A frog sang."], "core": 0.1771})
+    write(base, "mid", "metrics.jsonl", metrics(20, 60.0, val_loss=0.3456))
+    write(base, "sft", "metrics.jsonl", metrics(10, 30.0))
+    write(base, "dpo", "metrics.jsonl", metrics(5, 15.0))
+    reward = {"reward": lambda step: step / 30, "eval_reward": lambda step: 0.25 + step / 50 if step % 6 == 0 else None}
+    write(base, "rl", "metrics.jsonl", metrics(25, 50.0, **reward, loss=lambda step: math.sin(step), kl=0.0123))
+    for stage, accuracy, answer in (
+        ("mid", 0.2, "7"),
+        ("sft", 0.5, "forty-one"),
+        ("dpo", 0.6, "no"),
+        ("rl", 0.9, "forty-two"),
+    ):
+        write(base, stage, "chat_eval.json", chat_evaluation(accuracy, answer, accuracy / 3))  # fmt: skip
+    lines = [command("tok_train", "tokenizer", 99.0, None), command("tok_train", "tokenizer", 11.0, None)]
+    lines += [command("base_train", "base", 300.0), command("base_train", "base", 200.0)]  # stopped, then resumed
+    lines += [command("base_eval", "base", 20.0), command("base_train", "base", 7777.0, "another-tag")]
+    lines += [command("mid_train", "mid", 70.0), command("chat_sft", "sft", 35.0), command("chat_eval", "sft", 5.0)]
+    write_commands(base, [*lines, command("chat_dpo", "dpo", 16.0)])  # RL is still going
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        summary = report.collect(TAG)
+        yield Whole(base, summary, report.to_html(summary))
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_the_headline_says_what_came_out(whole):
+    assert report.headline(whole.summary) == [
+        ("0.938", "bits per byte", "base, held out; 2.34 at first"),
+        ("68%", "stories hold together", "base; 137 of 200"),
+        ("68%", "accuracy after rl", "mean of shared tasks; mid 15%, sft 38%, dpo 45%"),
+        ("0.25 → 0.73", "RL reward", "held-out questions, before and after"),
+        ("11m47s", "in all", "9m15s of it training steps"),
+    ]
+
+
+def test_without_held_out_rewards_the_training_rewards_count(base):
+    write(base, "rl", "metrics.jsonl", metrics(40, 9.0, reward=lambda step: 0.125 if step < 20 else 0.875))
+    numbers = report.headline(report.collect(TAG))
+    assert numbers[0] == ("0.12 → 0.88", "RL reward", "training questions, first and last tenth of the steps")
+
+
+def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
+    for stage, tasks in (("sft", {"arc": 0.5, "easy": 1.0}), ("rl", {"arc": 0.75})):
+        scores = {task: {"accuracy": accuracy} for task, accuracy in tasks.items()}
+        write(base, stage, "chat_eval.json", {"tasks": scores})
+    numbers = report.headline(report.collect(TAG))
+    assert numbers == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
+
+
+def test_times_add_up(whole):
+    summary = whole.summary
+    # The newest tokenizer, both runs of base_train, no other tag; RL, not finished, by its training seconds.
+    times = {"tokenizer": 11.0, "base": 520.0, "mid": 70.0, "sft": 40.0, "dpo": 16.0, "rl": 50.0}
+    assert summary.seconds_by_stage() == times
+    assert list(summary.seconds_by_stage()) == list(times)
+    assert "no finished training on record of rl: its steps alone count" in summary.notes
+    heads, rows = report.stage_table(summary)
+    total = dict(zip(heads, [cell.text for cell in rows[-1]], strict=True))
+    assert total["training"] == "9m15s" and total["in all"] == "11m47s"
+
+
+def test_a_resumed_stage_in_training_counts_all_its_steps(base):
+    write(base, "base", "metrics.jsonl", metrics(10, 500.0))
+    write_commands(base, [command("base_train", "base", 120.0), command("base_eval", "base", 30.0)])
+    assert report.collect(TAG).seconds_by_stage() == {"base": 530.0}
+
+
+def test_the_tables_hold_what_the_files_say(whole):
+    heads, rows = report.stage_table(whole.summary)
+    table = {row[0].text: dict(zip(heads[1:], [cell.text for cell in row[1:]], strict=True)) for row in rows}
+    assert list(table) == ["tokenizer", *STAGES, "total"]
+    assert table["base"] == {
+        "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
+        "GiB": "3", "MFU": "37.5%", "training": "6m40s", "in all": "8m40s",
+    }  # fmt: skip
+    assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
+
+    heads, rows = report.score_table(whole.summary)
+    scores = {(row[0].text, row[0].detail): row[1:] for row in rows}
+    assert heads == ["", *STAGES]
+    assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
+    assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
+    assert scores["stories", "hold together"][0][:3] == ("68.5%", "137/200", 0.685)
+    arithmetic = scores["arithmetic", ""]
+    assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
+    assert [cell.best for cell in arithmetic] == [False, False, False, False, True]
+    assert arithmetic[4].detail == "85–95"
+    assert [cell.text for cell in scores["arc", "chance 25%"]] == ["", "10.0%", "25.0%", "30.0%", "45.0%"]
+    assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
+
+
+# ---------------------------------------------------------------------- Markdown
+
+
+def test_markdown_has_whole_tables_samples_and_commands(whole):
+    text = report.to_markdown(whole.summary)
+    assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
+    tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
+    assert [len(table) for table in tables] == [2 + 7, 2 + 7]  # six stages with a total; seven evaluations
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+        assert set(table[1]) <= set("| -:")
+    assert "| base | 40 | 40K | 0.1000 |" in text
+    assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
+    assert "> Once upon a time." in text
+    assert "> **user** What is 6 \\* 7?\n>\n> **mid ✗** [python] 6 \\* 7 [python\\_output] 42 7\n" in text
+    assert "> **rl ✓** [python] 6 \\* 7 [python\\_output] 42 forty-two" in text
+    assert "- computed on: 8 × Abacus 9000 (beads, bfloat16)\n" in text
+    assert "\npython -m scripts.base_train --seed 7  # 3m20s\n" in text
+    assert "7777" not in text and "2h09m" not in text
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_is_whole_and_asks_nobody_for_anything(whole):
+    html = whole.html
+    page = Page(html)
+    for text in ("0.938", "0.25 → 0.73", "11m47s", "137/200", "85–95", "5.12K", "37.5%", "forty-two", "A frog sang."):
+        assert text in page.text, text
+    assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
+    assert not page.tags & {"script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject"}
+    for name, value in page.attributes:
+        assert not name.startswith("on"), name
+        if name in ("src", "href", "xlink:href", "action", "data"):
+            assert re.fullmatch("#[a-z0-9]+", value), (name, value)
+    assert "http:" not in html and "https:" not in html and "@import" not in html
+    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#{value}" for name, value in page.attributes if name == "id"}
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert "default-src 'none'" in html
+
+
+def test_each_plot_has_a_line_for_each_stage(whole):
+    html = whole.html
+
+    def lines(key: str) -> list[str]:
+        return re.findall(f' id="{key}-([a-z]+)"', html)
+
+    for key in ("loss", "lr", "tok_per_sec", "peak_memory_gib"):
+        assert lines(key) == list(STAGES), key
+    assert lines("val_bpb") == ["base"] and lines("accuracy") == ["mid", "sft", "dpo", "rl"]
+    assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
+
+
+def test_a_line_goes_where_its_values_go(base):
+    write(base, "base", "metrics.jsonl", metrics(5, 10.0, val_bpb=lambda step: (3.0, 2.0, 1.0, 2.0, 3.0)[step]))
+    html = report.to_html(report.collect(TAG))
+    path = html.partition('id="val_bpb-base"')[2].partition(' d="')[2].partition('"')[0]
+    points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
+    assert len(points) == 5
+    xs, ys = zip(*points, strict=True)
+    assert ys[0] == ys[4] < ys[1] == ys[3] < ys[2]  # y grows downwards on a page
+    assert all(math.isclose(b - a, (xs[4] - xs[0]) / 4, rel_tol=1e-4) for a, b in zip(xs, xs[1:], strict=False))
+
+
+def test_every_colour_is_defined_in_light_and_dark(whole):
+    html = whole.html
+    used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone"}
+    light, dark = re.findall(r":root \{([^}]*)\}", report.STYLE)[:2]
+    assert {*STAGES, "ink", "quiet", "line", "card"} <= used
+    assert used <= set(re.findall(r"--([a-z]+):", light)) and used <= set(re.findall(r"--([a-z]+):", dark))
+    assert "#c0de" not in html
+
+
+def test_one_run_makes_one_page(whole):
+    assert report.to_html(whole.summary) == whole.html
+
+
+def test_a_question_stands_once_with_the_answers_of_all_stages(whole):
+    page = Page(whole.html)
+    assert page.text.count("What is 6 * 7?") == 1
+    answers = page.text.partition("What is 6 * 7?")[2]
+    places = [answers.index(text) for text in ("mid ✗", "sft ✗", "forty-one", "dpo ✗", "rl ✓", "forty-two")]
+    assert places == sorted(places)
+
+
+def test_a_long_run_makes_a_page_of_moderate_size(base):
+    write(base, "base", "metrics.jsonl", metrics(20_000, 9000.0))
+    html = report.to_html(report.collect(TAG))
+    assert len(html) < 200_000 and "20,000" in html
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_what_a_model_says_stays_text(base, payload):
+    write(base, "base", "eval.json", {"val_bpb": 1.0, "samples": [payload]})
+    score, chats = {"accuracy": 0.5, "baseline": 0.1}, []
+    for kind in ("text", "python", "python_output", payload):
+        message, reply = {"role": payload, "content": payload}, {"type": kind, "text": payload}
+        chats.append({"task": payload, "messages": [message], "reply": [reply], "correct": None})
+    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats})
+    further = {"command": f"python {payload}", "device": payload, "dtype": payload}
+    write_commands(base, [command(payload, payload, 5.0, **further)])
+    summary = report.collect(TAG)
+    page = Page(report.to_html(summary))
+    assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
+    assert page.text.rstrip().endswith("Left out: no run of mid, dpo, rl.")  # nothing is closed early
+
+    text, fence, after = report.to_markdown(summary).partition("## Commands")
+    assert not re.search(r"<[a-zA-Z/!]", text) and "](javascript" not in text
+    for line in text.split("\n"):
+        assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) in (8, 9, 3, 4), line
+    ticks = re.search("`{3,}", after)[0]  # pyright: ignore[reportOptionalSubscript]
+    assert after.count(ticks) == 2 and payload in after
+
+
+def test_text_that_no_file_can_hold_is_mended(base):
+    write(
+        base, "base", "eval.json", {"val_bpb": 1.0, "samples": ["half \ud83d of a face, \x00\x1b[31m and 中文 \u202e"]}
+    )
+    summary = report.collect(TAG)
+    assert "half ? of a face,   [31m and 中文" in report.to_html(summary)
+    assert report.to_html(summary).encode() and report.to_markdown(summary).encode()
+
+
+# ---------------------------------------------------------------------- what is missing or damaged
+
+
+def test_damaged_lines_are_skipped_and_counted(base):
+    path = write(base, "base", "metrics.jsonl", metrics(4, 8.0))
+    torn = ['{"step": 4, "lo', "[1]", "7", "null", '{"loss": 1.0}', '{"step": "five"}', '{"step": NaN}', "[" * 99999]
+    last = json.dumps({"step": 4, "loss": 0.0625, "seconds": 10.0, "lr": None, "tokens": "many", "mfu": True})
+    path.write_bytes(path.read_bytes() + "\n".join([*torn, "\x00\x00", last]).encode() + b'\n\xff\n{"step": 5')
+    write_commands(base, [command("base_train", "base", 12.0)]).open("a").write('{"script": "base_ev')
+    summary = report.collect(TAG)
+    assert f"runs/base/{TAG}/metrics.jsonl: 11 damaged lines skipped" in summary.notes
+    assert "runs/commands.jsonl: 1 damaged line skipped" in summary.notes
+    assert summary.stages[0].last("loss") == 0.0625 and summary.seconds_by_stage() == {"base": 12.0}
+    assert "11 damaged lines skipped" in report.to_html(summary) and "11 damaged lines" in report.to_markdown(summary)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'])
+def test_a_damaged_evaluation_is_left_out(base, text):
+    write(base, "sft", "metrics.jsonl", metrics(3, 1.0))
+    for name in ("eval.json", "chat_eval.json"):
+        write(base, "sft", name, {}).write_text(text)
+    summary = report.collect(TAG)
+    assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
+    assert Page(report.to_html(summary)) and report.to_markdown(summary)
+    assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
+
+
+def test_numbers_that_nobody_can_draw_stop_nothing(base):
+    odd = [0.0, -1.0, 1e300, 10**400, float("inf"), float("nan"), True, "7", None, [], 1e-300]
+    lines = [{"step": step, **dict.fromkeys(("loss", "lr", "tok_per_sec", "seconds", "val_bpb", "reward", "kl"), value)}
+             for step, value in enumerate(odd)]  # fmt: skip
+    write(base, "rl", "metrics.jsonl", lines)
+    summary = report.collect(TAG)
+    assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
+    assert Page(report.to_html(summary)) and report.to_markdown(summary)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_stage_may_stand_alone(base, stage):
+    write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
+    summary = report.collect(TAG)
+    assert Page(report.to_html(summary)).text.count("Left out:") == 1
+    others = ", ".join(name for name in STAGES if name != stage)
+    assert f"no run of {others}" in summary.notes and summary.seconds_by_stage() == {stage: 2.0}
+    assert "Evaluation" not in report.to_markdown(summary) and "## Samples" not in report.to_markdown(summary)
+
+
+@pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
+def test_any_file_may_stand_alone(base, name):
+    if name == "commands":
+        write_commands(base, [command("base_train", "base", 61.0)])
+    else:
+        write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
+    summary = report.collect(TAG)
+    expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
+    assert [number for number, _, _ in report.headline(summary)] == [expected]
+    assert expected in Page(report.to_html(summary)).text and expected in report.to_markdown(summary)
+
+
+def test_nothing_to_report_says_what_to_run(base, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.run(script.main, script.Config)
+    error = capsys.readouterr().err
+    assert leaving.value.code == 1 and error.count("\n") == 1
+    assert "python -m scripts.base_train" in error and str(base / "runs") in error
+    write(base, "mid", "metrics.jsonl", metrics(2, 1.0), tag="other")
+    write_commands(base, [command("tok_train", "tokenizer", 3.0, None)])
+    with pytest.raises(
+        UserError, match=r"--model_tag made-up: .*base_train --model_tag made-up.* report one of other$"
+    ):
+        report.collect(TAG)
+    with pytest.raises(UserError, match="plain folder name"):
+        report.collect("../x")
+    assert not (base / "runs" / "report").exists()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_reports_the_tag_written_last(whole, capsys):
+    newest = write(whole.base, "sft", "eval.json", {"val_bpb": 1.25}, tag="fresh")
+    os.utime(newest, (2e9, 2e9))
+    script.main(script.Config())
+    folder = whole.base / "runs" / "report" / "fresh"
+    assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.md")]
+    assert "1.250" in (folder / "report.html").read_text() and "1.250" in (folder / "report.md").read_text()
+    script.main(script.Config(model_tag=TAG))
+    assert (whole.base / "runs" / "report" / TAG / "report.md").read_text() == report.to_markdown(whole.summary)
+    assert report.newest_tag() == "fresh"  # a report is no run
+
+
+def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
+    code = (
+        "import sys; from nanochat import report; summary = report.collect(sys.argv[1]); report.to_markdown(summary); "
+        "assert 'matplotlib' not in sys.modules; report.to_html(summary); assert 'torch' not in sys.modules; "
+        "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, TAG], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{}.{}.{}".format(*sys.version_info) and done.stderr == ""
+
+
+def test_the_machine_is_named(base, monkeypatch):
+    write(base, "base", "metrics.jsonl", metrics(1, 1.0))
+    machine = report.collect(TAG).machine
+    assert {"system", "processor", "memory", "Python", "torch"} <= set(machine) and "cores" in machine["processor"]
+    assert machine["memory"].endswith(" GiB")
+    monkeypatch.setenv("PATH", "/nowhere")  # no git
+    assert "commit" not in report.collect(TAG).machine

@@ -1,0 +1,282 @@
+"""Mid-training, SFT and RL: exact resumes, equal losses at any world size, odd conversations, rewards that rise.
+
+The helpers are test_scripts'; most tests run a script's `main` in this process.
+"""
+
+import hashlib
+import json
+import math
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_scripts import base, call, mistake, process  # noqa: F401 (base is a fixture)
+
+from nanochat.conversation import Part, text_of
+from nanochat.log import REQUIRED
+from nanochat.tasks.arithmetic import Addition
+from nanochat.tasks.task import Example
+from nanochat.tokenizer import Tokenizer
+
+CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
+SHORT = "addition,identity,spelling"
+MID = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--total_batch_size=512", "--eval_tokens=512")
+SFT = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8")
+RL = (
+    *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
+    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2"),
+)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> Path:
+    """A base folder with a tokenizer and one step of pretraining."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        torch.set_num_threads(1)
+        texts = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n in range(60) for m in range(9)]
+        Tokenizer.train(texts, 400).save(folder / "tokenizer")
+        sizes = ("--depth=1", "--head_dim=32", "--max_seq_len=128", "--device_batch_size=2", "--total_batch_size=512")
+        call("base_train", *CPU, *sizes, "--num_iterations=20", "--eval_tokens=256", "--compile=off")
+    return folder
+
+
+@pytest.fixture
+def start(pretrained, base) -> Path:  # noqa: F811
+    shutil.copytree(pretrained, base)
+    return base
+
+
+def metrics(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F811
+    return [json.loads(line) for line in (base / "runs" / stage / tag / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(base: Path, stage: str, tag: str = "d1") -> list[float]:  # noqa: F811
+    return [line["loss"] for line in metrics(base, stage, tag)]
+
+
+def sha256(base: Path, stage: str, step: int, tag: str = "d1") -> str:  # noqa: F811
+    path = base / "checkpoints" / stage / tag / f"step_{step:06d}" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---------------------------------------------------------------------- the chain
+
+
+def test_a_base_model_becomes_a_chat_model(start, capsys):
+    call("mid_train", *MID, "--num_iterations=8", "--eval_every=4")
+    call("chat_sft", *SFT, "--num_iterations=8", "--eval_every=4")
+    call("chat_rl", *RL, "--num_iterations=2", "--eval_every=1")
+    out = capsys.readouterr().out
+    assert "held-out reward" in out and "a reply, reward" in out
+    for stage, key, steps in (("mid", "val_bpb", 8), ("sft", "val_loss", 8), ("rl", "eval_reward", 2)):
+        lines = metrics(start, stage)
+        assert [line["step"] for line in lines] == list(range(steps))
+        assert all(set(REQUIRED) <= set(line) and math.isfinite(line["loss"]) for line in lines)
+        assert key in lines[-1] and (start / "checkpoints" / stage / "d1" / f"step_{steps:06d}").is_dir()
+        assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
+    assert losses(start, "sft")[-1] < losses(start, "sft")[0]
+    assert metrics(start, "mid")[-1]["val_bpb"] < metrics(start, "mid")[3]["val_bpb"]
+    assert all({"reward", "response_tokens", "with_advantage"} <= set(line) for line in metrics(start, "rl"))
+    commands = [json.loads(line) for line in (start / "runs/commands.jsonl").read_text().splitlines()]
+    assert [c["stage"] for c in commands] == ["base", "mid", "sft", "rl"]
+    assert all(c["tag"] == "d1" and c["seconds"] > 0 and c["kind"] == "cpu" for c in commands)
+
+
+@pytest.mark.parametrize(("script", "stage", "flags"), [("mid_train", "mid", MID), ("chat_sft", "sft", SFT)])
+def test_sft_and_mid_resume_exactly(start, script, stage, flags):
+    if stage == "sft":
+        flags = (*flags, "--source=base")
+    exactly_resumed(start, script, stage, (*flags, "--num_iterations=8", "--save_every=2", "--eval_every=4"), 8)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "reinforce"])
+def test_rl_resumes_exactly(start, loss):
+    extra = ("--kl=0.1", "--updates_per_step=2") if loss == "grpo" else ()
+    flags = (*RL, *extra, f"--loss={loss}", "--source=base", "--num_iterations=4", "--save_every=1", "--eval_every=2")
+    exactly_resumed(start, "chat_rl", "rl", flags, 4)
+    assert ("kl" in metrics(start, "rl")[-1]) == (loss == "grpo")
+
+
+def exactly_resumed(base: Path, script: str, stage: str, flags: Sequence[str], steps: int) -> None:  # noqa: F811
+    """Straight through; then again from the middle, and from a quarter."""
+    call(script, *flags)
+    folder = base / "checkpoints" / stage / "d1"
+    straight, sha = losses(base, stage), sha256(base, stage, steps)
+    for kept in (steps // 2, steps // 4):
+        for step in range(kept + 1, steps + 1):
+            shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)
+        call(script, *flags, "--resume")
+        assert losses(base, stage) == straight
+        assert sha256(base, stage, steps) == sha
+
+
+def test_the_same_seed_gives_the_same_reinforcement(start):
+    for tag in ("one", "two"):
+        call("chat_rl", *RL, "--source=base", "--source_tag=d1", f"--model_tag={tag}", "--num_iterations=3")
+    assert sha256(start, "rl", 3, "one") == sha256(start, "rl", 3, "two")
+    call("chat_rl", *RL, "--source=base", "--source_tag=d1", "--model_tag=three", "--num_iterations=3", "--seed=1")
+    assert metrics(start, "rl", "three")[0]["response_tokens"] != metrics(start, "rl", "one")[0]["response_tokens"]
+
+
+def test_micro_batches_add_up(start):
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=4")
+    more = ("--source=base", "--source_tag=d1", "--model_tag=more", "--num_iterations=4", "--device_batch_size=7")
+    call("chat_sft", *SFT, *more)
+    assert losses(start, "sft", "more") == pytest.approx(losses(start, "sft"), rel=1e-5)
+    assert metrics(start, "sft", "more")[-1]["val_loss"] == pytest.approx(
+        metrics(start, "sft")[-1]["val_loss"], rel=1e-5
+    )
+
+
+# ---------------------------------------------------------------------- conversations of one's own
+
+
+def conversation(question: str, answer: str, **more: bool) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+
+
+def test_odd_conversations_are_counted_and_change_nothing(start, tmp_path):
+    """Empty, masked and over-long replies beside good ones: the loss is that of the good ones alone."""
+    good = [conversation(f"What is {n}?", f"It is {n}.") for n in range(8)]
+    odd = [
+        conversation("Silent?", ""),
+        conversation("Masked?", "No.", train=False),
+        conversation("long " * 300, "Never reached."),
+    ]
+    good_file, odd_file = tmp_path / "good", tmp_path / "odd"
+    for folder, rows in ((good_file, good), (odd_file, good + odd)):
+        folder.mkdir()
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = (*CPU, "--source=base", "--source_tag=d1", "--device_batch_size=2", "--num_iterations=3", "--eval_every=1")
+    call("chat_sft", *flags, f"--tasks={good_file}", "--target_examples_per_step=8", "--model_tag=good")
+    call("chat_sft", *flags, f"--tasks={odd_file}", "--target_examples_per_step=11", "--model_tag=odd")
+    assert losses(start, "sft", "odd")[0] == pytest.approx(losses(start, "sft", "good")[0], rel=1e-5)
+    assert [(line["no_target"], line["cut"]) for line in metrics(start, "sft", "odd")] == [(3, 1)] * 3
+    assert [(line["no_target"], line["cut"]) for line in metrics(start, "sft", "good")] == [(0, 0)] * 3
+    assert all(math.isfinite(line["val_loss"]) for line in metrics(start, "sft", "odd"))
+
+
+def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):
+    file = tmp_path / "masked.jsonl"
+    file.write_text("\n".join(json.dumps(conversation(f"q{n}", "a", train=False)) for n in range(40)))
+    call("chat_sft", *CPU, "--source=base", f"--tasks={file}", "--target_examples_per_step=4", "--num_iterations=2")
+    assert losses(start, "sft") == [0.0, 0.0]
+    before = load_file(start / "checkpoints/base/d1/step_000020/model.safetensors")
+    after = load_file(start / "checkpoints/sft/d1/step_000002/model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert metrics(start, "sft")[-1]["no_target"] == 4
+
+
+def test_gsm8k_from_a_folder(start, tmp_path):
+    for split in ("train", "test"):
+        rows = [
+            {
+                "question": f"Tom has {n} nuts and finds {n}. How many?",
+                "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}",
+            }
+            for n in range(2, 40)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tasks = f"--tasks=gsm8k={tmp_path}:2,addition"
+    call("chat_sft", *SFT, "--source=base", tasks, "--num_iterations=3")
+    call("chat_rl", *RL, f"--tasks=gsm8k={tmp_path}", "--num_iterations=2")
+    assert len(metrics(start, "rl")) == 2
+    call("chat_eval", "--device=cpu", f"--tasks=gsm8k={tmp_path}", "--max_examples=4", "--max_tokens=8")
+    assert json.loads((start / "runs/sft/d1/chat_eval.json").read_text())["tasks"]["gsm8k"]["total"] == 4
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+def test_reinforcement_raises_a_reward(start, monkeypatch):
+    """Rewarded for answers with an `a` in them, the model says `a` more often; every loss does it."""
+
+    def reward(self: Addition, example: Example, reply: Sequence[Part]) -> float:
+        return float("a" in text_of(reply))
+
+    monkeypatch.setattr(Addition, "reward", reward)
+    flags = (
+        *RL,
+        "--source=base",
+        "--source_tag=d1",
+        "--num_iterations=10",
+        "--examples_per_step=4",
+        "--num_samples=16",
+    )
+    for loss in ("reinforce", "grpo", "dapo", "dr_grpo"):
+        call("chat_rl", *flags, f"--loss={loss}", f"--model_tag={loss}", "--eval_examples=64", "--max_tokens=6")
+        lines = metrics(start, "rl", loss)
+        assert lines[0]["reward"] < 0.6
+        assert sum(line["reward"] for line in lines[-3:]) / 3 > lines[0]["reward"] + 0.15
+
+
+# ---------------------------------------------------------------------- several ranks, users' commands
+
+
+def torchrun(*argv: str) -> None:
+    result = process("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *argv)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(start):
+    for script, stage, flags in (("mid_train", "mid", MID), ("chat_sft", "sft", (*SFT, "--source=base"))):
+        flags = (*flags, "--source_tag=d1", "--num_iterations=6", "--eval_every=3")
+        call(script, *flags)
+        torchrun(f"scripts.{script}", "--", *flags, "--model_tag=two", "--device_batch_size=1")
+        assert losses(start, stage, "two") == pytest.approx(losses(start, stage), rel=1e-5)
+        key = "val_bpb" if stage == "mid" else "val_loss"
+        assert metrics(start, stage, "two")[-1][key] == pytest.approx(metrics(start, stage)[-1][key], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_users_documented_commands_run_as_written(start):
+    call("mid_train", "--device_batch_size=8")
+    call("chat_sft", "--device_batch_size=4")
+    torchrun(*shlex.split("scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32"))
+    torchrun(*shlex.split("scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16"))
+    assert metrics(start, "sft")[-1]["step"] == 199 and metrics(start, "rl")[-1]["step"] == 59
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("mid_train --source=nowhere", "neither a stage"),
+        ("mid_train --source_tag=nowhere", "no whole checkpoint"),
+        ("mid_train --tasks=nothing", "no such task"),
+        ("mid_train --total_batch_size=100 --device_batch_size=2", "--total_batch_size"),
+        ("mid_train --lr_scale=-1", "--lr_scale"),
+        ("chat_sft", "no mid checkpoint"),
+        ("chat_sft --source=base --tasks=gsm8k=/nowhere", "/nowhere"),
+        ("chat_sft --source=base --target_examples_per_step=0", "--target_examples_per_step"),
+        ("chat_sft --source=base --model_tag=../x", "--model_tag"),
+        ("chat_rl", "no sft checkpoint"),
+        ("chat_rl --source=base --tasks=identity", "cannot be graded"),
+        ("chat_rl --source=base --num_samples=1", "--num_samples"),
+        ("chat_rl --source=base --temperature=0", "--temperature"),
+        ("chat_rl --source=base --loss=dapo --kl=0.1", "--kl"),
+        ("chat_rl --source=base --top_k=-1", "--top_k"),
+    ],
+)
+def test_a_mistake_costs_one_line(start, capsys, command, says):
+    script, *flags = command.split()
+    code, err = mistake(capsys, script, *flags, "--device=cpu")
+    assert code == 1 and says in err
+
+
+def test_resume_keeps_to_its_flags(start, capsys):
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_iterations=4", "--seed=1", "--resume")
+    assert code == 1 and "--seed" in err
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_iterations=1", "--resume")
+    assert code == 1 and "--num_iterations" in err
