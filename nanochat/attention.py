@@ -111,12 +111,11 @@ class KVCache:
         self.visible = capacity  # keys beyond this are not read; the engine lowers it while rows are short
         self.fresh = True  # nothing written yet: a prefill may attend among its own tokens alone
 
-    def repeat(self, rows: int) -> "KVCache":
-        """A cache whose `rows` rows all begin as this one's only row."""
-        assert self.keys.size(1) == 1
+    def select(self, rows: Tensor) -> "KVCache":
+        """A cache that begins as these rows of this one, (B,) of indices; a row may come several times."""
         other = KVCache.__new__(KVCache)
-        other.keys, other.values = self.keys.repeat(1, rows, 1, 1, 1), self.values.repeat(1, rows, 1, 1, 1)
-        other.position = self.position.repeat(rows)
+        other.keys, other.values = self.keys[:, rows], self.values[:, rows]
+        other.position = self.position[rows]
         other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
         return other
 

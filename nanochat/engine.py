@@ -107,34 +107,40 @@ class Engine:
 
         if all(p == prompts[0] for p in prompts):
             logits, cache = self.prefill(prompts[:1], capacity)
-            logits, cache = logits.expand(len(prompts), -1), cache.repeat(len(prompts))
+            first = torch.zeros(len(prompts), dtype=torch.long, device=logits.device)
+            logits, cache = logits[first], cache.select(first)
         else:
             logits, cache = self.prefill(prompts, capacity)
-        rows = [_Row(most) for most in room]
+        rows = [_Row(number, most) for number, most in enumerate(room)]  # those in the batch
         for made in range(1, max(room) + 1):
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
-            chosen = [not row.given for row in rows]
-            column = [
-                row.given.popleft() if row.given else token
-                for row, token in zip(rows, tokens.tolist(), strict=True)  # the one wait for the device
-            ]
-            if not all(chosen):
-                tokens = torch.tensor(column, device=tokens.device)
-            given_out: list[int | None] = []
-            for row, token, by_model in zip(rows, column, chosen, strict=True):
-                row.running = row.running and made <= row.room
-                stops = row.running and by_model and token in self.stop_ids
-                given_out.append(token if row.running and (keep_stop or not stops) else None)
-                row.running = row.running and not stops
+            column: list[int | None] = [None] * len(prompts)
+            chosen = [True] * len(prompts)
+            next_tokens = tokens.tolist()  # the one wait for the device
+            for place, row in enumerate(rows):
+                if not row.running:
+                    continue
+                if row.given:
+                    next_tokens[place], chosen[row.number] = row.given.popleft(), False
+                token, by_model = next_tokens[place], chosen[row.number]
+                stops = by_model and token in self.stop_ids
+                if keep_stop or not stops:
+                    column[row.number] = token
+                row.running = made < row.room and not stops
                 if row.running and by_model:
                     self._follow_call(row, token)
-            if any(token is not None for token in given_out):
-                yield given_out, chosen
-            if not any(row.running for row in rows):
+            if any(token is not None for token in column):
+                yield column, chosen
+            running = [place for place, row in enumerate(rows) if row.running]
+            if not running:
                 return
-            if made < max(room):
-                cache.visible = min(capacity, _round_up(longest + made))
-                logits = self.decode_one_token(tokens, cache)
+            if not all(chosen):
+                tokens = torch.tensor(next_tokens, device=tokens.device)
+            if 2 * len(running) <= len(rows):  # half the batch has ended: go on without it
+                index = torch.tensor(running, device=tokens.device)
+                rows, tokens, cache = [rows[place] for place in running], tokens[index], cache.select(index)
+            cache.visible = min(capacity, _round_up(longest + made))
+            logits = self.decode_one_token(tokens, cache)
 
     def _follow_call(self, row: "_Row", token: int) -> None:
         """Keep track of a call that the row writes; at its end, line up the tool's answer."""
@@ -192,6 +198,7 @@ class Engine:
 class _Row:
     """A row that is being generated."""
 
+    number: int  # of its prompt
     room: int  # new tokens, at most
     running: bool = True
     call: list[int] | None = None  # what a call to the tool holds so far

@@ -24,6 +24,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
 from nanochat.cli import UserError
+from nanochat.conversation import text_of
 from nanochat.log import duration
 from nanochat.paths import STAGES, base_dir, run_dir, safe_tag
 
@@ -193,7 +194,7 @@ def _chat_evaluation(values: Any) -> tuple[dict[str, float], dict[str, dict[str,
     scores = {_text(task)[:40]: _numbers(score) for task, score in values["tasks"].items()}
     chats = []
     for sample in values.get("samples", []):
-        messages = tuple((_text(part["role"]), _text(part["content"])) for part in sample["messages"])
+        messages = tuple((_text(part["role"]), _text(text_of(part["content"]))) for part in sample["messages"])
         reply = tuple((_text(part["type"]), _text(part["text"])) for part in sample["reply"])
         correct = sample.get("correct") if isinstance(sample.get("correct"), bool) else None
         chats.append(Chat(_text(sample["task"])[:40], messages, reply, correct))
@@ -269,9 +270,10 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         detail = f"mean of {'shared' if shared and others else 'its'} tasks{others and f'; {others}'}"
         numbers.append((f"{means[best]:.0%}", f"accuracy after {best}", detail))
     rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
-    held_out, training = rl.values("eval_reward"), rl.values("reward")
+    held_out, training = rl.values("reward_before")[:1] + rl.values("eval_reward"), rl.values("reward")
     if len(held_out) > 1:
-        numbers.append((f"{held_out[0]:.2f} → {held_out[-1]:.2f}", "RL reward", "held-out questions, before and after"))
+        when = "before and after" if rl.values("reward_before") else "first and last evaluation"
+        numbers.append((f"{held_out[0]:.2f} → {held_out[-1]:.2f}", "RL reward", f"held-out questions, {when}"))
     elif len(training) > 1:
         few = len(training) // 10 + 1
         ends = f"{fmean(training[:few]):.2f} → {fmean(training[-few:]):.2f}"
@@ -296,7 +298,7 @@ def stage_table(summary: RunSummary) -> Table:
         row["tokens/s"], row["GiB"] = _word(stage, "tok_per_sec", "median"), _word(stage, "peak_memory_gib", "peak")
         row["MFU"] = f"{median(mfu):.1%}" if (mfu := stage.values("mfu")) else ""
         row["training"] = duration(stage.last("seconds") or 0) if stage.metrics else ""
-        rows.append(row | {"in all": duration(seconds)})
+        rows.append(row | {"in all": duration(seconds) if seconds else ""})
     heads = [head for head in rows[0] if any(row[head] for row in rows)]
     training = sum(stage.last("seconds") or 0 for stage in summary.stages)
     total = {"stage": "total", "training": duration(training), "in all": duration(sum(times.values()))}
@@ -322,7 +324,11 @@ def score_table(summary: RunSummary) -> Table:
     for task in dict.fromkeys(task for stage in stages for task in stage.scores):
         scores = [stage.scores.get(task) for stage in stages]
         chance = max(score.get("baseline", 0) for score in scores if score)
-        cells = [Cell(f"{s['accuracy']:.1%}", _interval(s), s["accuracy"]) if s else None for s in scores]
+        cells: list[Cell | None] = [None] * len(stages)
+        for i, score in enumerate(scores):
+            if score:
+                ends = [f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score]
+                cells[i] = Cell(f"{score['accuracy']:.1%}", "–".join(ends), score["accuracy"])
         add(task, f"chance {chance:.0%}" if chance else "", cells)
     for key, name in (("chatcore", "ChatCORE"), ("core", "CORE")):
         add(name, "", [Cell(f"{s.evaluation[key]:.4f}") if key in s.evaluation else None for s in stages])
@@ -356,10 +362,6 @@ def _short(value: float | None) -> str:
         return ""
     size, letter = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if value >= pair[0]), (1, ""))
     return f"{value / size:.{3 if value >= 1e-3 else 2}g}{letter}".replace("e-0", "e-")
-
-
-def _interval(score: dict[str, float]) -> str:
-    return f"{100 * score['low']:.0f}–{100 * score['high']:.0f}" if {"low", "high"} <= set(score) else ""
 
 
 def _clip(text: str, limit: int = 1500) -> str:
@@ -433,8 +435,7 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], le
     file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # glyphs that are missing here: the browser draws the text
-        figure = Figure(figsize=(width, height))
-        FigureCanvasSVG(figure)
+        figure = FigureCanvasSVG(Figure(figsize=(width, height))).figure
         axes = figure.add_axes((left / width, 0.21 / height, 1 - (left + 0.12) / width, 1 - 0.42 / height))
         axes.spines[:].set_visible(False)
         axes.grid(color=INK["line"], linewidth=0.6)
@@ -447,7 +448,7 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], le
     svg = re.sub(r'<svg width="\S+" height="\S+"', "<svg", svg)
     for ink, colour in INK.items():
         svg = svg.replace(colour, f"var(--{ink})")
-    return svg.strip()
+    return svg
 
 
 def _curves(stages: list[Stage], key: str, width: float, height: float, axis: str, word: str) -> str:
@@ -550,7 +551,7 @@ small, .quiet { color: var(--quiet); font-size: 12.5px; font-weight: 400; }
 .grid { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--least)), 1fr)); }
 .flow { columns: var(--least); column-gap: 14px; margin: 10px 0 24px; } .flow > * { margin-bottom: 14px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 16px 18px; min-width: 0;
-  break-inside: avoid; }
+  break-inside: avoid; } figure:only-child { max-width: 560px; }
 .number { font-size: 29px; font-weight: 650; line-height: 1.2; letter-spacing: -.03em; white-space: nowrap; }
 .text, pre, code { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
@@ -603,11 +604,10 @@ def to_html(summary: RunSummary) -> str:
     lines = "".join(f"<code>{escape(c.line)}</code>{_small(duration(c.seconds))}" for c in summary.commands)
     page += [f'<h2>Commands</h2><div class="card commands">{lines}</div>'] if lines else []
     page += [f'<footer class="quiet">Left out: {escape("; ".join(summary.notes))}.</footer>'] if summary.notes else []
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
     return "\n".join((
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>nanochat run {escape(summary.tag)}</title><style>{STYLE}</style></head><body>",
         *page,
         "</body></html>\n",
@@ -627,11 +627,12 @@ def _plots(stages: list[Stage]) -> list[str]:
     if evaluated := [stage for stage in stages if stage.scores]:
         detail = "dots: accuracy; bars: 95% intervals; thin lines: chance"
         results.insert(0, card("Accuracy by task", detail, _accuracy(evaluated)))
-    losses = [_curves([stage], "loss", 1.65, 1.4, "", "ends") for stage in stages if stage.values("loss")]
-    losses = [f'<figure class="card">{svg}</figure>' for svg in losses]
+    learned = [stage for stage in stages if stage.values("loss")]
+    width = min(4.2, 8.25 / max(1, len(learned)))  # inches; so many fit side by side
+    losses = [card("", "", _curves([stage], "loss", width, 1.2 + 0.15 * width, "", "ends")) for stage in learned]
     sections = (
         ("Results", 420, results),
-        (f"Loss {_small('nats a token; dpo and rl have aims of their own')}", 145, losses),
+        (f"Loss {_small('nats a token; dpo and rl have aims of their own')}", 98 * width, losses),
         ("Along the run", 420, [*curves.values()]),
     )
     return [f"<h2>{title}</h2>{_grid(least, cards)}" for title, least, cards in sections if cards]
@@ -683,9 +684,9 @@ def _samples(summary: RunSummary) -> list[str]:
     return ["<h2>Samples</h2>", *parts] if any(parts) else []
 
 
-def _grid(least: int, cards: list[str], kind: str = "grid") -> str:
+def _grid(least: float, cards: list[str], kind: str = "grid") -> str:
     """Cards side by side, each at least so many pixels wide; kinds: grid in rows, flow in columns."""
-    return f'<div class="{kind}" style="--least:{least}px">{"".join(cards)}</div>' if cards else ""
+    return f'<div class="{kind}" style="--least:{least:.0f}px">{"".join(cards)}</div>' if cards else ""
 
 
 def _name(stage: str) -> str:

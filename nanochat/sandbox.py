@@ -1,10 +1,10 @@
 """Untrusted Python in a jail: code that a model wrote goes in, what it printed and whether it held come out.
 
 A jail is a process that gives up everything and only then runs the code. The wall is the kernel's: a seccomp filter
-that knows some twenty system calls (compute, allocate, sleep, write to the pipes that are there, leave) and refuses
+that knows some twenty system calls (compute, allocate, sleep, write to the sockets that are there, leave) and refuses
 all others, so it does not matter what the code finds inside Python, `ctypes` included. Around it: no_new_privs, no
 capabilities, another user where we are root, resource limits, no environment, an empty folder, no file descriptor but
-its pipes, a session of its own that is killed at the end.
+its sockets, a session of its own that is killed at the end.
 
 Jails are forked from a zygote, a small Python process that has imported what the code may import; a run takes some
 milliseconds, the first one of a thread a tenth of a second more. A zygote never sees code, so one run leaves nothing
@@ -39,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,8 @@ class _Zygote:
                 env=environment,
                 start_new_session=True,
             )
+        assert self.process.stderr
+        self.errors = self.process.stderr
         if not self.living:
             os.register_at_fork(after_in_child=_Zygote.forget_all)
             atexit.register(_Zygote.close_all)
@@ -163,7 +166,7 @@ class _Zygote:
         except OSError:
             answer = b""
         if not answer:
-            said = self.process.stderr.read().decode("utf-8", "replace") if self.process.stderr else ""
+            said = self.errors.read().decode("utf-8", "replace")
             _refuse(f"the process that starts jails left with exit code {self.process.wait()}: {said}")
         value = json.loads(answer)
         return value if isinstance(value, int) else _refuse(f"a jail could not be started: {value}")
@@ -172,10 +175,9 @@ class _Zygote:
         """Kill it, and with it its jails."""
         self.living.discard(self)
         self.control.close()
+        self.errors.close()
         self.process.kill()
         self.process.wait()
-        if self.process.stderr:
-            self.process.stderr.close()
 
     @classmethod
     def close_all(cls) -> None:
@@ -187,6 +189,7 @@ class _Zygote:
         """In a forked child: they are the parent's, and die when the last copy of their socket is closed."""
         for zygote in cls.living:
             zygote.control.close()
+            zygote.errors.close()
             zygote.process.returncode = 0  # not ours to wait for
         cls.waiting.clear()
         cls.living.clear()
@@ -215,14 +218,14 @@ class _Jail:
     """One process of untrusted code, and its line to us: the code goes in; "J" once the jail stands, then its result
     come out."""
 
-    def __init__(self, zygote: _Zygote, role: str, code: str, words: list[object], given: list[socket.socket]):
+    def __init__(self, zygote: _Zygote, role: str, code: str, limits: list[int], given: list[socket.socket]):
         self.zygote = zygote
         self.said = b""
         self.returncode: int | None = None
         self.line, theirs = socket.socketpair()
         with theirs:
             descriptors = tuple(end.fileno() for end in (theirs, *given))
-            self.pid = zygote.ask("start", role, *words, descriptors=descriptors)
+            self.pid = zygote.ask("start", role, *limits, descriptors=descriptors)
         try:
             data = code.encode("utf-8", "surrogatepass")
             self.line.sendall(struct.pack("<Q", len(data)) + data)
@@ -256,8 +259,7 @@ def _run(parts: list[tuple[str, str]], timeout_seconds: float, memory_bytes: int
         raise ValueError(f"timeout_seconds {timeout_seconds}: more than 0")
     with contextlib.ExitStack() as stack:
         zygote = stack.enter_context(_borrowed_zygote())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanochat-jail-"))
-        words: list[object] = [folder, math.ceil(timeout_seconds) + 1, memory_bytes]
+        limits = [math.ceil(timeout_seconds) + 1, memory_bytes]
         jails: list[_Jail] = []
         with contextlib.ExitStack() as theirs:  # closed once the jails hold it, so that their end is seen
             output, writable = socket.socketpair()
@@ -267,7 +269,7 @@ def _run(parts: list[tuple[str, str]], timeout_seconds: float, memory_bytes: int
             for peer in peers:
                 theirs.enter_context(peer)
             for index, (role, code) in enumerate(parts):
-                jails.append(_Jail(zygote, role, code, words, [writable, *peers[index : index + 1]]))
+                jails.append(_Jail(zygote, role, code, limits, [writable, *peers[index : index + 1]]))
                 stack.callback(jails[-1].end)
         printed, timed_out, seconds = _listen(jails, output, timeout_seconds)
         for jail in jails:
@@ -285,10 +287,11 @@ def _listen(jails: list[_Jail], output: socket.socket, timeout_seconds: float) -
     poll = select.poll()
     for descriptor in (output.fileno(), *talking):
         poll.register(descriptor, select.POLLIN)
-    printed, timed_out, standing = bytearray(), False, False
+    printed, late, standing = bytearray(), False, False
     started = time.monotonic()
     deadline = started + START_SECONDS
-    while last in talking and not timed_out:
+    # Until all stand, too: checks that cannot even be compiled are over before their program has begun.
+    while not late and (last in talking or any(not jail.said for jail in talking.values())):
         for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
             chunk = _read(descriptor)
             if not chunk:
@@ -301,13 +304,13 @@ def _listen(jails: list[_Jail], output: socket.socket, timeout_seconds: float) -
         now = time.monotonic()
         if not standing and all(jail.said for jail in jails):
             started, standing, deadline = now, True, now + timeout_seconds
-        timed_out = now >= deadline and last in talking
+        late = now >= deadline
     seconds = time.monotonic() - started
     for jail in jails:
         jail.end()
     while chunk := _read(output.fileno()):  # what was on its way; nobody is left who could write more
         printed += chunk[: OUTPUT_BYTES + 1 - len(printed)]
-    return bytes(printed), timed_out, seconds
+    return bytes(printed), late and last in talking, seconds
 
 
 def _read(descriptor: int) -> bytes:
@@ -344,14 +347,14 @@ def _refuse(why: str) -> NoReturn:
 
 def zygote() -> None:
     """The zygote's process: fork a jail, or end one, until our side closes the socket."""
-    import ctypes  # noqa: F401 (the next two are for the jails: not everywhere, and slow to import)
-    import resource  # noqa: F401
-
-    for name in MODULES:
+    for name in (*MODULES, "ctypes", "resource"):  # the last two are for the jails themselves
         try:
             importlib.import_module(name)
         except ImportError:  # this Python was built without it: the code's import will say so
             continue
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)  # noqa: PTH106 (an empty folder without a name: nobody can put anything there)
     control = socket.socket(fileno=0)
     own = os.getpid()
     while True:
@@ -387,10 +390,9 @@ def zygote() -> None:
 
 def _inside(parent: int, words: list, descriptors: list[int]) -> None:
     """The jail's process, from its start to its end."""
-    role, folder, cpu_seconds, memory_bytes = words
+    role, cpu_seconds, memory_bytes = words
     line, output, *peers = descriptors
     os.setsid()
-    os.chdir(folder)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(0)  # the zygote's socket
@@ -400,11 +402,8 @@ def _inside(parent: int, words: list, descriptors: list[int]) -> None:
         (length,) = struct.unpack("<Q", request.read(8))
         code = request.read(length).decode("utf-8", "surrogatepass")
     sys.stdin = io.StringIO("")
-    for name, descriptor in (
-        ("stdout", 1),
-        ("stderr", 2),
-    ):  # with a buffer of one line: what is printed survives a kill
-        stream = os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)  # a line survives a kill
         sys.__dict__.update({name: stream, f"__{name}__": stream})
     builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # without site nobody has set them
     os.environ.clear()
@@ -522,7 +521,8 @@ def _execute(code: str, namespace: dict[str, Any], filename: str) -> str:
         if not isinstance(error, SystemExit):
             streams[0].flush()
             show(type(error), error.with_traceback(theirs), theirs)
-        return _one_line(error) + (f" (line {theirs.tb_lineno})" if theirs else "")
+        lines = [line for frame, line in traceback.walk_tb(theirs) if frame.f_code.co_filename == filename]
+        return _one_line(error) + (f" (line {lines[-1]})" if lines else "")
     return ""
 
 
@@ -650,8 +650,8 @@ def _check(code: str, peer: int) -> str:
     """Run the checks; "" when all ran to their end, and none failed."""
     program = _Program(peer)
     try:
-        names = _names_in(compile(code, "<checks>", "exec", dont_inherit=True)) - set(dir(builtins))
-        namespace = program.names([name for name in names if not name.startswith("__")]) | {"__name__": "checks"}
+        wanted = _names_in(compile(code, "<checks>", "exec", dont_inherit=True)) - set(dir(builtins))
+        namespace = program.names(sorted(wanted)) | {"__builtins__": builtins, "__name__": "checks"}
     except (_Broken, SyntaxError, ValueError, TypeError, LookupError, AttributeError) as error:
         return program.broken or _one_line(error)
     error = _execute(code, namespace, "<checks>")

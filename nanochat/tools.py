@@ -149,11 +149,8 @@ def _binary(left: Number, operator: ast.operator, right: Number, context: Contex
 
 def _checked(value: Number) -> Number:
     """Raises NoAnswer: where the number is not finite or too long."""
-    if isinstance(value, Decimal):
-        value_is_fine = value.is_finite()  # the context's exponents bound its size
-    else:
-        value_is_fine = abs(value) < 10**MAX_DIGITS
-    if not value_is_fine:
+    # the context's exponents bound the size of a Decimal
+    if not (value.is_finite() if isinstance(value, Decimal) else abs(value) < 10**MAX_DIGITS):
         raise NoAnswer
     return value
 

@@ -149,13 +149,13 @@ def test_masks_are_made_once_for_each_window() -> None:
     assert masks[2][1, 0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
 
 
-def test_repeat_gives_rows_that_begin_alike_and_part() -> None:
+def test_select_gives_rows_that_begin_alike_and_part() -> None:
     q, k, v = random_qkv(1, 6, 4, 2)
     cache = KVCache(1, 1, 10, 2, 4, "cpu", torch.float32)
     cached_attention(cache, *(x[:, :4] for x in (q, k, v)), 0)
     cache.visible, cache.fresh = 8, False
     before = cache.keys.clone()
-    copies = cache.repeat(3)
+    copies = cache.select(torch.zeros(3, dtype=torch.long))
     assert (copies.capacity, copies.visible, copies.fresh) == (10, 8, False)
     ends = [torch.randn(3, 2, heads, 4) for heads in (4, 2, 2)]
     out = cached_attention(copies, *ends, 0)

@@ -300,7 +300,7 @@ def tool_engine() -> tuple[Engine, Tokenizer]:
 def test_a_call_is_answered_and_the_other_rows_go_on(monkeypatch):
     engine, tokenizer = tool_engine()
     start, end, stop = (tokenizer.encode_special(f"<|{m}|>") for m in ("python_start", "python_end", "assistant_end"))
-    caller = [start, *tokenizer.encode("6*7"), end, 1, 1, 1, 1, 65, stop, 1]
+    caller = [start, *tokenizer.encode("6*7"), end, 1, 1, 1, 1, 65, stop]
     other = list(range(70, 70 + len(caller)))
     scripted(engine, monkeypatch, caller, other)
     tokens, masks = engine.generate([prompt_of(4), prompt_of(5)], max_tokens=len(caller))
@@ -346,3 +346,17 @@ def test_update_takes_over_the_weights_as_they_are_now():
     assert not torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())
     engine.update(model)
     assert torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())
+
+
+def test_rows_that_have_ended_leave_the_batch_and_the_others_notice_nothing(monkeypatch):
+    engine = make_engine()
+    prompts = [
+        prompt_of(length, seed) for seed, length in enumerate((30, 9, 40, 3, 44, 12))
+    ]  # context 48: most end soon
+    widths = []
+    decode = engine.decode_one_token
+    monkeypatch.setattr(engine, "decode_one_token", lambda t, c: widths.append(len(t)) or decode(t, c))
+    tokens, _ = engine.generate(prompts, max_tokens=40, temperature=0)
+    for prompt, new in zip(prompts, tokens, strict=True):
+        assert new == greedy(engine.model, prompt, min(40, CONTEXT - len(prompt)))
+    assert widths[0] == 6 and widths[-1] <= 2 and sorted(widths, reverse=True) == widths
