@@ -4,7 +4,6 @@ Plain numbers come in; nothing here waits for a device. `step` counts from 0 and
 optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
 """
 
-import contextlib
 import datetime
 import json
 import math
@@ -13,7 +12,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,17 @@ def warn(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def record(stage: str, tag: str | None, device: Any = None) -> Iterator[None]:
-    """Note a command that ended well, with its time and device, as a line of `runs/commands.jsonl` (rank 0 only)."""
-    script = getattr(sys.modules["__main__"].__spec__, "name", None) or Path(sys.argv[0]).stem
-    started, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
-    yield
+def record(stage: str, tag: str | None, began: float, device: Any = None) -> None:
+    """Note a command that ended well as a line of `runs/commands.jsonl` (rank 0 only): what it was, the seconds since
+    `began` (a `time.time()`), on what. The report adds them up."""
     if device is not None and not device.is_main:
         return
+    main = sys.modules["__main__"].__spec__
+    script = main.name if main else Path(sys.argv[0]).stem
     about: dict[str, Any] = {
         "script": script.rpartition(".")[2], "command": shlex.join(["python", "-m", script, *sys.argv[1:]]),
-        "stage": stage, "tag": tag, "started": started.isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - clock, 3),
+        "stage": stage, "tag": tag, "seconds": round(time.time() - began, 3),
+        "started": datetime.datetime.fromtimestamp(began, datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
     if device is not None:
         about |= {"world_size": device.world_size, "device": device.name, "kind": device.kind}

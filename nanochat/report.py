@@ -290,9 +290,8 @@ def stage_table(summary: RunSummary) -> Table:
     rows: list[dict[str, str]] = []
     for name in [*(name for name in times if name not in stages), *stages]:
         stage, seconds = stages.get(name, Stage(name)), times.get(name, 0)
-        row = {"stage": name, "steps": "", "tokens": _word(stage, "tokens", "last")}
-        if (step := stage.last("step")) is not None:
-            row["steps"] = f"{step + 1:,.0f}"
+        step, tokens = stage.last("step"), _word(stage, "tokens", "last")
+        row = {"stage": name, "steps": "" if step is None else f"{step + 1:,.0f}", "tokens": tokens}
         values = {"loss": stage.last("loss"), "val loss": stage.last("val_loss"), "val bpb": stage.val_bpb}
         row |= {head: "" if value is None else f"{value:.4f}" for head, value in values.items()}
         row["tokens/s"], row["GiB"] = _word(stage, "tok_per_sec", "median"), _word(stage, "peak_memory_gib", "peak")
@@ -555,13 +554,13 @@ small, .quiet { color: var(--quiet); font-size: 12.5px; font-weight: 400; }
 .number { font-size: 29px; font-weight: 650; line-height: 1.2; letter-spacing: -.03em; white-space: nowrap; }
 .text, pre, code { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; height: auto; margin-top: 8px; }
-.stage { font-weight: 650; white-space: nowrap; } .stage::before { content: ""; display: inline-block; width: 9px;
-  height: 9px; border-radius: 50%; background: var(--tone); margin-right: 6px; }
+svg { display: block; width: 100%; height: auto; margin-top: 8px; } .stage { font-weight: 650; white-space: nowrap; }
+.stage::before { content: ""; display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin-right: 6px;
+  background: var(--tone); }
 .time { display: flex; gap: 2px; height: 12px; border-radius: 6px; overflow: hidden; margin: 22px 0 10px; }
 .time i { background: var(--tone); min-width: 3px; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13.5px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13.5px; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 8px 10px; border-top: 1px solid var(--line); white-space: nowrap; }
 tr > :first-child { text-align: left; padding-left: 0; } thead th { border: 0; font-size: 13px; }
 tbody th { font-weight: 500; } :is(thead, td) small { display: inline-block; min-width: 4em; }
@@ -569,8 +568,8 @@ tbody th { font-weight: 500; } :is(thead, td) small { display: inline-block; min
   transparent 0) no-repeat 6px 50% / calc(100% - 12px) 26px; }
 .bubble { border-radius: 16px 16px 16px 4px; background: color-mix(in srgb, var(--tone) 13%, var(--card));
   padding: 7px 13px; margin: 4px 0; width: fit-content; max-width: 90%; }
-.user { border-radius: 16px 16px 4px 16px; margin-left: auto; } .answer { display: grid; align-items: baseline;
-  grid-template-columns: 76px 1fr; }
+.user { border-radius: 16px 16px 4px 16px; margin-left: auto; }
+.answer { display: grid; align-items: baseline; grid-template-columns: 76px 1fr; }
 .bubble pre { border-left: 2px solid var(--tone); padding-left: 9px; margin: 4px 0; }
 dl, .commands { display: grid; grid-template-columns: max-content 1fr; gap: 5px 18px; overflow-wrap: anywhere; }
 .commands { grid-template-columns: 1fr max-content; gap: 10px 18px; } dt { color: var(--quiet); }
@@ -591,6 +590,10 @@ def to_html(summary: RunSummary) -> str:
     bar = "".join(f'<i style="flex:{seconds:.4f};{_tone(name)}"></i>' for name, seconds in times.items())
     legend = "".join(f"<span>{_name(name)} {_small(duration(seconds))}</span>" for name, seconds in times.items())
     page = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        f"<title>nanochat run {escape(summary.tag)}</title><style>{STYLE}</style></head><body>",
         f'<span class="quiet">nanochat run</span><h1>{escape(summary.tag)}</h1>'
         f'<span class="quiet">{escape(summary.machine.get("computed on", ""))}</span>',
         f'<h2>What came out</h2>{_grid(150, numbers)}<div class="time">{bar}</div><div class="legend">{legend}</div>',
@@ -604,14 +607,7 @@ def to_html(summary: RunSummary) -> str:
     lines = "".join(f"<code>{escape(c.line)}</code>{_small(duration(c.seconds))}" for c in summary.commands)
     page += [f'<h2>Commands</h2><div class="card commands">{lines}</div>'] if lines else []
     page += [f'<footer class="quiet">Left out: {escape("; ".join(summary.notes))}.</footer>'] if summary.notes else []
-    return "\n".join((
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>nanochat run {escape(summary.tag)}</title><style>{STYLE}</style></head><body>",
-        *page,
-        "</body></html>\n",
-    ))  # fmt: skip
+    return "\n".join([*page, "</body></html>\n"])
 
 
 def _plots(stages: list[Stage]) -> list[str]:

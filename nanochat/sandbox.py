@@ -215,8 +215,7 @@ def _borrowed_zygote() -> Iterator[_Zygote]:
 
 
 class _Jail:
-    """One process of untrusted code, and its line to us: the code goes in; "J" once the jail stands, then its result
-    come out."""
+    """One process of untrusted code, and its line to us: code goes in; "J" once the jail stands, then a result come."""
 
     def __init__(self, zygote: _Zygote, role: str, code: str, limits: list[int], given: list[socket.socket]):
         self.zygote = zygote

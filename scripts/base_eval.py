@@ -6,7 +6,9 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --data climbmix
 """
 
 import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.cli import UserError, require, run
@@ -38,18 +40,19 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     import torch
 
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model
+    from nanochat.checkpoint_manager import load_model, tag_of
     from nanochat.data import demo
     from nanochat.data.sources import open_corpus
     from nanochat.engine import Engine, check_sampling
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.log import print0
-    from nanochat.paths import run_dir
+    from nanochat.log import print0, record
+    from nanochat.paths import STAGES, run_dir
 
     # ------------------------------------------------------------------ load
     require(config, "eval_tokens device_batch_size max_tokens shards", 1)
@@ -60,6 +63,7 @@ def main(config: Config) -> None:
     tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
     results: dict[str, Any] = {"step": meta["step"]}
 
@@ -117,10 +121,11 @@ def main(config: Config) -> None:
             results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
             failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")
             print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{failure}")
-        if config.source == "base":
-            folder = run_dir("base", meta["folder"].rsplit("/", 2)[-2])
+        if config.source in STAGES:
+            folder = run_dir(config.source, tag)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "eval.json").write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+    record(meta.get("stage", "base"), tag, began, device)
     devices.shutdown(device)
 
 

@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --d
 
 import dataclasses
 import math
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     import torch
 
@@ -136,7 +138,7 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
 
-    with record("base", tag, device), log:
+    with log:
         meter = Meter(progress, device)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
@@ -183,6 +185,7 @@ def main(config: Config) -> None:
     if progress.best_val_bpb is not None:
         best = f"best validation {progress.best_val_bpb:.4f} bits per byte"
         print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, {best}")
+    record("base", tag, began, device)
     devices.shutdown(device)
 
 

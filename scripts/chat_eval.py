@@ -5,12 +5,13 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- --tasks gsm8k,m
 """
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import print0, warn
+from nanochat.log import print0, record, warn
 from nanochat.paths import STAGES, run_dir
 
 
@@ -35,6 +36,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model, tag_of
@@ -72,7 +74,7 @@ def main(config: Config) -> None:
             f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
             f"  {result.too_long:8,}  {result.seconds:7.1f}"
         )
-        figures[name] = asdict(result)
+        figures[name] = {**asdict(result), "temperature": config.temperature, "samples": config.samples}
         kept += [(name, reply) for reply in replies]
 
     # ------------------------------------------------------------------ replies, as a reader sees them
@@ -98,6 +100,7 @@ def main(config: Config) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(results, indent=1, ensure_ascii=False)
             path.write_text(text, encoding="utf-8", errors="replace")
+    record(meta.get("stage", config.source), tag_of(Path(meta["folder"])), began, device)
     devices.shutdown(device)
 
 

@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 
 import dataclasses
 import functools
+import time
 import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -57,8 +58,11 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     import copy
+
+    import torch
 
     from nanochat import checkpoint_manager, losses, rollout, scaling
     from nanochat import device as devices
@@ -105,10 +109,10 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ resume
     folder = checkpoint_dir("rl", tag)
-    progress = Progress()
+    progress, shares = Progress(), []
     if config.resume:
         kept = "source tasks seed examples_per_step num_samples loss kl"
-        progress, _ = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
     elif aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device):
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     engine = Engine(model, tokenizer, device)
@@ -136,8 +140,11 @@ def main(config: Config) -> None:
         "rl", run_dir("rl", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
-    with record("rl", tag, device), log:
-        reward_before = reward_after = held_out_reward()
+    with log:
+        if shares:
+            reward_before, reward_after = (shares[0][f"reward_{when}"].item() for when in ("before", "after"))
+        else:
+            reward_before = reward_after = held_out_reward()
         log.message(f"held-out reward at the beginning: {reward_before:.3f}")
         meter = Meter(progress, device)
         for step in range(progress.step, steps):
@@ -178,6 +185,8 @@ def main(config: Config) -> None:
                 "lr": rates.matrix * (1 - step / steps), "peak_memory_bytes": device.peak_memory(), "reward": reward,
                 "response_tokens": response_tokens, "with_advantage": lively,
             }  # fmt: skip
+            if step == 0:
+                metrics["reward_before"] = reward_before
             if reference is not None:
                 metrics["kl"] = rollout.mean_kl(model, batches, device)
             if evaluate:
@@ -188,15 +197,17 @@ def main(config: Config) -> None:
             if evaluate and drawn.replies:
                 log.message(f"a reply, reward {drawn.rewards.flat[0]:g}: {drawn.replies[0]!r}")
             if save:
-                training = Training(optimizer.state_dict(), {}, device.rng_state())
+                state = {"reward_before": torch.tensor(reward_before), "reward_after": torch.tensor(reward_after)}
+                training = Training(optimizer.state_dict(), state, device.rng_state())
                 meta = {
                     "stage": "rl", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": str(source), "pretraining": pretraining, "reward_before": reward_before,
+                    "source": str(source), "pretraining": pretraining,
                 }  # fmt: skip
                 saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")
             meter.restart()
     print0(f"done: {progress.step:,} steps, held-out reward {reward_before:.3f} -> {reward_after:.3f}")
+    record("rl", tag, began, device)
     devices.shutdown(device)
 
 

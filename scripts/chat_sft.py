@@ -6,6 +6,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 """
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
@@ -104,7 +106,7 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
     no_target = cut = 0  # conversations since the last log line
-    with record("sft", tag, device), log:
+    with log:
         meter = Meter(progress, device)
         for step in range(progress.step, steps):
             rows, rendered = packed(train, step * examples, examples)
@@ -145,6 +147,7 @@ def main(config: Config) -> None:
                 log.message(f"saved {saved}")
             meter.restart()
     print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
+    record("sft", tag, began, device)
     devices.shutdown(device)
 
 

@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 import dataclasses
 import math
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     # The heavy imports stand here so that --help answers at once.
     import torch
 
@@ -115,7 +117,7 @@ def main(config: Config) -> None:
         "mid", run_dir("mid", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
-    with record("mid", tag, device), log:
+    with log:
         meter = Meter(progress, device)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
@@ -155,6 +157,7 @@ def main(config: Config) -> None:
             meter.restart()
     loader.close()
     print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
+    record("mid", tag, began, device)
     devices.shutdown(device)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanochat.cli import UserError, run
-from nanochat.log import print0
+from nanochat.log import print0, record
 from nanochat.paths import STAGES, base_dir, tokenizer_dir
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def read_texts(corpus: "Corpus", max_chars: int, doc_cap: int) -> Iterator[str]:
 
 
 def main(config: Config) -> None:
+    began = time.time()
     from nanochat.data.sources import open_corpus  # here: --help stays quick
     from nanochat.tokenizer import FILE_NAME, Tokenizer, bytes_per_token
 
@@ -104,6 +105,7 @@ def main(config: Config) -> None:
             f"would become useless: add --overwrite, or point NANOCHAT_BASE_DIR to a fresh folder"
         )
     print0(f"saved to {tokenizer.save(folder)}")
+    record("tokenizer", None, began)
 
 
 def differs(folder: Path, fingerprint: str) -> bool:

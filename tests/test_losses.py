@@ -9,8 +9,16 @@ from torch import Tensor
 
 from nanochat import losses
 from nanochat.cross_entropy import IGNORE
-from nanochat.losses import PolicyBatch, clipped_objective, dapo_loss, dr_grpo_loss, grpo_loss, kl_estimate
-from nanochat.losses import reinforce_loss, token_logp
+from nanochat.losses import (
+    PolicyBatch,
+    clipped_objective,
+    dapo_loss,
+    dr_grpo_loss,
+    grpo_loss,
+    kl_estimate,
+    reinforce_loss,
+    token_logp,
+)
 from nanochat.packing import Rows, pack
 
 

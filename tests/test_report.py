@@ -93,7 +93,8 @@ def chat_evaluation(accuracy: float, answer: str, chatcore: float) -> dict:
     def score(value: float, baseline: float) -> dict:
         return {"accuracy": value, "low": value - 0.05, "high": value + 0.05, "baseline": baseline, "kind": "choice"}
 
-    question = [{"role": "user", "content": "What is 6 * 7?"}]
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "6 * 7?"}]
+    question = [{"role": "user", "content": parts if accuracy == 0.5 else "What is 6 * 7?"}]  # two ways to say the same
     reply = [{"type": "python", "text": "6 * 7"}, {"type": "python_output", "text": "42"}]
     reply.append({"type": "text", "text": answer})
     samples = [{"task": "arithmetic", "messages": question, "reply": reply, "correct": answer == "forty-two"}]

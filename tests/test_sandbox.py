@@ -140,7 +140,7 @@ print("started", flush=True)
 class Probe:
     name: str
     code: str
-    works_outside: str = "always"  # always; root: for root only; never: not tried, or not on every machine
+    outside: str = "works"  # or "root": for root only; "mostly": a container may refuse it; "not tried"
 
 
 PROBES = [
@@ -150,7 +150,7 @@ PROBES = [
     Probe("io.FileIO", "import io\nprint(io.FileIO(SECRET).read())"),
     Probe("pathlib", "import pathlib\nprint(pathlib.Path(SECRET).read_text())"),
     Probe("openat", "print(os.read(call(NR['openat'], -100, SECRET.encode(), 0), 99))"),
-    Probe("openat2", "print(os.read(call(NR['openat2'], -100, SECRET.encode(), struct.pack('QQQ', 0, 0, 0), 24), 99))"),
+    Probe("openat2", "print(os.read(call(NR['openat2'], -100, SECRET.encode(), bytes(24), 24), 99))", "mostly"),
     Probe("create", "open(FOLDER + '/new', 'w').write('x')"),
     Probe("append", "open(SECRET, 'a').write('x')"),
     Probe("truncate", "os.truncate(SECRET, 1)"),
@@ -158,20 +158,20 @@ PROBES = [
     Probe("rename", "os.rename(SECRET, SECRET + '.moved')"),
     Probe("mkdir", "os.mkdir(FOLDER + '/new')"),
     Probe("symlink", "os.symlink('/', FOLDER + '/new')"),
-    Probe("link", "os.link(SECRET, FOLDER + '/new')", "root"),  # protected_hardlinks: for the owner
-    Probe("chmod", "os.chmod(SECRET, 0o600)\nprint('ESCAPED')", "root"),
+    Probe("link", "os.link(SECRET, FOLDER + '/new')"),
+    Probe("chmod", "os.chmod(SECRET, 0o600)\nprint('ESCAPED')"),
     Probe("listdir", "print(os.listdir(FOLDER))"),
     Probe("stat", "print('ESCAPED', os.stat(SECRET).st_size)"),
     Probe("chdir", "os.chdir(FOLDER)\nprint('ESCAPED')"),
     Probe("inherited descriptor", "for fd in range(256):\n  try: print(os.pread(fd, 99, 0))\n  except OSError: pass"),
     Probe("memfd", "call(NR['memfd_create'], b'x', 0)\nprint('ESCAPED')"),
     # /proc
-    Probe("proc environ", "print(open(f'/proc/{VICTIM}/environ').read())", "root"),
+    Probe("proc environ", "print(open(f'/proc/{VICTIM}/environ').read())", "mostly"),
     Probe("proc root", "print(open('/proc/self/root' + SECRET).read())"),
     Probe("proc mem", "open('/proc/self/mem', 'r+b')\nprint('ESCAPED')"),
     Probe("proc cmdline", "open('/proc/1/cmdline').read()\nprint('ESCAPED')"),
     # network
-    Probe("tcp", "import socket\nsocket.create_connection(('127.0.0.1', PORT)).sendall(b'out')"),
+    Probe("tcp", "import socket\ns = socket.socket()\ns.connect(('127.0.0.1', PORT))\ns.sendall(b'out')"),
     Probe("udp", "import socket\nsocket.socket(2, 2).sendto(b'out', ('127.0.0.1', PORT))"),
     Probe("unix socket", "import socket\ns = socket.socket(1, 1)\ns.connect(FOLDER + '/socket')\ns.sendall(b'out')"),
     Probe("listen", "import socket\ns = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()\nprint('ESCAPED')"),
@@ -181,7 +181,7 @@ PROBES = [
     Probe("daemon", "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: os.mkdir(FOLDER + '/new')\n  os._exit(0)"),
     Probe("clone", "if call(NR['clone'], 17, 0, 0, 0, 0) == 0: os._exit(0)\nprint('ESCAPED')\nos.wait()"),
     Probe("clone3", "a = bytes(32) + struct.pack('Q', 17) + bytes(48)\nif call(NR['clone3'], a, 88) == 0: os._exit(0)\n"
-          "print('ESCAPED')\nos.wait()"),
+          "print('ESCAPED')\nos.wait()", "mostly"),
     Probe("os.system", "os.system(TOUCH)"),
     Probe("popen", "print(os.popen('cat ' + SECRET).read())"),
     Probe("subprocess", "import subprocess\nsubprocess.run(['/bin/sh', '-c', TOUCH])"),
@@ -194,32 +194,33 @@ PROBES = [
     Probe("thread", "import threading\nthreading.Thread(target=print, args=('ESCAPED',)).start()"),
     Probe("_thread", "import _thread, time\n_thread.start_new_thread(print, ('ESCAPED',))\ntime.sleep(0.2)"),
     # signals
-    Probe("kill", "os.kill(VICTIM, 9)"),
-    Probe("killpg", "os.killpg(VICTIM, 9)"),
-    Probe("tgkill", "call(NR['tgkill'], VICTIM, VICTIM, 9)"),
-    Probe("sigqueue", "call(NR['rt_sigqueueinfo'], VICTIM, 9, struct.pack('iii', 9, 0, -1) + bytes(116))"),
-    Probe("pidfd", "call(NR['pidfd_send_signal'], call(NR['pidfd_open'], VICTIM, 0), 9, 0, 0)"),
-    Probe("kill everybody", "os.kill(-1, 0)\nprint('ESCAPED')", "never"),
+    Probe("kill", "os.kill(VICTIM, 9)\nprint('ESCAPED')"),
+    Probe("killpg", "os.killpg(VICTIM, 9)\nprint('ESCAPED')"),
+    Probe("tgkill", "call(NR['tgkill'], VICTIM, VICTIM, 9)\nprint('ESCAPED')"),
+    Probe("sigqueue", "call(NR['rt_sigqueueinfo'], VICTIM, 9, struct.pack('iii116x', 9, 0, -1))\nprint('ESCAPED')"),
+    Probe("pidfd", "call(NR['pidfd_send_signal'], call(NR['pidfd_open'], VICTIM, 0), 9, 0, 0)", "mostly"),
+    Probe("kill everybody", "os.kill(-1, 0)\nprint('ESCAPED')", "not tried"),
     Probe("kill parent", "os.kill(os.getppid(), 0)\nprint('ESCAPED')"),
     Probe("signal handler", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ESCAPED')"),
     Probe("alarm", "import signal\nsignal.alarm(0)\nsignal.setitimer(signal.ITIMER_REAL, 0)\nprint('ESCAPED')"),
     # ptrace and memory
-    Probe("ptrace attach", "call(NR['ptrace'], 16, VICTIM, 0, 0)\nprint('ESCAPED')", "root"),
-    Probe("ptrace traceme", "call(NR['ptrace'], 0, 0, 0, 0)\nprint('ESCAPED')"),
-    Probe("process_vm_readv", "call(NR['process_vm_readv'], VICTIM, 0, 0, 0, 0, 0)\nprint('ESCAPED')", "root"),
-    Probe("executable memory", "import mmap\nmmap.mmap(-1, 4096, prot=7)\nprint('ESCAPED')"),
+    Probe("ptrace attach", "call(NR['ptrace'], 16, VICTIM, 0, 0)\nprint('ESCAPED')", "mostly"),
+    Probe("ptrace traceme", "call(NR['ptrace'], 0, 0, 0, 0)\nprint('ESCAPED')", "mostly"),
+    Probe("process_vm_readv", "call(NR['process_vm_readv'], VICTIM, 0, 0, 0, 0, 0)\nprint('ESCAPED')", "mostly"),
+    Probe("executable memory", "p = libc.mmap\np.restype = ctypes.c_void_p\na = p(None, 4096, 7, 34, -1, 0)\n"
+          "if a != 2**64 - 1: print('ESCAPED')"),
     Probe("mprotect", "p = libc.mmap\np.restype = ctypes.c_void_p\na = p(None, 4096, 3, 34, -1, 0)\n"
           "if libc.mprotect(ctypes.c_void_p(a), 4096, 7) == 0: print('ESCAPED')"),
     Probe("shared memory", "call(NR['shmget'], 0, 4096, 0o1600)\nprint('ESCAPED')"),
     # rights and limits
     Probe("limits", "import resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nprint('ESCAPED')"),
     Probe("become root", "os.setuid(0)\nprint('ESCAPED')", "root"),
-    Probe("unshare", "call(NR['unshare'], 0x20000000)\nprint('ESCAPED')", "root"),
+    Probe("unshare", "call(NR['unshare'], 0x10000000)\nprint('ESCAPED')", "mostly"),
     Probe("dumpable", "if libc.prctl(4, 1, 0, 0, 0) == 0: print('ESCAPED')"),
     Probe("outlive the parent", "if libc.prctl(1, 0, 0, 0, 0) == 0: print('ESCAPED')"),
-    Probe("leave the session", "os.setpgid(0, 0)\nprint('ESCAPED')"),
-    Probe("io_uring", "call(NR['io_uring_setup'], 4, bytes(120))\nprint('ESCAPED')", "never"),
-    Probe("keyring", "call(NR['keyctl'], 0, -3, 1)\nprint('ESCAPED')", "never"),
+    Probe("priority", "os.setpriority(os.PRIO_PROCESS, 0, 5)\nprint('ESCAPED')"),
+    Probe("io_uring", "call(NR['io_uring_setup'], 4, bytes(120))\nprint('ESCAPED')", "mostly"),
+    Probe("keyring", "call(NR['keyctl'], 0, -3, 1)\nprint('ESCAPED')", "mostly"),
     Probe("eventfd", "call(NR['eventfd2'], 0, 0)\nprint('ESCAPED')"),
     # what Python keeps within reach
     Probe("reload os", "import importlib\nimportlib.reload(os).system(TOUCH)"),
@@ -356,7 +357,7 @@ def test_there_are_more_than_forty_probes():
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_a_probe_escapes_where_there_is_no_jail(probe: Probe, world: World):
-    if probe.works_outside == "never" or (probe.works_outside == "root" and os.geteuid() != 0):
+    if probe.outside == "not tried" or (probe.outside == "root" and os.geteuid() != 0):
         pytest.skip("not tried without the jail")
     ran = subprocess.run(
         [sys.executable, "-I", "-S", "-c", world.code(probe)],
@@ -366,9 +367,11 @@ def test_a_probe_escapes_where_there_is_no_jail(probe: Probe, world: World):
         close_fds=False,
         timeout=60,
     )
-    deadline = time.monotonic() + 5  # what was started or killed may take a moment
+    deadline = time.monotonic() + (5 if ran.returncode == 0 else 0.1)  # what was started or killed may take a moment
     while not world.evidence(ran.stdout) and time.monotonic() < deadline:
         time.sleep(0.01)
+    if probe.outside == "mostly" and not world.evidence(ran.stdout) and "Error" in ran.stdout:
+        pytest.skip("this machine refuses it anyway")
     assert world.evidence(ran.stdout), ran.stdout
 
 

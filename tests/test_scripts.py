@@ -44,7 +44,7 @@ CONTRACT_FLAGS = {
     "num_iterations max_seq_len target_param_data_ratio window_pattern run model_tag resume data val_data hub",
     "base_eval": "data val_data",
     "chat_cli": "source",
-    "mid_train": "device_batch_size total_batch_size data",
+    "mid_train": "device_batch_size total_batch_size",
     "chat_sft": "device_batch_size target_examples_per_step",
     "chat_rl": "device_batch_size examples_per_step",
     "chat_web": "host port source",
