@@ -125,7 +125,8 @@ def main(config: Config) -> None:
             folder = run_dir(config.source, tag)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "eval.json").write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
-    record(meta.get("stage", "base"), tag, began, device)
+    if config.source in STAGES:
+        record(config.source, tag, began, device)
     devices.shutdown(device)
 
 

@@ -100,7 +100,8 @@ def main(config: Config) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(results, indent=1, ensure_ascii=False)
             path.write_text(text, encoding="utf-8", errors="replace")
-    record(meta.get("stage", config.source), tag_of(Path(meta["folder"])), began, device)
+    if config.source in STAGES:
+        record(config.source, tag_of(Path(meta["folder"])), began, device)
     devices.shutdown(device)
 
 
