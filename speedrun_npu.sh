@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Text to a language model, from nothing: set up, train a tokenizer, pretrain, evaluate, sample.
+# Text to a chat model, from nothing: set up, tokenizer, pretraining, mid-training, SFT, RL, evaluation, report.
 #
 #   bash speedrun_npu.sh                        # the profile for what this machine has: npu, cuda or cpu
 #   bash speedrun_npu.sh --profile smoke        # a minute on any CPU: checks that all of it runs
@@ -58,29 +58,45 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-launch=("$python") stories=200
+launch=("$python")
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
-    base=(--depth 2 --head_dim 32 --max_seq_len 128 --device_batch_size 8 --total_batch_size 1024 --num_iterations 60
+    base=(--depth 2 --head_dim 32 --max_seq_len 256 --device_batch_size 4 --total_batch_size 1024 --num_iterations 60
       --eval_tokens 8192 --compile off --save_every 30)
-    eval=(--eval_tokens 8192 --samples 1 --max_tokens 32) stories=8
+    base_eval=(--eval_tokens 8192 --samples 1 --max_tokens 32) stories=8
+    mid=(--device_batch_size 4 --num_iterations 10 --eval_tokens 4096)
+    sft=(--device_batch_size 4 --num_iterations 10 --target_examples_per_step 8 --eval_examples 16)
+    rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8)
+    eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic
     ;;
-  cpu) # a few minutes on two cores (docs/measurements.md)
+  cpu) # ten minutes on two cores, the set-up included (docs/measurements.md)
     tokenizer=()
-    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 700
-      --eval_every 100 --eval_tokens 65536 --save_every 100)
-    eval=(--eval_tokens 65536 --samples 4)
+    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 600
+      --eval_every 100 --eval_tokens 65536 --save_every 200)
+    base_eval=(--eval_tokens 65536 --samples 2) stories=100
+    mid=(--device_batch_size 16 --num_iterations 120 --eval_every 60 --eval_tokens 65536)
+    sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20)
+    rl=(--device_batch_size 16 --num_iterations 28 --examples_per_step 8 --num_samples 8 --lr_scale 0.3
+      --eval_every 14 --eval_examples 100)
+    eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic
     ;;
-  *) # depth by what the devices can train in an evening, batch by their memory
+  *) # depth by what so many devices train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
     depth=12 shards=32 # files that hold the horizon once: 12 tokens a parameter, some 50 million tokens a file
-    ((count >= 4)) && depth=20 shards=110
-    rows=8
-    ((memory > 48 * 2 ** 30)) && rows=16
+    ((count >= 2)) && depth=16 shards=60
+    ((count >= 4)) && depth=18 shards=85
+    ((count >= 8)) && depth=20 shards=110
+    rows=4
+    ((memory > 28 * 2 ** 30)) && rows=8
+    ((memory > 56 * 2 ** 30)) && rows=16
     ((memory > 72 * 2 ** 30 && depth == 12)) && rows=32
     base=(--shards "$shards" --depth "$depth" --device_batch_size "$rows" --save_every 1000)
-    eval=(--device_batch_size "$rows" --samples 4)
+    base_eval=(--shards "$shards" --device_batch_size "$rows" --samples 4) stories=0
+    mid=(--device_batch_size "$rows" --save_every 500)
+    sft=(--device_batch_size "$((rows / 2))" --num_iterations 700 --save_every 200)
+    rl=(--device_batch_size "$((rows / 2))" --num_iterations 400 --examples_per_step 16 --num_samples 16 --save_every 50)
+    eval=(--device_batch_size "$rows" --max_examples 1000) chat_tasks=gsm8k,mmlu,arc_easy,arc_challenge,humaneval
     ((count > 1)) && launch=("$VENV/bin/torchrun" --standalone --nproc_per_node="$count")
     ;;
 esac
@@ -91,24 +107,41 @@ if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer
   name=${data%/}
   run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")-$(cksum <<<"$name" | cut -d ' ' -f 1)
 fi
-[[ $data != demo ]] || eval+=(--stories "$stories") # only the demo's stories can be graded
+[[ $data != demo ]] || base_eval+=(--stories "$stories") # only the demo's stories can be graded
+if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then
+  chat_tasks=stories,questions,addition,arithmetic # offline, as mid-training and SFT then choose theirs
+fi
 export NANOCHAT_BASE_DIR=$run_folder
 source=(--data "$data" --hub "$hub")
 [[ -z $val_data ]] || source+=(--val_data "$val_data")
 printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data" "$run_folder"
 
 # ---- Run -----------------------------------------------------------------------------------------------
+# Every stage goes on where it stopped, or has nothing to do when it is done.
 
+again=(--model_tag "$profile" --resume)
 title 'tokenizer'
 "$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
 
 title 'pretraining'
-"${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" --model_tag "$profile" --resume
+"${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"
+"${launch[@]}" -m scripts.base_eval "${source[@]}" "${base_eval[@]}" --model_tag "$profile"
 
-title 'evaluation and samples'
-"${launch[@]}" -m scripts.base_eval "${source[@]}" "${eval[@]}" --model_tag "$profile"
+title 'mid-training: the chat format and new skills'
+"${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" "${again[@]}"
+
+title 'supervised fine-tuning'
+"${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" "${again[@]}"
+"${launch[@]}" -m scripts.chat_eval --source sft --tasks "$chat_tasks" "${eval[@]}" --hub "$hub" --model_tag "$profile"
+
+title 'reinforcement learning'
+"${launch[@]}" -m scripts.chat_rl "${rl[@]}" --hub "$hub" "${again[@]}"
+"${launch[@]}" -m scripts.chat_eval --source rl --tasks "$chat_tasks" "${eval[@]}" --hub "$hub" --model_tag "$profile"
+
+title 'report'
+"$python" -m scripts.report --model_tag "$profile"
 
 title 'done'
-printf 'To go on writing with the model:\n  source %s/bin/activate\n' "$VENV"
+printf 'To chat with the model:\n  source %s/bin/activate\n' "$VENV"
 [[ $run_folder == "$HOME/.cache/nanochat" ]] || printf '  export NANOCHAT_BASE_DIR=%q\n' "$run_folder"
 printf '  python -m scripts.chat_cli\n'

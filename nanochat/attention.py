@@ -131,15 +131,27 @@ class KVCache:
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Put k and v (B, T, K, D) at `positions` (B, T)."""
-        index = positions[:, None, :, None].expand(-1, k.size(2), -1, k.size(3))  # (B, K, T, D)
-        self.keys[layer].scatter_(2, index, k.transpose(1, 2).to(self.keys.dtype))
-        self.values[layer].scatter_(2, index, v.transpose(1, 2).to(self.values.dtype))
+        rows = torch.arange(k.size(0), device=k.device)[:, None]  # (B, 1)
+        self.keys[layer][rows, :, positions] = k.to(self.keys.dtype)
+        self.values[layer][rows, :, positions] = v.to(self.values.dtype)
 
     def attend(self, layer: int, q: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """q (B, T, H, D) against the visible part of this layer's cache; returns (B, T, H, D)."""
+        """q (B, T, H, D) against the visible part of this layer's cache; returns (B, T, H, D).
+
+        A CPU attends by plain products: torch's fused kernel takes 5 times as long there for one query a row in bf16
+        (docs/measurements.md)."""
         k, v = self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
-        q = q.transpose(1, 2).to(k.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        q = q.transpose(1, 2).to(k.dtype)  # (B, H, T, D)
+        if q.device.type == "cpu":
+            B, H, T, D = q.shape
+            grouped = q.reshape(B, k.size(1), -1, D)  # (B, K, groups x T, D): a group's queries share their keys
+            scores = (grouped @ k.mT).view(B, H, T, -1).float() * scale
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
+            out = (weights.view(B, k.size(1), -1, weights.size(-1)) @ v).view(B, H, T, D)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            )
         return out.transpose(1, 2)  # (B, T, H, D)
 
 

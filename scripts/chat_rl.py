@@ -1,6 +1,6 @@
 """Reinforcement learning: sample replies to questions, reward those that are right, make them more likely.
 
-python -m scripts.chat_rl --tasks addition --examples_per_step=16
+python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
@@ -23,7 +23,7 @@ class Config:
     source: str = "sft"  # a stage, or a checkpoint's folder
     source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
     source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: addition, or gsm8k for a model of the hub
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k for a model that read the hub's text
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
     num_iterations: int = 60  # steps

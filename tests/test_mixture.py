@@ -115,7 +115,7 @@ def test_a_wrong_flag_is_told_in_one_line(flag, says):
 def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
-    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("addition", "gsm8k")
+    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("stories", "gsm8k")
     for names in (BUILT_IN_TASKS, HUB_TASKS):
         assert all(choice.name in {**BUILT_IN, **FROM_HUB} for choice in parse_tasks(names))
 
