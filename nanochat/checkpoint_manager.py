@@ -209,12 +209,14 @@ def resume(
     tokenizer: Tokenizer,
     optimizer: Optimizer,
     device: Device,
+    source: Path | None = None,
 ) -> tuple[Progress, list[dict[str, Tensor]]]:
     """Go on from the newest whole checkpoint of a folder: its weights, optimizer and generators are loaded; returns
     its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
 
-    `flags` names those of `config` that a run keeps from its beginning to its end. Raises UserError: when they, the
-    sizes or the tokenizer are others than the checkpoint's, when it is beyond `steps_asked`, when none is whole.
+    `flags` names those of `config` that a run keeps from its beginning to its end, `source` is the checkpoint that it
+    began from. Raises UserError: when they, the sizes or the tokenizer are others than the checkpoint's, when it is
+    beyond `steps_asked`, when none is whole.
     """
     found = newest(folder)
     if found is None:
@@ -229,6 +231,11 @@ def resume(
                 f"--resume: {step_folder} was trained with --{flag} {meta['config'].get(flag)}, not "
                 f"{getattr(config, flag)}: use that, or another --model_tag"
             )
+    if source is not None and meta["source"] != short_name(source):
+        raise UserError(
+            f"--resume: {step_folder} was trained from {meta['source']}, the source is now {short_name(source)}: name "
+            "that by --source_step, or give another --model_tag"
+        )
     if meta["step"] > steps_asked:
         raise UserError(f"--resume: {step_folder} is beyond {steps_asked} steps: raise --num_iterations to go on")
     for name, value in asdict(model.config).items():
@@ -253,11 +260,14 @@ def resume(
 
 
 def find_source(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
-    """The folder of a stage's checkpoint ("base", "mid", "sft", "dpo", "rl"), or of one given by its path.
+    """The folder of a stage's checkpoint ("base", "mid", "sft", "dpo", "rl"), or of one given by its path; "auto" is
+    the furthest stage that has one.
 
     Without `model_tag` the tag last written, without `step` its newest whole step.
     Raises UserError: when there is none.
     """
+    if source == "auto":
+        source = _furthest_stage(model_tag)
     if source in paths.STAGES:
         folder = paths.checkpoint_dir(source, model_tag) if model_tag else _newest_tag(source)
         if step is not None:
@@ -273,9 +283,14 @@ def find_source(source: str, model_tag: str | None = None, step: int | None = No
         chosen = Path(source).expanduser()
         if not (chosen / "manifest.json").is_file():
             raise UserError(
-                f"{source!r} is neither a stage ({', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
+                f"{source!r} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
             )
     return chosen
+
+
+def short_name(step_folder: Path) -> str:
+    """`<stage>/<tag>/step_<n>`: the same wherever the base folder is."""
+    return "/".join(step_folder.resolve().parts[-3:])
 
 
 def tag_of(step_folder: Path) -> str:
@@ -318,6 +333,16 @@ def _newest_tag(stage: str) -> Path:
     if not tags:
         raise UserError(f"there is no {stage} checkpoint in {folder}: train one with `{_maker(stage)}`")
     return max(tags, key=lambda path: (path / f"step_{steps(path)[-1]:06d}").stat().st_mtime)
+
+
+def _furthest_stage(model_tag: str | None) -> str:
+    """The last stage that has a checkpoint (of that tag); base when there is none."""
+    for stage in reversed(paths.STAGES):
+        folder = paths.base_dir() / "checkpoints" / stage
+        tags = [paths.checkpoint_dir(stage, model_tag)] if model_tag else folder.iterdir() if folder.is_dir() else []
+        if any(steps(tag) for tag in tags):
+            return stage
+    return "base"
 
 
 def _maker(stage: str) -> str:

@@ -87,7 +87,7 @@ def require(config: Any, flags: str, low: float, high: float = math.inf) -> None
     """Raises UserError: when one of the flags (names with spaces between them) is set and not within low to high."""
     for flag in flags.split():
         value = getattr(config, flag)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):  # NaN is within nothing
+        if value is not None and not (low <= value <= high and abs(value) != math.inf):  # NaN is within nothing
             allowed = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise UserError(f"--{flag} {value}: {allowed}")
 

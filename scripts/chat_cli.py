@@ -57,17 +57,15 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import Message, parse_reply, render_prompt, text_of
     from nanochat.engine import Engine
-    from nanochat.paths import STAGES
     from nanochat.tokenizer import mend_surrogates
 
     # ------------------------------------------------------------------ load
     check(config)
     device = devices.init(config.device, config.dtype)
-    source = furthest_stage(config.model_tag) if config.source == "auto" else config.source
-    model, tokenizer, meta = load_model(source, device, model_tag=config.model_tag, step=config.step)
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     engine = Engine(model, tokenizer, device)
     context = model.config.sequence_len
-    stage = source if source in STAGES else meta.get("stage", "unknown stage")
+    stage = meta.get("stage", "unknown stage")
     chats = stage != "base"
     if config.system and not chats:
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
@@ -260,19 +258,6 @@ def save(name: str, messages: list[dict[str, Any]]) -> None:
     except (OSError, RuntimeError) as error:  # the latter: a ~user who does not exist
         raise UserError(f"/save {name}: {error}") from error
     print(f"{len(messages)} messages added to {name}")
-
-
-def furthest_stage(model_tag: str | None) -> str:
-    """The last stage that has a checkpoint (of that tag); base when there is none."""
-    from nanochat import paths
-    from nanochat.checkpoint_manager import steps
-
-    for stage in reversed(paths.STAGES):
-        folder = paths.base_dir() / "checkpoints" / stage
-        tags = [paths.checkpoint_dir(stage, model_tag)] if model_tag else folder.iterdir() if folder.is_dir() else []
-        if any(steps(tag) for tag in tags):
-            return stage
-    return "base"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Config:
     source: str = "sft"  # a stage, or a checkpoint's folder
     source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
     source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k for a model that read the hub's text
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
     num_iterations: int = 60  # steps
@@ -111,8 +111,10 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("rl", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "source tasks seed examples_per_step num_samples loss kl"
-        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+        kept = "tasks seed examples_per_step num_samples loss kl"
+        progress, shares = checkpoint_manager.resume(
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+        )
     elif aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device):
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     engine = Engine(model, tokenizer, device)
@@ -201,7 +203,7 @@ def main(config: Config) -> None:
                 training = Training(optimizer.state_dict(), state, device.rng_state())
                 meta = {
                     "stage": "rl", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": str(source), "pretraining": pretraining,
+                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
                 }  # fmt: skip
                 saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")

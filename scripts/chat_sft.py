@@ -91,8 +91,10 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("sft", tag)
     progress = Progress()
     if config.resume:
-        kept = "source tasks seed target_examples_per_step"
-        progress, _ = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+        kept = "tasks seed target_examples_per_step"
+        progress, _ = checkpoint_manager.resume(
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+        )
     elif aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device):
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
 
@@ -141,7 +143,7 @@ def main(config: Config) -> None:
                 training = Training(optimizer.state_dict(), {}, device.rng_state())
                 meta = {
                     "stage": "sft", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": str(source), "pretraining": pretraining,
+                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
                 }  # fmt: skip
                 saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")

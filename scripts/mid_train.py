@@ -98,8 +98,10 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("mid", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "source tasks seed"
-        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+        kept = "tasks seed"
+        progress, shares = checkpoint_manager.resume(
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+        )
     elif aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device):
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     loader = Loader(
@@ -150,7 +152,7 @@ def main(config: Config) -> None:
                 training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
                 meta = {
                     "stage": "mid", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": str(source), "pretraining": pretraining,
+                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
                 }  # fmt: skip
                 saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")

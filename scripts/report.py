@@ -16,13 +16,13 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat import report  # here: --help stays quick
+    from nanochat import report, report_page  # here: --help stays quick
 
     tag = safe_tag(config.model_tag or report.newest_tag())
     summary = report.collect(tag)
     folder = base_dir() / "runs" / "report" / tag
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.html", report.to_html(summary)), ("report.md", report.to_markdown(summary))):
+    for name, text in (("report.html", report_page.to_html(summary)), ("report.md", report.to_markdown(summary))):
         (folder / name).write_text(text, encoding="utf-8")
         print0(folder / name)
 

@@ -471,7 +471,9 @@ def test_results_are_written_and_those_of_a_step_add_up(
     first, out = written(), capsys.readouterr().out
     assert first["step"] == 5
     assert list(first["tasks"]) == ["addition", "spelling"]
-    assert {f.name for f in dataclasses.fields(Result)} | {"temperature"} == set(first["tasks"]["addition"]) - {"samples"}
+    assert {f.name for f in dataclasses.fields(Result)} | {"temperature"} == set(first["tasks"]["addition"]) - {
+        "samples"
+    }
     assert first["tasks"]["addition"]["questions"] == 5
     assert first["chatcore"] == 0.0
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]

@@ -20,7 +20,7 @@ ORDER = (
     *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.rows", "data.loader"),
     *("tools", "sandbox", "conversation", "tasks.*"),
     *("attention", "cross_entropy", "packing", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train", "losses"),
-    *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "serve.*"),
+    *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from markdown_it import MarkdownIt  # rich brings it
 
-from nanochat import cli, report
+from nanochat import cli, report, report_page
 from nanochat.cli import UserError
 from nanochat.paths import STAGES
 from scripts import report as script
@@ -148,7 +148,7 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
         summary = report.collect(TAG)
-        yield Whole(base, summary, report.to_html(summary))
+        yield Whole(base, summary, report_page.to_html(summary))
 
 
 # ---------------------------------------------------------------------- numbers
@@ -281,7 +281,7 @@ def test_each_plot_has_a_line_for_each_stage(whole):
 
 def test_a_line_goes_where_its_values_go(base):
     write(base, "base", "metrics.jsonl", metrics(5, 10.0, val_bpb=lambda step: (3.0, 2.0, 1.0, 2.0, 3.0)[step]))
-    html = report.to_html(report.collect(TAG))
+    html = report_page.to_html(report.collect(TAG))
     path = html.partition('id="val_bpb-base"')[2].partition(' d="')[2].partition('"')[0]
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
     assert len(points) == 5
@@ -293,14 +293,14 @@ def test_a_line_goes_where_its_values_go(base):
 def test_every_colour_is_defined_in_light_and_dark(whole):
     html = whole.html
     used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone"}
-    light, dark = re.findall(r":root \{([^}]*)\}", report.STYLE)[:2]
+    light, dark = re.findall(r":root \{([^}]*)\}", report_page.STYLE)[:2]
     assert {*STAGES, "ink", "quiet", "line", "card"} <= used
     assert used <= set(re.findall(r"--([a-z]+):", light)) and used <= set(re.findall(r"--([a-z]+):", dark))
     assert "#c0de" not in html
 
 
 def test_one_run_makes_one_page(whole):
-    assert report.to_html(whole.summary) == whole.html
+    assert report_page.to_html(whole.summary) == whole.html
 
 
 def test_a_question_stands_once_with_the_answers_of_all_stages(whole):
@@ -316,7 +316,7 @@ def test_a_long_run_is_thinned_out(base):
     summary = report.collect(TAG)
     curve = summary.stages[0].curve("loss")
     assert 250 < len(curve) <= 302 and curve[0] == (1.8, 0.0) and curve[-1] == (9000.0, 4999 * 7919 % 1000)
-    assert len(report.to_html(summary)) < 150_000
+    assert len(report_page.to_html(summary)) < 150_000
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -330,7 +330,7 @@ def test_what_a_model_says_stays_text(base, payload):
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
     summary = report.collect(TAG)
-    page = Page(report.to_html(summary))
+    page = Page(report_page.to_html(summary))
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
     assert page.text.rstrip().endswith("Left out: no run of mid, dpo, rl.")  # nothing is closed early
@@ -354,8 +354,8 @@ def test_text_that_no_file_can_hold_is_mended(base):
         base, "base", "eval.json", {"val_bpb": 1.0, "samples": ["half \ud83d of a face, \x00\x1b[31m and 中文 \u202e"]}
     )
     summary = report.collect(TAG)
-    assert "half ? of a face,   [31m and 中文" in report.to_html(summary)
-    assert report.to_html(summary).encode() and report.to_markdown(summary).encode()
+    assert "half ? of a face,   [31m and 中文" in report_page.to_html(summary)
+    assert report_page.to_html(summary).encode() and report.to_markdown(summary).encode()
 
 
 # ---------------------------------------------------------------------- what is missing or damaged
@@ -375,7 +375,9 @@ def test_damaged_lines_are_skipped_and_counted(base):
     assert summary.stages[0].values("loss") == [4.0, 0.25, 4 / 3, 1.0, 0.0625] and summary.seconds_by_stage() == {
         "base": 12.0
     }
-    assert "11 damaged lines skipped" in report.to_html(summary) and "11 damaged lines" in report.to_markdown(summary)
+    assert "11 damaged lines skipped" in report_page.to_html(summary) and "11 damaged lines" in report.to_markdown(
+        summary
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'])
@@ -385,7 +387,7 @@ def test_a_damaged_evaluation_is_left_out(base, text):
         write(base, "sft", name, {}).write_text(text)
     summary = report.collect(TAG)
     assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
-    assert Page(report.to_html(summary)) and report.to_markdown(summary)
+    assert Page(report_page.to_html(summary)) and report.to_markdown(summary)
     assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
 
 
@@ -396,14 +398,14 @@ def test_numbers_that_nobody_can_draw_stop_nothing(base):
     write(base, "rl", "metrics.jsonl", lines)
     summary = report.collect(TAG)
     assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
-    assert Page(report.to_html(summary)) and report.to_markdown(summary)
+    assert Page(report_page.to_html(summary)) and report.to_markdown(summary)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_stage_may_stand_alone(base, stage):
     write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
     summary = report.collect(TAG)
-    assert Page(report.to_html(summary)).text.count("Left out:") == 1
+    assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
     others = ", ".join(name for name in STAGES if name != stage)
     assert f"no run of {others}" in summary.notes and summary.seconds_by_stage() == {stage: 2.0}
     assert "Evaluation" not in report.to_markdown(summary) and "## Samples" not in report.to_markdown(summary)
@@ -418,7 +420,7 @@ def test_any_file_may_stand_alone(base, name):
     summary = report.collect(TAG)
     expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
     assert [number for number, _, _ in report.headline(summary)] == [expected]
-    assert expected in Page(report.to_html(summary)).text and expected in report.to_markdown(summary)
+    assert expected in Page(report_page.to_html(summary)).text and expected in report.to_markdown(summary)
 
 
 def test_nothing_to_report_says_what_to_run(base, monkeypatch, capsys):
@@ -456,8 +458,9 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
 
 def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
     code = (
-        "import sys; from nanochat import report; summary = report.collect(sys.argv[1]); report.to_markdown(summary); "
-        "assert 'matplotlib' not in sys.modules; report.to_html(summary); assert 'torch' not in sys.modules; "
+        "import sys; from nanochat import report, report_page; summary = report.collect(sys.argv[1]); "
+        "report.to_markdown(summary); "
+        "assert 'matplotlib' not in sys.modules; report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"
     )
     done = subprocess.run(

@@ -280,3 +280,10 @@ def test_resume_keeps_to_its_flags(start, capsys):
     assert code == 1 and "--seed" in err
     code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_iterations=1", "--resume")
     assert code == 1 and "--num_iterations" in err
+
+
+def test_resume_keeps_to_its_source(start, capsys):
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
+    call("mid_train", *MID, "--num_iterations=2")
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=mid", "--num_iterations=4", "--resume")
+    assert code == 1 and "base/d1/step_000020" in err and "mid/d1/step_000002" in err
