@@ -6,6 +6,7 @@ The helpers are test_scripts'; most tests run a script's `main` in this process.
 import hashlib
 import json
 import math
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_scripts import base, call, mistake, process  # noqa: F401 (base is a fixture)
+from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
 
 from nanochat.conversation import Part, text_of
 from nanochat.log import REQUIRED
@@ -287,3 +288,14 @@ def test_resume_keeps_to_its_source(start, capsys):
     call("mid_train", *MID, "--num_iterations=2")
     code, err = mistake(capsys, "chat_sft", *SFT, "--source=mid", "--num_iterations=4", "--resume")
     assert code == 1 and "base/d1/step_000020" in err and "mid/d1/step_000002" in err
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readmes_python_runs(start, capsys, readme):
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
+    capsys.readouterr()
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec(compile(code, readme, "exec"), names)
+    assert capsys.readouterr().out.startswith("<|bos|>hello")
+    assert len(names["generated"][0]) == len(names["masks"][0]) > len(names["tokens"])
