@@ -256,9 +256,16 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     if stage := next((stage for stage in summary.stages if stage.val_bpb is not None), None):
         start = next((f"; {value:.2f} at first" for value in stage.values("val_bpb")[:-1]), "")
         numbers.append((f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"))
-    if stage := next((stage for stage in summary.stages if stage.evaluation.get("stories")), None):
-        passed, of = stage.evaluation.get("stories_passed", 0), stage.evaluation["stories"]
-        numbers.append((f"{passed / of:.0%}", "stories hold together", f"{stage.name}; {passed:.0f} of {of:.0f}"))
+    told: dict[str, float] = {}  # stage -> share of its stories that hold together
+    for stage in summary.stages:
+        if of := stage.evaluation.get("stories"):
+            told[stage.name] = stage.evaluation.get("stories_passed", 0) / of
+        if score := stage.scores.get("stories"):
+            told[stage.name] = score["accuracy"]
+    if told:
+        *earlier, last = told
+        before = "".join(f"; {name} {told[name]:.0%}" for name in earlier)
+        numbers.append((f"{told[last]:.0%}", "stories hold together", f"{last}{before}"))
     if evaluated := [stage for stage in summary.stages if stage.scores]:
         shared = [task for task in evaluated[0].scores if all(task in stage.scores for stage in evaluated)]
         means = {s.name: fmean(s.scores[task]["accuracy"] for task in shared or s.scores) for s in evaluated}
