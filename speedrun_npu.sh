@@ -68,7 +68,7 @@ case $profile in
     mid=(--device_batch_size 4 --num_iterations 10 --eval_tokens 4096)
     sft=(--device_batch_size 4 --num_iterations 10 --target_examples_per_step 8 --eval_examples 16)
     rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8)
-    eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic
+    eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
   cpu) # ten minutes on two cores, the set-up included (docs/measurements.md)
     tokenizer=()
@@ -79,7 +79,7 @@ case $profile in
     sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20)
     rl=(--device_batch_size 16 --num_iterations 28 --examples_per_step 8 --num_samples 8 --lr_scale 0.3
       --eval_every 14 --eval_examples 100)
-    eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic
+    eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
@@ -109,7 +109,7 @@ if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer
 fi
 [[ $data != demo ]] || base_eval+=(--stories "$stories") # only the demo's stories can be graded
 if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then
-  chat_tasks=stories,questions,addition,arithmetic # offline, as mid-training and SFT then choose theirs
+  chat_tasks=stories,questions,addition,arithmetic,identity # offline, as mid-training and SFT then choose theirs
 fi
 export NANOCHAT_BASE_DIR=$run_folder
 source=(--data "$data" --hub "$hub")

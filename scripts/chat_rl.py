@@ -23,7 +23,7 @@ class Config:
     source: str = "sft"  # a stage, or a checkpoint's folder
     source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
     source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: mostly stories, or gsm8k
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
     num_iterations: int = 60  # steps
@@ -71,6 +71,7 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine, check_sampling
     from nanochat.packing import pack
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
+    from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
     from nanochat.train import Meter, Progress, make_optimizer, train_step
 
@@ -89,10 +90,8 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ data, loss, optimizer
     pretraining = source_meta.get("pretraining", {"data": ""})
     tasks = config.tasks or default_rl_tasks(pretraining["data"])
+    require_grades(parse_tasks(tasks))
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
-    for task in train.tasks:
-        if task.kind == "dialogue":
-            raise UserError(f"--tasks {task.name}: its replies cannot be graded, so there is no reward")
     steps, row_tokens = config.num_iterations, model.config.sequence_len
     clip_high = config.clip_high if config.clip_high is not None else 0.28 if config.loss == "dapo" else 0.2
     clips = {"clip_low": config.clip_low, "clip_high": clip_high}

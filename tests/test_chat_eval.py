@@ -218,6 +218,8 @@ def spoiled(name: str, text: str) -> str:
         return text.partition(". ")[2]  # begins in the middle
     if name == "questions":
         return text.replace("The", "A", 1) if "The" in text else f"{text} And so on."
+    if name == "identity":
+        return text[:-1]
     if name == "spelling":
         return re.sub(r"(\w)-(\w)", r"\1-\1-\2", text, count=1)
     digits = re.findall(r"\d", text)[-1]  # the last digit of a sum or a count
@@ -225,7 +227,7 @@ def spoiled(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
-@pytest.mark.parametrize("name", [name for name, task in BUILT_IN.items() if task.kind != "dialogue"])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_reference_answers_score_all_and_spoiled_ones_nothing(
     name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +401,7 @@ def test_a_reply_reads_with_its_calls() -> None:
 
 def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
     names = [choice.name for choice in graded_choices("")]
-    assert names == ["stories", "questions", "addition", "arithmetic", "spelling", "letters"]
+    assert names == ["stories", "questions", "addition", "arithmetic", "spelling", "letters", "identity"]
     assert [(c.name, c.path) for c in graded_choices("addition,gsm8k=some/folder")] == [
         ("addition", None), ("gsm8k", "some/folder"),
     ]  # fmt: skip
@@ -409,7 +411,7 @@ def test_tasks_that_cannot_be_graded_are_told(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text("")
     for text, words in (
-        ("identity", "--tasks identity: a dialogue has no right answer to grade; those with one are stories, .*mmlu"),
+        ("smoltalk", "--tasks smoltalk: a dialogue has no right answer to grade; those with one are stories, .*mmlu"),
         ("addition,smoltalk", "--tasks smoltalk: a dialogue"),
         (str(own), f"--tasks {own}: a dialogue"),
         ("addition:2", "--tasks addition:2: a weight is for training"),
@@ -419,7 +421,7 @@ def test_tasks_that_cannot_be_graded_are_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words) as error:
             graded_choices(text)
-        assert "\n" not in str(error.value) and "identity," not in str(error.value).partition("those with one")[2]
+        assert "\n" not in str(error.value) and "smoltalk" not in str(error.value).partition("those with one")[2]
 
 
 def test_a_dialogue_or_nothing_cannot_be_evaluated() -> None:
@@ -485,7 +487,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     monkeypatch.setattr(BUILT_IN["spelling"], "grade", always_right)
     call("--tasks=letters,spelling", "--max_examples=4", "--show=2")
     both, out = written(), capsys.readouterr().out
-    assert list(both["tasks"]) == ["addition", "spelling", "letters"]
+    assert list(both["tasks"]) == ["addition", "spelling", "letters", "identity"]
     assert both["tasks"]["addition"] == first["tasks"]["addition"]
     assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 4
     assert both["chatcore"] == pytest.approx((0 + 1 + both["tasks"]["letters"]["accuracy"]) / 3)
@@ -533,7 +535,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--tasks=identity"], "--tasks identity: a dialogue has no right answer"),
+        (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer"),
         (["--tasks=nosuch"], "--tasks nosuch: no such task"),
         (["--samples=4"], "--samples 4: greedy replies are all the same; set --temperature"),
         (["--samples=0"], "--samples 0: at least 1"),

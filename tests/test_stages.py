@@ -262,7 +262,7 @@ def test_users_documented_commands_run_as_written(start):
         ("chat_sft --source=base --target_examples_per_step=0", "--target_examples_per_step"),
         ("chat_sft --source=base --model_tag=../x", "--model_tag"),
         ("chat_rl", "no sft checkpoint"),
-        ("chat_rl --source=base --tasks=identity", "cannot be graded"),
+        ("chat_rl --source=base --tasks=smoltalk", "no right answer to grade"),
         ("chat_rl --source=base --num_samples=1", "--num_samples"),
         ("chat_rl --source=base --temperature=0", "--temperature"),
         ("chat_rl --source=base --loss=dapo --kl=0.1", "--kl"),

@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
-from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, parse_tasks
+from nanochat.tasks.registry import BUILT_IN, Choice, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
 from nanochat.tokenizer import Tokenizer
 
@@ -67,24 +66,14 @@ def graded_choices(text: str) -> list[Choice]:
 
     Raises UserError: for what has nothing to grade, or a weight, or a task named twice.
     """
-    choices = parse_tasks(text or ",".join(_gradable(BUILT_IN)))
+    choices = parse_tasks(text or ",".join(BUILT_IN))
+    require_grades(choices)
     for place, choice in enumerate(choices):
-        if choice.name not in _gradable({**BUILT_IN, **FROM_HUB}):
-            raise _nothing_to_grade(choice.path if choice.name == "conversations" else choice.name)
         if choice.weight != 1:
             raise UserError(f"--tasks {choice.name}:{choice.weight:g}: a weight is for training; leave it out")
         if any(choice.name == earlier.name for earlier in choices[:place]):
             raise UserError(f"--tasks names {choice.name} twice: leave one out")
     return choices
-
-
-def _gradable(tasks: dict[str, Any]) -> list[str]:
-    return [name for name, task in tasks.items() if task.kind != "dialogue"]
-
-
-def _nothing_to_grade(name: str | None) -> UserError:
-    names = ", ".join(_gradable({**BUILT_IN, **FROM_HUB}))
-    return UserError(f"--tasks {name}: a dialogue has no right answer to grade; those with one are {names}")
 
 
 # ---------------------------------------------------------------------- one task
@@ -113,7 +102,7 @@ def evaluate(
     Raises UserError: when the task is a dialogue, has no examples, or letters that are not one token each.
     """
     if task.kind == "dialogue":
-        raise _nothing_to_grade(task.name)
+        raise UserError(f"--tasks {task.name}: a dialogue has no right answer to grade")
     if not len(task):
         raise UserError(f"--tasks {task.name}: there are no examples in it")
     begin = time.monotonic()

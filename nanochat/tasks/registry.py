@@ -6,9 +6,10 @@ or folder in place of the hub's; a PATH alone is conversations in .jsonl.
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanochat.cli import UserError
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
@@ -23,8 +24,8 @@ from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.stories import Stories, StoryQuestions
 from nanochat.tasks.task import Split, Task
 
-# What is made here needs no network ...
-BUILT_IN: dict[str, Callable[[Split], Task]] = {
+# name -> the task's class. What is made here takes (split) and needs no network ...
+BUILT_IN: dict[str, Any] = {
     "stories": Stories,
     "questions": StoryQuestions,
     "addition": Addition,
@@ -33,8 +34,8 @@ BUILT_IN: dict[str, Callable[[Split], Task]] = {
     "letters": LetterCount,
     "identity": Identity,
 }
-# ... the others come from a hub, or from a PATH.
-FROM_HUB: dict[str, Callable[[Split, str | None, str], Task]] = {
+# ... the others take (split, path, hub).
+FROM_HUB: dict[str, Any] = {
     "gsm8k": Gsm8k,
     "mmlu": Mmlu,
     "arc_easy": ArcEasy,
@@ -102,3 +103,14 @@ def open_task(choice: Choice, split: Split, hub: str = "hf") -> Task:
     if choice.name in BUILT_IN:
         return BUILT_IN[choice.name](split)
     return FROM_HUB[choice.name](split, choice.path, hub)
+
+
+def require_grades(choices: Sequence[Choice]) -> None:
+    """Raises UserError: for an entry whose replies are neither right nor wrong."""
+    graded = [name for name, task in {**BUILT_IN, **FROM_HUB}.items() if task.kind != "dialogue"]
+    for choice in choices:
+        if choice.name not in graded:
+            name = choice.path if choice.name == "conversations" else choice.name
+            raise UserError(
+                f"--tasks {name}: a dialogue has no right answer to grade; those with one are {', '.join(graded)}"
+            )
