@@ -487,7 +487,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     monkeypatch.setattr(BUILT_IN["spelling"], "grade", always_right)
     call("--tasks=letters,spelling", "--max_examples=4", "--show=2")
     both, out = written(), capsys.readouterr().out
-    assert list(both["tasks"]) == ["addition", "spelling", "letters", "identity"]
+    assert list(both["tasks"]) == ["addition", "spelling", "letters"]
     assert both["tasks"]["addition"] == first["tasks"]["addition"]
     assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 4
     assert both["chatcore"] == pytest.approx((0 + 1 + both["tasks"]["letters"]["accuracy"]) / 3)
