@@ -81,9 +81,12 @@ class Rates:
     residual_scale: float
     weight_decay: float
 
-    def scaled(self, factor: float) -> "Rates":
-        """For a later stage: all learning rates times a factor, and no weight decay."""
+    def scaled(self, factor: float, tables: float = 1.0) -> "Rates":
+        """For a later stage: all learning rates times a factor, those of embeddings and head times `tables` as well,
+        and no weight decay."""
         rates = {field.name: factor * getattr(self, field.name) for field in fields(self)}
+        for name in ("embedding", "value_embedding", "head"):
+            rates[name] *= tables
         return Rates(**{**rates, "weight_decay": 0.0})
 
 

@@ -23,7 +23,7 @@ class Config:
     source: str = "sft"  # a stage, or a checkpoint's folder
     source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
     source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: mostly stories, or gsm8k
+    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
     num_iterations: int = 60  # steps
@@ -42,6 +42,7 @@ class Config:
     kl: float = 0.0  # weight of the KL penalty against the model at the beginning (grpo)
     # optimizer: multiples of pretraining's rates
     lr_scale: float = 0.05  # of all rates
+    table_lr_scale: float = 0.1  # of the embeddings' and the head's on top: few samples make much noise there
     # evaluation, logging, saving
     eval_every: int = 20  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: int = 200  # held-out questions, one reply each
@@ -101,7 +102,7 @@ def main(config: Config) -> None:
         "dapo": functools.partial(losses.dapo_loss, **clips),
         "dr_grpo": functools.partial(losses.dr_grpo_loss, max_tokens=config.max_tokens, **clips),
     }[config.loss]
-    rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale)
+    rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale, config.table_lr_scale)
     optimizer = make_optimizer(model, rates, device)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {config.examples_per_step} questions, {config.num_samples} replies to each")
@@ -225,7 +226,7 @@ def check(config: Config) -> None:
     require(config, "eval_every save_every", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "clip_low", 0, 1)
-    require(config, "clip_high kl lr_scale", 0, 100)
+    require(config, "clip_high kl lr_scale table_lr_scale", 0, 100)
     check_trackers(config.track)
     if config.temperature < 0.01:
         raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")

@@ -9,7 +9,6 @@ from nanochat.cli import UserError
 from nanochat.conversation import check_messages, render, text_of
 from nanochat.data.demo import held_out
 from nanochat.tasks.mixture import (
-    BUILT_IN_RL_TASKS,
     BUILT_IN_TASKS,
     HUB_TASKS,
     Mixture,
@@ -116,8 +115,8 @@ def test_a_wrong_flag_is_told_in_one_line(flag, says):
 def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
-    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == (BUILT_IN_RL_TASKS, "gsm8k")
-    for names in (BUILT_IN_TASKS, BUILT_IN_RL_TASKS, HUB_TASKS):
+    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("stories", "gsm8k")
+    for names in (BUILT_IN_TASKS, HUB_TASKS):
         assert all(choice.name in {**BUILT_IN, **FROM_HUB} for choice in parse_tasks(names))
 
 

@@ -22,7 +22,6 @@ BLOCK_EXAMPLES = 32
 
 # For a model pretrained on the demo corpus; and for one that has read the web.
 BUILT_IN_TASKS = "stories:5,questions:2.5,addition:1,arithmetic:2,identity:2"
-BUILT_IN_RL_TASKS = "stories:5,questions:1,arithmetic:1,identity:1"  # the last three keep what SFT has taught
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
 
 
@@ -33,7 +32,7 @@ def default_tasks(pretraining_data: str) -> str:
 
 def default_rl_tasks(pretraining_data: str) -> str:
     """What such a model is rewarded for."""
-    return "gsm8k" if _from_hub(pretraining_data) else BUILT_IN_RL_TASKS
+    return "gsm8k" if _from_hub(pretraining_data) else "stories"
 
 
 def _from_hub(data: str) -> bool:
