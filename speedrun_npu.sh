@@ -77,8 +77,8 @@ case $profile in
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     mid=(--device_batch_size 16 --num_iterations 120 --eval_every 60 --eval_tokens 32768)
     sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20)
-    rl=(--device_batch_size 16 --num_iterations 40 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
-      --eval_every 20 --eval_examples 100)
+    rl=(--device_batch_size 16 --loss dr_grpo --num_iterations 40 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
+      --eval_every 0 --eval_examples 100)
     eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory

@@ -44,9 +44,10 @@ def test_both_languages_give_the_same_commands_and_samples():
     english, chinese = ([re.sub(r"\s*#.*", "", block) for block in blocks] for blocks in code)
     assert english == chinese
     assert commands(ENGLISH) == commands(CHINESE)
-    assert re.findall(r"```\n(base .*?)```", ENGLISH, re.DOTALL) == re.findall(
-        r"```\n(base .*?)```", CHINESE, re.DOTALL
-    )
+    samples = [re.findall(r"```\n(> .*?)```", text, re.DOTALL) for text in (ENGLISH, CHINESE)]
+    assert samples[0] == samples[1] and len(samples[0]) == 1
+    figures = [re.findall(r"\d+(?:\.\d+)?%", text) for text in (ENGLISH, CHINESE)]
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
