@@ -129,6 +129,8 @@ title 'pretraining'
 
 title 'mid-training: the chat format and new skills'
 "${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" "${again[@]}"
+"${launch[@]}" -m scripts.chat_eval --source mid --tasks "$chat_tasks" "${eval[@]}" --max_examples 50 --hub "$hub" \
+  --model_tag "$profile"
 
 title 'supervised fine-tuning'
 "${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" "${again[@]}"

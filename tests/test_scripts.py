@@ -339,13 +339,20 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     assert "starting from the beginning" in first.stdout
-    weights = hashlib.sha256((folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()).hexdigest()
+    ends = {"base": 60, "mid": 10, "sft": 10, "rl": 2}
+    files = [folder / f"checkpoints/{stage}/smoke/step_{step:06d}/model.safetensors" for stage, step in ends.items()]
+    weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert len(set(weights)) == 4
+    for stage in ("sft", "rl"):
+        tasks = json.loads((folder / f"runs/{stage}/smoke/chat_eval.json").read_text())["tasks"]
+        assert {task["total"] for task in tasks.values()} == {8} and "stories" in tasks
+    assert "</html>" in (folder / "runs/report/smoke/report.html").read_text()
     again = speedrun("--data=my text.txt")
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resumed from" in again.stdout
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
-    same = (folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()
-    assert hashlib.sha256(same).hexdigest() == weights
+    assert again.stdout.count("resumed from") == 4
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == weights
     wrong = speedrun("--profil", "smoke")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--help" in wrong.stderr
 
