@@ -156,6 +156,10 @@ class Device:
                 return function, "eager (compile is opt-in here: --compile on)"
             if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
                 return function, "eager (too short a run to repay compiling)"
+        if self.kind == "cpu":
+            # The compiler adds up embeddings' gradients atomically, in an order that differs from run to run.
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
         return torch.compile(function, dynamic=False), "compiled"
 
     def _compiler_missing(self) -> str | None:

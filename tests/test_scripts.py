@@ -89,7 +89,7 @@ def call(script: str, *argv: str) -> None:
 def process(*command: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *command], cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300
     )
 
 
