@@ -75,10 +75,10 @@ case $profile in
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 600
       --eval_every 200 --eval_tokens 32768 --save_every 200)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
-    mid=(--device_batch_size 16 --num_iterations 110 --eval_every 55 --eval_tokens 32768)
-    sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20)
+    mid=(--device_batch_size 16 --num_iterations 110 --eval_every 55 --eval_tokens 32768 --save_every 55)
+    sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20 --save_every 20)
     rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 34 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
-      --eval_every 0 --eval_examples 100)
+      --eval_every 0 --eval_examples 100 --save_every 10)
     eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory

@@ -277,7 +277,10 @@ def find_source(source: str, model_tag: str | None = None, step: int | None = No
         else:
             found = newest(folder)
             if found is None:
-                raise UserError(f"there is no whole checkpoint in {folder}: train one with `{_maker(source)}`")
+                tags = folder.parent.iterdir() if folder.parent.is_dir() else ()
+                there = sorted(path.name for path in tags if steps(path))
+                hint = f", or name one of the tags {', '.join(there)}" if there else ""
+                raise UserError(f"there is no whole checkpoint in {folder}: train one with `{_maker(source)}`{hint}")
             chosen = found[0]
     else:
         chosen = Path(source).expanduser()

@@ -87,6 +87,8 @@ def require(config: Any, flags: str, low: float, high: float = math.inf) -> None
     """Raises UserError: when one of the flags (names with spaces between them) is set and not within low to high."""
     for flag in flags.split():
         value = getattr(config, flag)
+        if isinstance(value, int) and value > max(low, 10**12) and high == math.inf:
+            raise UserError(f"--{flag}: at most 1,000,000,000,000")
         if value is not None and not (low <= value <= high and abs(value) != math.inf):  # NaN is within nothing
             allowed = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise UserError(f"--{flag} {value}: {allowed}")

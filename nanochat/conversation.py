@@ -10,8 +10,8 @@ A conversation is a list of messages `{"role": ..., "content": ...}`: at most on
 
 (without the spaces and line ends shown between the tokens). The mask has a 1 under every token that the assistant is
 to choose: its text and its calls with their marks, and its end; not what the tool answered. A message with
-`"train": false`, or an empty one, is never learned from. Special tokens come from ids only: spelled out in a text they
-are plain text.
+`"train": false`, or an empty one, is never learned from (mid-training aside, which reads conversations as text).
+Special tokens come from ids only: spelled out in a text they are plain text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,8 @@ def check_messages(messages: Any) -> None:
         if not isinstance(content, (str, list)):
             raise ValueError(f"message {place} ({role}) has no content: a text, or a list of parts")
         for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict) or part.get("type") not in MARKS or not isinstance(part.get("text"), str):
+            kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+            if kind not in tuple(MARKS) or not isinstance(text, str):
                 raise ValueError(f"message {place} ({role}) has a part that is not type ({', '.join(MARKS)}) and text")
             if part["type"] != "text" and role != "assistant":
                 raise ValueError(f"message {place} ({role}) has a {part['type']} part: only the assistant calls a tool")

@@ -159,7 +159,7 @@ class Device:
         if self.kind == "cpu":
             # The compiler adds up embeddings' gradients atomically, in an order that differs from run to run.
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.compile(function, dynamic=False), "compiled"
 
     def _compiler_missing(self) -> str | None:

@@ -81,6 +81,8 @@ def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray) -> Policy
     """A micro-batch (a part of the packed samples, on the device) with its samples' advantages (Q, G)."""
     lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
     by_sample = torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)).to(rows.inputs.device)
+    if not samples.ids:  # a rank without a question has a row of padding, which is of no sample
+        by_sample = by_sample.new_zeros(2, 1)
     of_targets = (rows.targets != IGNORE) * by_sample[:, rows.source]  # (2, N, T)
     return PolicyBatch(rows, of_targets[0], of_targets[1])
 

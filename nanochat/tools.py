@@ -91,7 +91,8 @@ def _value(node: ast.expr, context: Context, depth: int) -> Number:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, context, depth - 1)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, context, depth - 1)
+            value = _value(operand, context, depth - 1)
+            return -value if isinstance(value, int) else context.minus(value)
         case ast.BinOp(left=left, op=operator, right=right):
             left_value, right_value = _value(left, context, depth - 1), _value(right, context, depth - 1)
             return _checked(_binary(left_value, operator, right_value, context))

@@ -90,7 +90,7 @@ class Meter:
 
     def add(self, stats: "StepStats", tokens: int) -> None:
         """A step of so many tokens over all ranks was launched."""
-        self.skipped += 1 - stats.updated
+        self.skipped += 1 - stats.finite
         self.progress.step += 1
         self.progress.tokens += tokens
 
@@ -126,7 +126,8 @@ class StepStats:
     loss: Tensor  # mean nats a target, over all ranks
     targets: Tensor  # over all ranks
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
-    updated: Tensor  # 1, or 0 where the step was skipped
+    updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
+    finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
 
 
 def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["muon", "adamw"] = "muon") -> Optimizer:
@@ -180,10 +181,11 @@ def train_step(
     if device.world_size > 1:
         dist.all_reduce(totals)
     loss_sum, target_count, squares = totals.unbind()
-    updated = (torch.isfinite(loss_sum) & torch.isfinite(squares) & (target_count > 0)).float()
+    finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
+    updated = finite * (target_count > 0)
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
-    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated)
+    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from nanochat.cli import UserError, require, run
 from nanochat.log import print0, record, warn
 from nanochat.paths import STAGES, run_dir
 
+SETTINGS = ("max_examples", "samples", "max_tokens", "temperature", "top_k", "top_p", "seed")  # that figures depend on
+
 
 @dataclass(frozen=True)
 class Config:
@@ -74,7 +76,7 @@ def main(config: Config) -> None:
             f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
             f"  {result.too_long:8,}  {result.seconds:7.1f}"
         )
-        figures[name] = {**asdict(result), "temperature": config.temperature, "samples": config.samples}
+        figures[name] = asdict(result)
         kept += [(name, reply) for reply in replies]
 
     # ------------------------------------------------------------------ replies, as a reader sees them
@@ -87,11 +89,15 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ together with this step's earlier tasks
     if device.is_main:
         samples = [{"task": name, **asdict(reply)} for name, reply in kept]
-        results: dict[str, Any] = {"step": meta["step"], "tasks": figures, "samples": samples}
+        settings = {flag: getattr(config, flag) for flag in SETTINGS}
+        results: dict[str, Any] = {"step": meta["step"], "settings": settings, "tasks": figures, "samples": samples}
         path = None
         if config.source in STAGES:
             path = run_dir(config.source, tag_of(Path(meta["folder"]))) / "chat_eval.json"
-            results = merged(path, results)
+            if (together := merged(path, results)) is None:
+                print0(f"\nnot written: {path} has figures with other settings; move it away to begin anew")
+                path = None
+            results = together or results
         results["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in results["tasks"].values())
         earlier = len(results["tasks"]) - len(figures)
         before = f", {earlier} of them evaluated before" if earlier else ""
@@ -105,12 +111,15 @@ def main(config: Config) -> None:
     devices.shutdown(device)
 
 
-def merged(path: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """The results, and those of other tasks that are already there for the same step."""
+def merged(path: Path, results: dict[str, Any]) -> dict[str, Any] | None:
+    """The results, and those of other tasks that are already there for the same step; None where those were got with
+    other settings, and are kept."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != results["step"]:
             return results
+        if earlier["settings"] != results["settings"]:
+            return None
         tasks = {name: {**task, "accuracy": float(task["accuracy"]), "baseline": float(task["baseline"])}
                  for name, task in earlier["tasks"].items()}  # fmt: skip
         samples = [sample for sample in earlier["samples"] if sample["task"] not in results["tasks"]]

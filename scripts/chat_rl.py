@@ -30,7 +30,7 @@ class Config:
     examples_per_step: int = 16  # questions a step over all devices
     num_samples: int = 16  # replies to each question
     max_tokens: int = 256  # of a reply
-    temperature: float = 1.0  # of the samples
+    temperature: float = 1.0  # of the samples; the loss is that of temperature 1
     top_k: int = 0  # 0: off
     rollout_rows: int = 256  # replies a device samples at once
     device_batch_size: int = 8  # rows a device computes at once; a row holds as many replies as fit
@@ -111,7 +111,7 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("rl", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "tasks seed examples_per_step num_samples loss kl"
+        kept = "tasks seed examples_per_step num_samples max_tokens temperature top_k loss kl clip_low clip_high"
         progress, shares = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )

@@ -6,6 +6,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 """
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -101,6 +102,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     about_tokens = packed(train, 0, examples)[0].inputs.numel()  # of a step, its padding included
+    held_out_rows, _ = packed(held_out, 0, min(config.eval_examples, sum(map(len, held_out.tasks))))
     compiled, how = device.compile(model, config.compile, token_flops * about_tokens * (steps - progress.step))
     print0(f"step: {how}")
     log = RunLog(
@@ -135,9 +137,10 @@ def main(config: Config) -> None:
             }  # fmt: skip
             no_target = cut = 0
             if evaluate:
-                held_out_rows, _ = packed(held_out, 0, config.eval_examples)
                 mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
-                metrics["val_loss"] = mean_loss(model, mine, masked_loss, device)
+                val_loss = mean_loss(model, mine, masked_loss, device)
+                if math.isfinite(val_loss):  # not where nothing held out is a target
+                    metrics["val_loss"] = val_loss
             log.step(metrics)
             if save:
                 training = Training(optimizer.state_dict(), {}, device.rng_state())

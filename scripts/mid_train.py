@@ -1,4 +1,5 @@
-"""Mid-training: teach a base model the chat format and new skills, on whole conversations in dense rows.
+"""Mid-training: teach a base model the chat format and new skills, on whole conversations in dense rows, every
+token of them a target.
 
 python -m scripts.mid_train --device_batch_size=8
 

@@ -127,6 +127,7 @@ def test_special_tokens_in_a_text_stay_text(tokenizer):
         ([SUM[0], SUM[0]], "message 1 is by system"),
         ([{"role": "user", "content": CALL}], "only the assistant calls"),
         ([SUM[1], {"role": "assistant", "content": [{"type": "image", "text": "x"}]}], "type"),
+        ([SUM[1], {"role": "assistant", "content": [{"type": ["text"], "text": "x"}]}], "type"),
         ([SUM[1], {"role": "assistant", "content": "x", "train": 1}], "true or false"),
     ],
 )

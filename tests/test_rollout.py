@@ -94,4 +94,7 @@ def test_a_batch_carries_each_samples_advantage_and_share():
 def test_no_question_is_no_sample(engine):
     drawn = rollout.sample_replies(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
     assert drawn.rewards.size == 0 and drawn.ids == []
-    assert (pack(drawn.ids, drawn.masks, 8).targets == IGNORE).all()
+    rows = pack(drawn.ids, drawn.masks, 8)
+    assert (rows.targets == IGNORE).all()
+    batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True))
+    assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.demo import held_out, words
+from nanochat.data.demo import held_out_pair, words
 from nanochat.tasks.task import Example, Split, Task
 from nanochat.tools import calculate
 
@@ -48,7 +48,7 @@ class Arithmetic(Task):
     def example(self, index: int) -> Example:
         rng = random.Random(f"{self.name}/{self.split}/{index}")
         a, b = self.draw(rng)
-        while held_out("sum", a, b) != (self.split == "test"):
+        while held_out_pair(a, b) != (self.split == "test"):
             a, b = self.draw(rng)
         question, call = self.ask(rng, a, b)
         return sum_example(question, call)
@@ -69,9 +69,10 @@ class Arithmetic(Task):
         return rng.choice(TIMES).format(a=a, b=b), f"{a}*{b}"
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        """The number behind the last `=` is the right one."""
-        said = text_of(reply).rpartition("=")[2].strip().rstrip(".").replace(",", "")
-        return said == example.answer
+        """The tool was called and gave the answer, and what the reply states with it is true: `47+38 = 85.`"""
+        stated, _, said = text_of(reply).rpartition("=")
+        outputs = [part["text"] for part in reply if part["type"] == "python_output"]
+        return example.answer in outputs and said.strip().rstrip(".") == example.answer == calculate(stated)
 
 
 class Addition(Arithmetic):

@@ -76,8 +76,9 @@ def messages_of(row: Any) -> list[Message]:
     messages = [_plain(message) for message in row]
     check_messages(messages)
     if messages[-1]["role"] == "user":
-        check_messages(messages[:-1])
         messages.pop()
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("nobody answers: there is no message by the assistant")
     return messages
 
 

@@ -24,7 +24,8 @@ ORDERS = (
 
 
 class Stories(Task):
-    """A story to order; graded by the story checker, and by whether it is about the hero that was asked for."""
+    """A story to order; graded by the story checker, and by whether the hero's name that was asked for is in it. What
+    kind of animal the hero is to be is not graded."""
 
     name, kind, baseline = "stories", "generative", 0.0
 
