@@ -58,7 +58,7 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-launch=("$python")
+launch=("$python") sampled='' # tasks that are evaluated at temperature 0.7; the others greedily
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
@@ -72,14 +72,14 @@ case $profile in
     ;;
   cpu) # ten minutes on two cores, the set-up included (docs/measurements.md)
     tokenizer=()
-    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 600
+    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 560
       --eval_every 200 --eval_tokens 32768 --save_every 200)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     mid=(--device_batch_size 16 --num_iterations 110 --eval_every 55 --eval_tokens 32768 --save_every 55)
     sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20 --save_every 20)
-    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 34 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
+    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 42 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
       --eval_every 0 --eval_examples 100 --save_every 10)
-    eval=(--device_batch_size 100 --temperature 0.7) chat_tasks=stories,questions,addition,arithmetic,identity
+    eval=(--device_batch_size 100) chat_tasks=questions,addition,arithmetic,identity sampled=stories
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
@@ -109,7 +109,7 @@ if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer
 fi
 [[ $data != demo ]] || base_eval+=(--stories "$stories") # only the demo's stories can be graded
 if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then
-  chat_tasks=stories,questions,addition,arithmetic,identity # offline, as mid-training and SFT then choose theirs
+  chat_tasks=questions,addition,arithmetic,identity sampled=stories # offline, as mid-training and SFT choose theirs
 fi
 export NANOCHAT_BASE_DIR=$run_folder
 source=(--data "$data" --hub "$hub")
@@ -120,6 +120,11 @@ printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data
 # Every stage goes on where it stopped, or has nothing to do when it is done.
 
 again=(--model_tag "$profile" --resume)
+evaluate() { # stage, further flags
+  local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
+  "${call[@]}" --tasks "$chat_tasks"
+  [[ -z $sampled ]] || "${call[@]}" --tasks "$sampled" --temperature 0.7
+}
 title 'tokenizer'
 "$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
 
@@ -129,16 +134,15 @@ title 'pretraining'
 
 title 'mid-training: the chat format and new skills'
 "${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" "${again[@]}"
-"${launch[@]}" -m scripts.chat_eval --source mid --tasks "$chat_tasks" "${eval[@]}" --max_examples 50 --hub "$hub" \
-  --model_tag "$profile"
+evaluate mid --max_examples 50
 
 title 'supervised fine-tuning'
 "${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" "${again[@]}"
-"${launch[@]}" -m scripts.chat_eval --source sft --tasks "$chat_tasks" "${eval[@]}" --hub "$hub" --model_tag "$profile"
+evaluate sft
 
 title 'reinforcement learning'
 "${launch[@]}" -m scripts.chat_rl "${rl[@]}" --hub "$hub" "${again[@]}"
-"${launch[@]}" -m scripts.chat_eval --source rl --tasks "$chat_tasks" "${eval[@]}" --hub "$hub" --model_tag "$profile"
+evaluate rl
 
 title 'report'
 "$python" -m scripts.report --model_tag "$profile"

@@ -76,7 +76,7 @@ def main(config: Config) -> None:
             f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
             f"  {result.too_long:8,}  {result.seconds:7.1f}"
         )
-        figures[name] = asdict(result)
+        figures[name] = {**asdict(result), "settings": {flag: getattr(config, flag) for flag in SETTINGS}}
         kept += [(name, reply) for reply in replies]
 
     # ------------------------------------------------------------------ replies, as a reader sees them
@@ -89,13 +89,12 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ together with this step's earlier tasks
     if device.is_main:
         samples = [{"task": name, **asdict(reply)} for name, reply in kept]
-        settings = {flag: getattr(config, flag) for flag in SETTINGS}
-        results: dict[str, Any] = {"step": meta["step"], "settings": settings, "tasks": figures, "samples": samples}
+        results: dict[str, Any] = {"step": meta["step"], "tasks": figures, "samples": samples}
         path = None
         if config.source in STAGES:
             path = run_dir(config.source, tag_of(Path(meta["folder"]))) / "chat_eval.json"
             if (together := merged(path, results)) is None:
-                print0(f"\nnot written: {path} has figures with other settings; move it away to begin anew")
+                print0(f"\nnot written: {path} has such figures with other settings; move it away to begin anew")
                 path = None
             results = together or results
         results["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in results["tasks"].values())
@@ -112,13 +111,13 @@ def main(config: Config) -> None:
 
 
 def merged(path: Path, results: dict[str, Any]) -> dict[str, Any] | None:
-    """The results, and those of other tasks that are already there for the same step; None where those were got with
-    other settings, and are kept."""
+    """The results, and those of other tasks that are already there for the same step; None where one of these tasks
+    is there with other settings, which is kept."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != results["step"]:
             return results
-        if earlier["settings"] != results["settings"]:
+        if any(results["tasks"].get(n, task)["settings"] != task["settings"] for n, task in earlier["tasks"].items()):
             return None
         tasks = {name: {**task, "accuracy": float(task["accuracy"]), "baseline": float(task["baseline"])}
                  for name, task in earlier["tasks"].items()}  # fmt: skip

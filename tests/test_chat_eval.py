@@ -473,9 +473,9 @@ def test_results_are_written_and_those_of_a_step_add_up(
     first, out = written(), capsys.readouterr().out
     assert first["step"] == 5
     assert list(first["tasks"]) == ["addition", "spelling"]
-    assert {f.name for f in dataclasses.fields(Result)} | {"temperature"} == set(first["tasks"]["addition"]) - {
-        "samples"
-    }
+    assert {field.name for field in dataclasses.fields(Result)} | {"settings"} == set(first["tasks"]["addition"])
+    settings = first["tasks"]["addition"]["settings"]
+    assert settings["temperature"] == 0 and settings["max_examples"] == 5
     assert first["tasks"]["addition"]["questions"] == 5
     assert first["chatcore"] == 0.0
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
@@ -485,14 +485,17 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
 
     monkeypatch.setattr(BUILT_IN["spelling"], "grade", always_right)
-    call("--tasks=letters,spelling", "--max_examples=4", "--show=2")
+    call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
     both, out = written(), capsys.readouterr().out
     assert list(both["tasks"]) == ["addition", "spelling", "letters"]
     assert both["tasks"]["addition"] == first["tasks"]["addition"]
-    assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 4
+    assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 5
     assert both["chatcore"] == pytest.approx((0 + 1 + both["tasks"]["letters"]["accuracy"]) / 3)
     assert [sample["task"] for sample in both["samples"]] == ["addition", "letters", "letters", "spelling", "spelling"]
     assert "the mean over 3 tasks, 1 of them evaluated before" in out
+
+    call("--tasks=addition", "--max_examples=3", "--show=0")  # a quick look does not cost the figures
+    assert written() == both and "not written" in capsys.readouterr().out
 
     save_step(6)
     call("--tasks=addition", "--max_examples=3", "--show=0")

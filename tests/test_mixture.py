@@ -150,6 +150,26 @@ def test_held_out_sums_are_in_the_test_split_only():
                     assert 10 <= a <= 99 and 10 <= b <= 99 and "+" in call
 
 
+def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
+    task = open_task(Choice("addition", None, 1.0), "test")
+    example = next(e for e in map(task.example, range(100)) if e.messages[-1]["content"][0]["text"])
+    call, output, stated = example.messages[-1]["content"]
+    assert task.grade(example, [call, output, stated])
+    assert not task.grade(example, [stated])  # without the tool
+    a, b = call["text"].split("+")
+    for text in (f"{a}-{b} = {example.answer}.", f"{example.answer}.", f"1*1 = 7, {stated['text']}x", f"{a}+{b} = 7."):
+        assert not task.grade(example, [call, output, {"type": "text", "text": text}])
+    swapped = {"type": "text", "text": f"{b}+{a} = {example.answer}."}
+    assert task.grade(example, [call, output, swapped])
+
+
+def test_a_train_question_is_never_a_test_question():
+    for name in ("addition", "arithmetic"):
+        train, test = (open_task(Choice(name, None, 1.0), split) for split in ("train", "test"))
+        asked = {train.example(i).question[0]["content"] for i in range(3000)}
+        assert not asked & {test.example(i).question[0]["content"] for i in range(500)}
+
+
 def test_the_built_in_mixture_opens_offline():
     mixture = open_mixture(BUILT_IN_TASKS, "train")
     names = {mixture.draw(i)[0].name for i in range(1000)}

@@ -29,7 +29,7 @@ MID = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--total_batch_size=51
 SFT = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8")
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
-    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2"),
+    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2", "--table_lr_scale=1"),
 )
 
 
@@ -169,6 +169,7 @@ def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):
     file.write_text("\n".join(json.dumps(conversation(f"q{n}", "a", train=False)) for n in range(40)))
     call("chat_sft", *CPU, "--source=base", f"--tasks={file}", "--target_examples_per_step=4", "--num_iterations=2")
     assert losses(start, "sft") == [0.0, 0.0]
+    assert not any("val_loss" in line for line in metrics(start, "sft"))  # and no NaN
     before = load_file(start / "checkpoints/base/d1/step_000020/model.safetensors")
     after = load_file(start / "checkpoints/sft/d1/step_000002/model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -216,6 +217,14 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         lines = metrics(start, "rl", loss)
         assert lines[0]["reward"] < 0.6
         assert sum(line["reward"] for line in lines[-3:]) / 3 > lines[0]["reward"] + 0.15
+
+
+def test_questions_that_do_not_fit_are_left_out(start, tmp_path):
+    for split in ("train", "test"):
+        rows = [{"question": "word " * 400, "answer": "#### 1"}, {"question": "1?", "answer": "#### 1"}]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    call("chat_rl", *RL, "--source=base", f"--tasks=gsm8k={tmp_path}", "--examples_per_step=1", "--num_iterations=4")
+    assert {0.0} < {line["response_tokens"] for line in metrics(start, "rl")}  # of two questions one never fits
 
 
 # ---------------------------------------------------------------------- several ranks, users' commands
@@ -267,6 +276,7 @@ def test_users_documented_commands_run_as_written(start):
         ("chat_rl --source=base --temperature=0", "--temperature"),
         ("chat_rl --source=base --loss=dapo --kl=0.1", "--kl"),
         ("chat_rl --source=base --top_k=-1", "--top_k"),
+        (f"chat_sft --source=base --num_iterations={10**400}", "--num_iterations: at most"),
     ],
 )
 def test_a_mistake_costs_one_line(start, capsys, command, says):
