@@ -515,6 +515,7 @@ def test_a_real_terminal():
 
     try:
         assert read_until("> ").startswith("sft: ")
+        time.sleep(0.5)  # the prompt is there a moment before the line editor listens
         press("\x03")
         read_until("Ctrl-D or /quit leaves\n> ")
         press("hellX\x7fo\n")  # a typing error, taken back

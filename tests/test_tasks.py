@@ -530,8 +530,8 @@ BAD_ROWS = [
     ({"text": "Hello"}, "is no conversation: no form that is known (with text); these are:"),
     ({}, "is no conversation: no form that is known (with nothing)"),
     ("Hello", "is no conversation: no form that is known (but str)"),
-    ([HELLO[0]], "is no conversation: a conversation is a list of messages, and not an empty one"),
-    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is no conversation: there is a system message and"),
+    ([HELLO[0]], "is no conversation: nobody answers"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is no conversation: nobody answers"),
 ]
 
 
