@@ -70,7 +70,7 @@ case $profile in
     rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8)
     eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
-  cpu) # ten minutes on two cores, the set-up included (docs/measurements.md)
+  cpu) # about ten minutes on two cores (docs/measurements.md)
     tokenizer=()
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 560
       --eval_every 200 --eval_tokens 32768 --save_every 200)

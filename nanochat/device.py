@@ -87,6 +87,9 @@ class Device:
     def torch_device(self) -> torch.device:
         return torch.device(self.kind) if self.kind == "cpu" else torch.device(self.kind, self.local_rank)
 
+    def __str__(self) -> str:
+        return f"{self.world_size} x {self.name} ({self.kind}, {str(self.dtype).removeprefix('torch.')})"
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

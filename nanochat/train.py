@@ -78,8 +78,8 @@ class Progress:
 class Meter:
     """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device."""
 
-    def __init__(self, progress: Progress, device: Device):
-        self.progress = progress
+    def __init__(self, progress: Progress, device: Device, token_flops: int | None = None):
+        self.progress, self.device, self.token_flops = progress, device, token_flops
         self.skipped = torch.zeros((), device=device.torch_device)
         self.bad_steps = 0  # skipped in a row
         self.restart()
@@ -95,7 +95,7 @@ class Meter:
         self.progress.tokens += tokens
 
     def read(self, stats: "StepStats") -> dict[str, Any]:
-        """The numbers of a log line; `stats` are the last step's.
+        """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token.
 
         Raises UserError: when the last three steps or more, all since the last line, were not finite.
         """
@@ -113,9 +113,12 @@ class Meter:
                 "changed the model: lower the rates, or resume from an earlier checkpoint"
             )
         self.restart()
+        peak = self.device.peak_flops and self.device.peak_flops * self.device.world_size
         return {
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate,
-            "seconds": progress.seconds, "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps,
+            "mfu": self.token_flops * rate / peak if self.token_flops and peak else None,
+            "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
+            "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps,
         }  # fmt: skip
 
 

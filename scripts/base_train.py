@@ -81,7 +81,7 @@ def main(config: Config) -> None:
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"device: {device}")
 
     # ------------------------------------------------------------------ model
     model_config = scaling.model_config(
@@ -139,7 +139,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
 
     with log:
-        meter = Meter(progress, device)
+        meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
@@ -157,11 +157,7 @@ def main(config: Config) -> None:
                 continue
 
             metrics = meter.read(stats)
-            peak = device.peak_flops and device.peak_flops * device.world_size
-            metrics |= {
-                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
-                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None, "epoch": micro[-1].epoch,
-            }  # fmt: skip
+            metrics |= {"lr": rates.matrix * schedule.lr(step), "epoch": micro[-1].epoch}
             if evaluate:
                 val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
                 if not math.isfinite(val_bpb):

@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
     reference = copy.deepcopy(model) if config.kl else None
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"device: {device}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, loss, optimizer
@@ -115,8 +115,6 @@ def main(config: Config) -> None:
         progress, shares = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )
-    elif aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     engine = Engine(model, tokenizer, device)
 
     def questions(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
@@ -138,6 +136,8 @@ def main(config: Config) -> None:
         return rollout.mean_over_ranks([drawn.rewards.sum()], drawn.rewards.size, device)[0]
 
     # ------------------------------------------------------------------ train
+    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device)):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(
         "rl", run_dir("rl", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
@@ -184,8 +184,8 @@ def main(config: Config) -> None:
 
             metrics = meter.read(stats)
             metrics |= {
-                "lr": rates.matrix * (1 - step / steps), "peak_memory_bytes": device.peak_memory(), "reward": reward,
-                "response_tokens": response_tokens, "with_advantage": lively,
+                "lr": rates.matrix * (1 - step / steps), "reward": reward, "response_tokens": response_tokens,
+                "with_advantage": lively,
             }  # fmt: skip
             if step == 0:
                 metrics["reward_before"] = reward_before

@@ -67,7 +67,7 @@ def main(config: Config) -> None:
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
     model.train()
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"device: {device}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, horizon, optimizer
@@ -96,8 +96,6 @@ def main(config: Config) -> None:
         progress, _ = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )
-    elif aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
@@ -105,13 +103,15 @@ def main(config: Config) -> None:
     held_out_rows, _ = packed(held_out, 0, min(config.eval_examples, sum(map(len, held_out.tasks))))
     compiled, how = device.compile(model, config.compile, token_flops * about_tokens * (steps - progress.step))
     print0(f"step: {how}")
+    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device)):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(
         "sft", run_dir("sft", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
     no_target = cut = 0  # conversations since the last log line
     with log:
-        meter = Meter(progress, device)
+        meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             rows, rendered = packed(train, step * examples, examples)
             stats = train_step(
@@ -129,12 +129,7 @@ def main(config: Config) -> None:
                 continue
 
             metrics = meter.read(stats)
-            peak = device.peak_flops and device.peak_flops * device.world_size
-            metrics |= {
-                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
-                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None,
-                "no_target": no_target, "cut": cut,
-            }  # fmt: skip
+            metrics |= {"lr": rates.matrix * schedule.lr(step), "no_target": no_target, "cut": cut}
             no_target = cut = 0
             if evaluate:
                 mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)

@@ -69,7 +69,7 @@ def main(config: Config) -> None:
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
     model.train()
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device.world_size} x {device.name} ({device.kind}, {str(device.dtype).removeprefix('torch.')})")
+    print0(f"device: {device}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, horizon, batch, optimizer
@@ -103,8 +103,6 @@ def main(config: Config) -> None:
         progress, shares = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )
-    elif aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
         seed=config.seed, state=LoaderState.merge(shares) if shares else None,
@@ -116,12 +114,14 @@ def main(config: Config) -> None:
     print0(f"step: {how}")
     rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
+    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device)):
+        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(
         "mid", run_dir("mid", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
     with log:
-        meter = Meter(progress, device)
+        meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
@@ -137,11 +137,7 @@ def main(config: Config) -> None:
                 continue
 
             metrics = meter.read(stats)
-            peak = device.peak_flops and device.peak_flops * device.world_size
-            metrics |= {
-                "lr": rates.matrix * schedule.lr(step), "peak_memory_bytes": device.peak_memory(),
-                "mfu": token_flops * metrics["tok_per_sec"] / peak if peak else None,
-            }  # fmt: skip
+            metrics["lr"] = rates.matrix * schedule.lr(step)
             if evaluate:
                 val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
                 if not math.isfinite(val_bpb):

@@ -143,7 +143,7 @@ def evaluate(
     if device.world_size > 1:
         dist.all_reduce(correct)
     right, questions = int(correct.item()), len(examples)
-    low, high = wilson_interval(right / copies, questions)  # pyright: ignore[reportArgumentType] (a mean over samples)
+    low, high = wilson_interval(right / copies, questions)  # a mean over samples
     result = Result(
         kind=task.kind, correct=right, total=questions * copies, questions=questions,
         accuracy=right / (questions * copies), low=low, high=high, baseline=task.baseline,

@@ -394,7 +394,7 @@ def evaluate(
     return CoreResult(sum(result["centered"] for result in results.values()) / len(results), results)
 
 
-def wilson_interval(correct: int, total: int) -> tuple[float, float]:
+def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     """Where the accuracy on ever more such examples would lie, with 95% confidence (source: Wilson 1927)."""
     z, share = 1.96, correct / total
     middle = (share + z * z / (2 * total)) / (1 + z * z / total)

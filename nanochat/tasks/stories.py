@@ -23,11 +23,8 @@ ORDERS = (
 )
 
 
-class Stories(Task):
-    """A story to order; graded by the story checker, and by whether the hero's name that was asked for is in it. What
-    kind of animal the hero is to be is not graded."""
-
-    name, kind, baseline = "stories", "generative", 0.0
+class _Told(Task):
+    """Drawn from the demo corpus's grammar: its train split, or what that holds out."""
 
     def __init__(self, split: Split):
         self.split = split
@@ -35,6 +32,13 @@ class Stories(Task):
 
     def __len__(self) -> int:
         return 100_000 if self.split == "train" else 1_000
+
+
+class Stories(_Told):
+    """A story to order; graded by the story checker, and by whether the hero's name that was asked for is in it. What
+    kind of animal the hero is to be is not graded."""
+
+    name, kind, baseline = "stories", "generative", 0.0
 
     def example(self, index: int) -> Example:
         rng = random.Random(f"stories/{self.split}/{index}")
@@ -52,17 +56,10 @@ class Stories(Task):
         return demo.check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
 
 
-class StoryQuestions(Task):
+class StoryQuestions(_Told):
     """A short story and a question about it; the answer is one sentence."""
 
     name, kind, baseline = "questions", "generative", 0.0
-
-    def __init__(self, split: Split):
-        self.split = split
-        self.corpus: demo.Split = "train" if split == "train" else "val"
-
-    def __len__(self) -> int:
-        return 100_000 if self.split == "train" else 1_000
 
     def example(self, index: int) -> Example:
         rng = random.Random(f"questions/{self.split}/{index}")
