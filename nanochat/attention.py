@@ -8,30 +8,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat import device as devices
+
 PLAIN_TOKENS = 1024  # a CPU attends by plain products up to this length, which the caches still hold
 PLAIN_BLOCK = 256  # queries at once
 
 
+class Segments:
+    """Which document of its row each token belongs to; the masks that follow are worked out once for all layers."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers  # (B, T)
+        self._hidden: dict[int, Tensor] = {}
+
+    def hidden(self, window: int) -> Tensor:
+        """(B, 1, T, T), True where a query does not see a key: of another document, behind it, out of its window."""
+        if window not in self._hidden:
+            index = torch.arange(self.numbers.size(1), device=self.numbers.device)
+            distance = index[:, None] - index
+            unseen = (distance < 0) | (distance >= window) if window else distance < 0
+            self._hidden[window] = (unseen | (self.numbers[:, :, None] != self.numbers[:, None]))[:, None]
+        return self._hidden[window]
+
+
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
 ) -> Tensor:
     """Attend over whole rows that start at position 0.
 
-    q is (B, T, H, D), k and v are (B, T, K, D) with H a multiple of K; returns (B, T, H, D). `segments` (B, T)
-    numbers the documents of a row, which do not see one another; without it they do.
-    Device and length choose the kernel: torch's fused one, which no window restricts; the fused one on
-    blocks of a window; or, on a CPU, plain products on blocks, 2.7 times as fast there (docs/measurements.md).
+    q is (B, T, H, D), k and v are (B, T, K, D) with H a multiple of K; returns (B, T, H, D). With `segments` the
+    documents of a row do not see one another; without it they do.
+    Device and length choose the kernel: the device's own fused one (device.kernels); torch's fused one, which no
+    window restricts, or that on blocks of a window; or, on a CPU, plain products on blocks, 2.7 times as fast there
+    (docs/measurements.md).
     """
     T = q.size(1)
+    fused = devices.kernels(q.device.type)
+    if fused is not None:
+        hidden = None if segments is None else segments.hidden(window)
+        return fused.attention(q, k, v, scale=scale, window=window, hidden=hidden)
+    numbers = None if segments is None else segments.numbers
     if q.device.type == "cpu" and T <= PLAIN_TOKENS:
-        return plain_attention(q, k, v, scale=scale, window=window, segments=segments)
+        return plain_attention(q, k, v, scale=scale, window=window, segments=numbers)
     if 0 < window < T:
-        return windowed_attention(q, k, v, scale=scale, window=window, segments=segments)
+        return windowed_attention(q, k, v, scale=scale, window=window, segments=numbers)
     if segments is None:
         return _sdpa(q, k, v, scale=scale, is_causal=True)
-    index = torch.arange(T, device=q.device)
-    visible = (index[:, None] >= index) & (segments[:, :, None] == segments[:, None])  # (B, T, T)
-    return _sdpa(q, k, v, scale=scale, mask=visible[:, None])
+    return _sdpa(q, k, v, scale=scale, mask=~segments.hidden(0))
 
 
 def plain_attention(
@@ -107,6 +130,7 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, S, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.position = torch.zeros(batch, device=device, dtype=torch.long)
+        self.rows = torch.arange(batch, device=device)[:, None]  # (B, 1)
         self.capacity = capacity
         self.visible = capacity  # keys beyond this are not read; the engine lowers it while rows are short
         self.fresh = True  # nothing written yet: a prefill may attend among its own tokens alone
@@ -116,6 +140,7 @@ class KVCache:
         other = KVCache.__new__(KVCache)
         other.keys, other.values = self.keys[:, rows], self.values[:, rows]
         other.position = self.position[rows]
+        other.rows = torch.arange(len(rows), device=rows.device)[:, None]
         other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
         return other
 
@@ -124,16 +149,17 @@ class KVCache:
         return self.position[:, None] + torch.arange(tokens, device=self.position.device)
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
-        """For each window in use a bool mask (B, 1, T, visible): True where a query sees a key."""
+        """For each window in use a bool mask (B, 1, T, visible): True where a query sees a key, or, for a device with
+        kernels of its own, where it does not."""
         distance = positions[:, None, :, None] - torch.arange(self.visible, device=positions.device)
         causal = distance >= 0
-        return {w: causal & (distance < w) if w else causal for w in set(windows)}
+        seen = {w: causal & (distance < w) if w else causal for w in set(windows)}
+        return seen if devices.kernels(positions.device.type) is None else {w: ~mask for w, mask in seen.items()}
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Put k and v (B, T, K, D) at `positions` (B, T)."""
-        rows = torch.arange(k.size(0), device=k.device)[:, None]  # (B, 1)
-        self.keys[layer][rows, :, positions] = k.to(self.keys.dtype)
-        self.values[layer][rows, :, positions] = v.to(self.values.dtype)
+        self.keys[layer][self.rows, :, positions] = k.to(self.keys.dtype)
+        self.values[layer][self.rows, :, positions] = v.to(self.values.dtype)
 
     def attend(self, layer: int, q: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """q (B, T, H, D) against the visible part of this layer's cache; returns (B, T, H, D).
@@ -142,7 +168,10 @@ class KVCache:
         (docs/measurements.md)."""
         k, v = self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
         q = q.transpose(1, 2).to(k.dtype)  # (B, H, T, D)
-        if q.device.type == "cpu":
+        fused = devices.kernels(q.device.type)
+        if fused is not None:
+            out = fused.cached_attention(q, k, v, scale=scale, hidden=mask)
+        elif q.device.type == "cpu":
             B, H, T, D = q.shape
             grouped = q.reshape(B, k.size(1), -1, D)  # (B, K, groups x T, D): a group's queries share their keys
             scores = (grouped @ k.mT).view(B, H, T, -1).float() * scale

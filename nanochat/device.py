@@ -94,6 +94,12 @@ class Device:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def kernels(self) -> str:
+        """For the log: which operators the model is made of here."""
+        fused = kernels(self.kind)
+        return "torch's own" if fused is None else fused.NAMES
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Matrix products in `dtype`, sums and parameters in fp32."""
         if self.dtype == torch.float32:
@@ -165,6 +171,25 @@ class Device:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.compile(function, dynamic=False), "compiled"
 
+    @property
+    def static_shapes(self) -> bool:
+        """Whether decoding does better with the whole cache, in place and of one shape, than with its filled part."""
+        return self.kind == "npu"
+
+    def check_capture(self) -> None:
+        """Raises UserError: when this device cannot record launches."""
+        if self.kind == "cpu":
+            raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record what `function` launches on this device, without running it. Returns a call that runs all of it
+        again in one launch, over the same tensors, and what `function` returned: tensors that hold something only
+        after such a call. The function has run before, so that everything lazy is in place."""
+        graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
+        with self.module.graph(graph):
+            result = function()
+        return graph.replay, result
+
     def _compiler_missing(self) -> str | None:
         if self.kind == "cpu":
             return (
@@ -233,6 +258,14 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
         name=name,
         peak_flops=peak_flops(name) if use_bfloat16 else None,
     )
+
+
+def kernels(kind: str) -> ModuleType | None:
+    """The fused operators that the model calls on this kind of device in place of torch's own; None where torch's
+    own are fused, or there are none."""
+    if kind != "npu":
+        return None
+    return importlib.import_module("nanochat.kernels_npu")
 
 
 def shutdown(device: Device) -> None:

@@ -9,7 +9,7 @@ Legend: B rows, T tokens, V vocab.
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,16 @@ CACHE_STEP = 64  # the visible part of the cache grows by so many tokens, so tha
 
 
 class Engine:
-    """Generates with a snapshot of a model's weights, cast once to the device's dtype."""
+    """Generates with a snapshot of a model's weights, cast once to the device's dtype.
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, device: Device | None = None):
+    With `graphs` an accelerator records what a decoded token launches and launches it as one from then on.
+    Raises UserError: when it is asked for on a CPU."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, device: Device | None = None, graphs: bool = False):
         self.device = device or devices.init(str(model.device))
+        self.graphs = graphs
+        if graphs:
+            self.device.check_capture()
         self.tokenizer = tokenizer
         # bf16 weights halve what a decoded token reads
         self.model = (
@@ -56,13 +62,13 @@ class Engine:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[Tensor, KVCache]:
         """Run whole prompts; returns the logits behind each one's last token (B, V), and the cache of `capacity`."""
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device.torch_device)
+        lengths = self.device.to_device(torch.tensor([len(p) for p in prompts]))
         longest = max(len(p) for p in prompts)
         tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)  # what stands behind a short prompt is overwritten later
         cache = self.model.new_cache(len(prompts), capacity, self.device.dtype)
-        hidden = self.model.hidden(tokens.to(self.device.torch_device), cache)  # (B, T, C)
+        hidden = self.model.hidden(self.device.to_device(tokens), cache)  # (B, T, C)
         cache.position += lengths
         cache.fresh = False
         last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]  # (B, C)
@@ -112,6 +118,7 @@ class Engine:
         else:
             logits, cache = self.prefill(prompts, capacity)
         rows = [_Row(number, most) for number, most in enumerate(room)]  # those in the batch
+        decoder = self._decoder(cache)
         for made in range(1, max(room) + 1):
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
             column: list[int | None] = [None] * len(prompts)
@@ -135,12 +142,20 @@ class Engine:
             if not running:
                 return
             if not all(chosen):
-                tokens = torch.tensor(next_tokens, device=tokens.device)
+                tokens = self.device.to_device(torch.tensor(next_tokens))
             if 2 * len(running) <= len(rows):  # half the batch has ended: go on without it
-                index = torch.tensor(running, device=tokens.device)
+                index = self.device.to_device(torch.tensor(running))
                 rows, tokens, cache = [rows[place] for place in running], tokens[index], cache.select(index)
-            cache.visible = min(capacity, _round_up(longest + made))
-            logits = self.decode_one_token(tokens, cache)
+                decoder = self._decoder(cache)
+            if not self.device.static_shapes:
+                cache.visible = min(capacity, _round_up(longest + made))
+            logits = decoder(tokens)
+
+    def _decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
+        """decode_one_token on this cache, recorded and replayed where that is asked for."""
+        if self.graphs:
+            return _RecordedDecoder(self, cache)
+        return lambda tokens: self.decode_one_token(tokens, cache)
 
     def _follow_call(self, row: "_Row", token: int) -> None:
         """Keep track of a call that the row writes; at its end, line up the tool's answer."""
@@ -192,6 +207,31 @@ class Engine:
             seed=seed,
         )
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
+
+
+class _RecordedDecoder:
+    """One token a row against one cache: run as usual the first time for a size of the cache's visible part, recorded
+    the second time, replayed from then on."""
+
+    def __init__(self, engine: Engine, cache: KVCache):
+        self.engine, self.cache = engine, cache
+        self.tokens: Tensor | None = None  # what a replay reads
+        self.visible = 0
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        engine, cache = self.engine, self.cache
+        if cache.visible != self.visible:
+            self.visible, self.replay = cache.visible, None
+            self.tokens = tokens.clone()
+            return engine.decode_one_token(self.tokens, cache)
+        assert self.tokens is not None
+        self.tokens.copy_(tokens)
+        if self.replay is None:
+            static = self.tokens
+            self.replay, self.logits = engine.device.capture(lambda: engine.decode_one_token(static, cache))
+        self.replay()
+        return self.logits
 
 
 @dataclass

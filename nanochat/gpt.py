@@ -8,6 +8,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import KVCache, causal_attention
+from nanochat import device as devices
+from nanochat.attention import KVCache, Segments, causal_attention
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
 
 GATE_INPUTS = 32  # the first channels of the residual stream drive the value gates
@@ -86,6 +88,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
+        fused = devices.kernels(x.device.type)
+        if fused is not None:
+            return fused.rms_norm(x, weight, self.eps)
         return F.rms_norm(x, self.shape, weight, self.eps)
 
 
@@ -109,17 +114,16 @@ class Attention(nn.Module):
         value: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         cached: "Cached | None",
-        segments: Tensor | None,
+        segments: Segments | None,
     ) -> Tensor:
         c = self.config
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)  # (B, T, H + 2K, D)
-        q, k, v = qkv.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
-        if self.q_norm is not None and self.k_norm is not None and c.qk_norm == "before_rotary":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if self.q_norm is not None and self.k_norm is not None and c.qk_norm == "after_rotary":
-            q, k = self.q_norm(q), self.k_norm(k)
+        qk, v = qkv.split(
+            (c.n_head + c.n_kv_head, c.n_kv_head), dim=2
+        )  # queries and keys go together: half the launches
+        qk = self._norm(rotate(qk, *rotary)) if c.qk_norm == "after_rotary" else rotate(self._norm(qk), *rotary)
+        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
             v = v + gate.unsqueeze(-1) * value.view(B, T, c.n_kv_head, c.head_dim)
@@ -128,6 +132,15 @@ class Attention(nn.Module):
         else:
             y = cached.attention(self.layer, q, k, v, scale=self.scale, window=self.window)
         return self.output(y.reshape(B, T, -1))  # (B, T, C)
+
+    def _norm(self, qk: Tensor) -> Tensor:
+        """The QK norm, or nothing; one call where neither has a gain."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        if self.q_norm.weight is None:
+            return self.q_norm(qk)
+        q, k = qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
 
 
 class MLP(nn.Module):
@@ -159,7 +172,7 @@ class Block(nn.Module):
         value: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         cached: "Cached | None",
-        segments: Tensor | None,
+        segments: Segments | None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), value, rotary, cached, segments)
         return x + self.mlp(self.mlp_norm(x))
@@ -282,11 +295,16 @@ class GPT(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
+        documents = None if segments is None else Segments(segments)
+        scales: Sequence[tuple[Tensor, Tensor]] = ()  # cast and split at once: a launch each a layer otherwise
+        if self.config.residual_scales:
+            residual, embedded = self.residual_scales.to(x.dtype), self.embedding_scales.to(x.dtype)
+            scales = list(zip(residual.unbind(), embedded.unbind(), strict=True))
         for i, block in enumerate(self.blocks):
-            if self.config.residual_scales:
-                x = self.residual_scales[i].to(x.dtype) * x + self.embedding_scales[i].to(x.dtype) * first
+            if scales:
+                x = scales[i][0] * x + scales[i][1] * first
             value = self.value_embeddings[str(i)](tokens).to(x.dtype) if str(i) in self.value_embeddings else None
-            x = block(x, value, rotary, cached, segments)
+            x = block(x, value, rotary, cached, documents)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -340,5 +358,8 @@ class Cached:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle."""
+    fused = devices.kernels(x.device.type)
+    if fused is not None:
+        return fused.rotate(x, cos, sin)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin

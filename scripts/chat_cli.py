@@ -37,6 +37,7 @@ class Config:
     stats: bool = False  # tell tokens and tokens/s behind each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
 
 
 SETTINGS = ("temperature", "top_k", "top_p", "max_tokens", "seed")  # what /set may change
@@ -63,7 +64,7 @@ def main(config: Config) -> None:
     check(config)
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    engine = Engine(model, tokenizer, device)
+    engine = Engine(model, tokenizer, device, config.graphs)
     context = model.config.sequence_len
     stage = meta.get("stage", "unknown stage")
     chats = stage != "base"

@@ -34,6 +34,7 @@ class Config:
     show: int = 2  # replies of each task to print and to keep
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
     seed: int = 0  # of the sampled replies; the questions are the same for any
 
 
@@ -57,7 +58,7 @@ def main(config: Config) -> None:
     tasks = {choice.name: open_task(choice, "test", config.hub) for choice in graded_choices(config.tasks)}
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    engine = Engine(model, tokenizer, device)
+    engine = Engine(model, tokenizer, device, config.graphs)
     print0(f"model: {meta['folder']}, step {meta['step']}")
 
     # ------------------------------------------------------------------ a line a task

@@ -55,6 +55,7 @@ class Config:
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
     seed: int = 0  # of the questions' order and the samples
 
 
@@ -115,7 +116,7 @@ def main(config: Config) -> None:
         progress, shares = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )
-    engine = Engine(model, tokenizer, device)
+    engine = Engine(model, tokenizer, device, config.graphs)
 
     def questions(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
         """This rank's share of `count` questions from number `first` on, without those that the context cannot hold."""

@@ -102,7 +102,7 @@ def main(config: Config) -> None:
     about_tokens = packed(train, 0, examples)[0].inputs.numel()  # of a step, its padding included
     held_out_rows, _ = packed(held_out, 0, min(config.eval_examples, sum(map(len, held_out.tasks))))
     compiled, how = device.compile(model, config.compile, token_flops * about_tokens * (steps - progress.step))
-    print0(f"step: {how}")
+    print0(f"step: {how}; kernels: {device.kernels}")
     if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device)):
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(

@@ -111,7 +111,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
-    print0(f"step: {how}")
+    print0(f"step: {how}; kernels: {device.kernels}")
     rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device)):

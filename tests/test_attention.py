@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanochat import attention
-from nanochat.attention import KVCache, causal_attention
+from nanochat.attention import KVCache, Segments, causal_attention
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -184,7 +184,7 @@ def test_documents_of_a_row_do_not_see_one_another(window: int, plain: bool, mon
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 50, 4, 8), torch.randn(2, 50, 2, 8), torch.randn(2, 50, 2, 8)
     segments = (torch.rand(2, 50) < 0.2).cumsum(1)
-    out = causal_attention(q, k, v, scale=0.3, window=window, segments=segments)
+    out = causal_attention(q, k, v, scale=0.3, window=window, segments=Segments(segments))
     for row in range(2):
         for number in segments[row].unique():
             mine = (segments[row] == number).nonzero().flatten()
@@ -192,5 +192,5 @@ def test_documents_of_a_row_do_not_see_one_another(window: int, plain: bool, mon
                 q[row : row + 1, mine], k[row : row + 1, mine], v[row : row + 1, mine], scale=0.3, window=window
             )
             torch.testing.assert_close(out[row : row + 1, mine], alone, rtol=1e-5, atol=1e-6)
-    whole = causal_attention(q, k, v, scale=0.3, window=window, segments=torch.zeros_like(segments))
+    whole = causal_attention(q, k, v, scale=0.3, window=window, segments=Segments(torch.zeros_like(segments)))
     torch.testing.assert_close(whole, causal_attention(q, k, v, scale=0.3, window=window))
