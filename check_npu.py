@@ -20,38 +20,60 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# CANN release -> (torch, torch_npu) pairs that work on it, the one to install first. The `.postN` picks the
-# CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of the torch_npu repository.
+# CANN release -> (torch, torch_npu) pairs that are made for it, the one to install first; oldest release first. The
+# `.postN` picks the CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of torch_npu's repository.
 RELEASES = {
     "8.1.RC1": (("2.5.1", "2.5.1"),),
     "8.2.RC1": (("2.6.0", "2.6.0"),),
     "8.3.RC1": (("2.7.1", "2.7.1"), ("2.8.0", "2.8.0")),
     "8.5.0": (("2.9.0", "2.9.0"), ("2.8.0", "2.8.0.post2"), ("2.7.1", "2.7.1.post2")),
-    "9.0.0": (("2.9.0", "2.9.0.post2"), ("2.8.0", "2.8.0.post4"), ("2.7.1", "2.7.1.post4")),
+    "9.0.0": (("2.9.0", "2.9.0.post2"), ("2.10.0", "2.10.0"), ("2.8.0", "2.8.0.post4"), ("2.7.1", "2.7.1.post4")),
     "9.1.0": (
         ("2.12.0", "2.12.0"),
+        ("2.12.0", "2.12.0.post2"),
         ("2.11.0", "2.11.0"),
+        ("2.11.0", "2.11.0.post2"),
         ("2.10.0", "2.10.0.post4"),
+        ("2.10.0", "2.10.0.post6"),
         ("2.9.0", "2.9.0.post6"),
+        ("2.9.0", "2.9.0.post8"),
         ("2.7.1", "2.7.1.post8"),
+        ("2.7.1", "2.7.1.post10"),
     ),
 }
 TORCH = "2.13.0"  # without an NPU: the newest torch this project is tested with
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
+WORKERS_SECONDS = 240  # the longest that the processes of the all-reduce may take in all
 
 CANN_PAGE = "https://www.hiascend.com/cann/download"
 DRIVER_PAGE = "https://www.hiascend.com/hardware/firmware-drivers"
+MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")  # beside /dev/davinci<number>
 GET_DRIVER = (
     f"install the driver ({DRIVER_PAGE}), or start the container with "
-    "--device=/dev/davinci0 --device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc "
-    "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro"
+    f"--device=/dev/davinci0 {' '.join(f'--device={path}' for path in MANAGERS)} "
+    "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /usr/local/dcmi:/usr/local/dcmi:ro "
+    "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro -v /etc/ascend_install.info:/etc/ascend_install.info:ro"
 )
+
+
+class Fail(Exception):
+    """What is wrong, and how to mend it."""
+
+    def __init__(self, reason: str, mend: str):
+        super().__init__(reason)
+        self.mend = mend
+
+
+class Skip(Exception):
+    """Why there was nothing to check."""
+
 
 # ---------------------------------------------------------------------------------------------------------
 # The version table
@@ -62,20 +84,42 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0]))
 
 
-def nearest_release(cann: str) -> str:
-    """The known CANN release closest to `cann`, the older one when two are as close."""
+def release_of(cann: str) -> str:
+    """The release of the table that stands for this CANN: itself, or the one of its series (8.5.2 -> "8.5.0").
 
-    def distance(known: str) -> tuple[int, ...]:
-        here, there = (key + (0,) * (6 - len(key)) for key in (version_key(cann), version_key(known)))
-        return tuple(abs(a - b) for a, b in zip(here, there, strict=True))
+    Raises Fail: when none does, or its torch is too old for this project.
+    """
+    if not version_key(cann):
+        raise Fail(
+            "the version of CANN cannot be read",
+            f"`bash setup_ascend.sh --cann VERSION` names it, one of {', '.join(RELEASES)}",
+        )
+    needed = minimum_torch()
+    oldest = next(name for name, pairs in RELEASES.items() if version_key(pairs[0][0]) >= version_key(needed))
+    release = next((name for name in RELEASES if version_key(name)[:2] == version_key(cann)[:2]), None)
+    if version_key(release or cann) < version_key(oldest):
+        takes = f"takes {pinned(RELEASES[release][0])}" if release else "is too old"
+        raise Fail(
+            f"CANN {cann} {takes}, this project needs torch>={needed}",
+            f"install CANN {oldest} or later ({CANN_PAGE})",
+        )
+    if release is None:
+        near = [name for name in RELEASES if version_key(name) < version_key(cann)][-1]
+        raise Fail(
+            f"CANN {cann} is not in the version table ({', '.join(RELEASES)})",
+            f"`bash setup_ascend.sh --cann {near}` takes {pinned(RELEASES[near][0])}, the pair of the nearest older "
+            f"one, or install a CANN of the table ({CANN_PAGE})",
+        )
+    return release
 
-    return min(RELEASES, key=distance)
+
+def pinned(pair: tuple[str, str]) -> str:
+    return f"torch=={pair[0]} torch_npu=={pair[1]}"
 
 
 def minimum_torch() -> str:
-    """The oldest torch the project takes, from pyproject.toml."""
-    match = re.search(r'"torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
-    return match[1] if match else "0"
+    """The oldest torch the project takes, from pyproject.toml; any, where this file stands alone."""
+    return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
 
 
 def pythons_for(torch: str) -> tuple[str, ...]:
@@ -170,12 +214,12 @@ def find_program(root: Path, name: str) -> str | None:
 
 
 def run_program(command: list[str], timeout: float = 30) -> str:
-    """What the program prints; nothing when it cannot run, fails or hangs."""
+    """What the program prints, also when it fails; why it could not run or did not end."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return answer.stdout + answer.stderr
 
 
 def first_match(pattern: str, file: Path) -> str | None:
@@ -188,29 +232,27 @@ def first_match(pattern: str, file: Path) -> str | None:
 
 def find_cann(root: Path) -> str | None:
     """The folder of the CANN toolkit: the one that is sourced, else the default places, newest layout first."""
-    user = os.environ.get("HOME", "/root")
-    named = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
-    usual = [
-        f"{base}/{name}"
-        for base in ("/usr/local/Ascend", f"{user}/Ascend")
-        for name in ("cann", "ascend-toolkit/latest")
-    ]
-    versioned = [f"/usr/local/Ascend/{path.name}" for path in below(root, "/usr/local/Ascend").glob("cann-*")]
-    candidates = [*named, *usual, *sorted(versioned, key=version_key, reverse=True)]
+    candidates = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
+    bases = ("/usr/local/Ascend", f"{os.environ.get('HOME', '/root')}/Ascend")
+    candidates += [f"{base}/{name}" for base in bases for name in ("cann", "ascend-toolkit/latest")]
+    for base in bases:  # no link says which one is in use
+        names = [path.name for path in below(root, base).glob("cann-[0-9]*")]
+        names += [f"ascend-toolkit/{path.name}" for path in below(root, base).glob("ascend-toolkit/[0-9]*")]
+        candidates += [f"{base}/{name}" for name in sorted(names, key=version_key, reverse=True)]
     return next((path for path in candidates if path and below(root, path).is_dir()), None)
 
 
 def read_cann_version(root: Path, home: str) -> str:
     """From ascend_toolkit_install.info, else version.cfg, else the folder's name, else "unknown"."""
     folder = below(root, home)
-    infos = [folder / "ascend_toolkit_install.info", *sorted(folder.glob("*/ascend_toolkit_install.info"))]
-    for info in infos:
+    name = "ascend_toolkit_install.info"
+    for info in [folder / name, *sorted(folder.glob(f"*-linux/{name}")), *sorted(folder.glob(f"*/{name}"))]:
         if version := first_match(r"^version\s*=\s*(\S+)", info):
             return version
     for part in ("toolkit", r"\w+"):  # toolkit_running_version=[7.7.0.1.238:8.1.RC1]
         if version := first_match(rf"^{part}_running_version\s*=\s*\[(?:[^\]]*:)?([^\]:]+)\]", folder / "version.cfg"):
             return version
-    named = re.search(r"(?:cann-|ascend-toolkit/)(\d+\.\d+\.\w+(?:\.\w+)?)$", str(folder.resolve()))
+    named = re.search(r"(?:cann-|ascend-toolkit/)(\d+\.\d+[\w.-]*)$", str(folder.resolve()))
     return named[1] if named else "unknown"
 
 
@@ -232,32 +274,19 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
     lines = describe(machine, kind)
     torch, torch_npu = TORCH, None
     if kind == "npu":
-        release = cann or machine.cann
-        if release is None:
+        found = cann or machine.cann
+        if found is None:
             return [
                 *lines,
                 f"problem an NPU but no CANN: install the CANN toolkit and kernels ({CANN_PAGE}), or --device cpu",
             ]
-        if release not in RELEASES:
-            near = nearest_release(release)
-            pair = " ".join(
-                f"{name}=={version}" for name, version in zip(("torch", "torch_npu"), RELEASES[near][0], strict=True)
-            )
-            return [
-                *lines,
-                f"problem CANN {release} is not in the version table ({', '.join(RELEASES)}); the nearest is {near}: "
-                f"`bash setup_ascend.sh --cann {near}` takes its {pair}, or install a CANN of the table ({CANN_PAGE})",
-            ]
+        try:
+            release = release_of(found)
+        except Fail as fail:
+            return [*lines, f"problem {fail}: {fail.mend}"]
+        if release != found:
+            lines.append(f"found CANN {release} in the version table, which stands for {found}")
         torch, torch_npu = RELEASES[release][0]
-        if version_key(torch) < version_key(minimum_torch()):
-            oldest = next(
-                name for name in RELEASES if version_key(RELEASES[name][0][0]) >= version_key(minimum_torch())
-            )
-            return [
-                *lines,
-                f"problem CANN {release} takes torch=={torch} torch_npu=={torch_npu}, this project needs "
-                f"torch>={minimum_torch()}: install CANN {oldest} or later ({CANN_PAGE})",
-            ]
     lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch))}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
     lines += [f"constraint torch=={torch}"]
@@ -297,23 +326,55 @@ def describe(machine: Machine, kind: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------
 # The checks: each returns its detail, or raises Fail with the mend, or Skip with the reason
 
+# What errors of torch, torch_npu, CANN and HCCL say, and the mend; the first that fits counts. Sources: the messages of
+# torch_npu and CANN, and what users report of them.
+MENDS = (
+    (r"out of memory", "stop what holds the memory: `{tool}` shows it"),
+    (r"No module named '(attr|attrs|decorator|psutil|scipy|yaml)'", "pip install attrs scipy decorator psutil pyyaml"),
+    (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
+    (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
+    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout", "a device did not answer in time; {network}"),
+    (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
+    (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
+    (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
+)
+WORDS = {
+    "npu": {
+        "tool": "npu-smi info",
+        "network": "on one node export HCCL_IF_IP=127.0.0.1, on several HCCL_SOCKET_IFNAME; `hccn_tool -i 0 -link -g`",
+    },
+    "cuda": {
+        "tool": "nvidia-smi",
+        "network": "run again with NCCL_DEBUG=INFO; in a container start it with --ipc=host",
+    },
+    "cpu": {
+        "tool": "top",
+        "network": "the loopback interface must be up; GLOO_SOCKET_IFNAME=lo picks it",
+    },
+}
 
-class Fail(Exception):
-    """What is wrong, and how to mend it."""
 
-    def __init__(self, reason: str, mend: str):
-        super().__init__(reason)
-        self.mend = mend
+def mend_for(text: str, kind: str, environment: str) -> str | None:
+    """What mends the error that says this, where that is known."""
+    for pattern, mend in MENDS:
+        if re.search(pattern, text):
+            return mend.format(environment=environment, **WORDS[kind])
+    return None
 
 
-class Skip(Exception):
-    """Why there was nothing to check."""
+def summary(text: str) -> str:
+    """One line of an error: its first, and the first with a code of CANN, which tells more."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    coded = next((line for line in lines[1:] if re.search(r"\bE[A-Z]\d{4}\b", line)), "")
+    return " | ".join(line[:300] for line in (lines[0], coded) if line)
 
 
 class Report:
     """Prints a line a check and counts them. A check that raises anything else is a FAIL, never a traceback."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cpu", environment: str = Machine.cann_environment) -> None:
+        self.kind = kind
+        self.environment = environment
         self.counts = {"PASS": 0, "FAIL": 0, "SKIP": 0}
 
     def check(self, name: str, function: Callable[..., Any], *arguments: Any) -> bool:
@@ -326,25 +387,22 @@ class Report:
         except Fail as fail:
             outcome, detail, mend = "FAIL", str(fail), fail.mend
         except Exception as error:
-            outcome, detail = "FAIL", f"{type(error).__name__}: {last_line(error)}"
-            mend = "mend the first FAIL above; if there is none, run `bash setup_ascend.sh` again and report this line"
+            outcome, detail = "FAIL", f"{type(error).__name__}: {summary(str(error))}"
+            mend = mend_for(str(error), self.kind, self.environment) or (
+                "mend the first FAIL above; if there is none, run `bash setup_ascend.sh` again and report this line"
+            )
         self.counts[outcome] += 1
         print(f"{outcome} {name}: {detail}", flush=True)
         if mend:
             print(f"     mend: {mend}", flush=True)
         return outcome == "PASS"
 
-    def finish(self, kind: str) -> int:
+    def finish(self) -> int:
         """Print the counts; the exit code."""
         failed = self.counts["FAIL"]
-        verdict = "mend the FAIL lines from the top" if failed else f"this machine is ready to train on {kind}"
+        verdict = "mend the FAIL lines from the top" if failed else f"this machine is ready to train on {self.kind}"
         print(f"{self.counts['PASS']} passed, {failed} failed, {self.counts['SKIP']} skipped: {verdict}", flush=True)
         return 1 if failed else 0
-
-
-def last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else "no message")[:300]
 
 
 def installed(package: str) -> str | None:
@@ -364,6 +422,9 @@ def check_python(version: tuple[int, ...]) -> str:
 def check_device_files(machine: Machine, root: Path) -> str:
     if not machine.npu_files:
         raise Fail("no /dev/davinci*", GET_DRIVER)
+    missing = [path for path in MANAGERS if not below(root, path).exists()]
+    if missing:
+        raise Fail(f"no {' and no '.join(missing)}", GET_DRIVER)
     closed = [path for path in machine.npu_files if not os.access(below(root, path), os.R_OK | os.W_OK)]
     if closed:
         raise Fail(f"no permission to open {closed[0]}", "`sudo usermod -aG HwHiAiUser $USER`, then log in again")
@@ -373,16 +434,23 @@ def check_device_files(machine: Machine, root: Path) -> str:
 def check_driver(machine: Machine, npu_smi_output: str) -> str:
     if not machine.npu_smi:
         raise Fail("npu-smi not found", GET_DRIVER)
-    version, chips = parse_npu_smi(npu_smi_output)
+    version, chips, _ = parse_npu_smi(npu_smi_output)
     if not chips:
+        last = npu_smi_output.strip().splitlines()[-1:] or ["it prints nothing"]
         raise Fail(
-            f"`{machine.npu_smi} info` lists no NPU", "run it by hand; most often the driver needs a reboot or root"
+            f"`{machine.npu_smi} info` lists no NPU: {last[0].strip()[:300]}",
+            "reboot after an upgrade of driver or firmware; run it as root or a member of HwHiAiUser; in a container "
+            "mount /usr/local/dcmi and /usr/local/Ascend/driver",
         )
     sick = [f"NPU {chip.npu} is {chip.health}" for chip in chips if chip.health != "OK"]
     if sick:
-        raise Fail(", ".join(sick), "`npu-smi info -t health -i <NPU>` says more; reboot, or leave that NPU out "
-                   "with ASCEND_RT_VISIBLE_DEVICES")  # fmt: skip
-    return f"npu-smi {version}, {len(chips)} x {chips[0].name}, {chips[0].memory_megabytes} MB each"
+        raise Fail(
+            ", ".join(sick),
+            "`npu-smi info -t health -i <NPU>` says more; reboot, or leave that NPU out with ASCEND_RT_VISIBLE_DEVICES",
+        )
+    used = sorted(chip.used_megabytes for chip in chips)
+    names = "/".join(dict.fromkeys(chip.name for chip in chips))
+    return f"npu-smi {version}, {len(chips)} x {names}, {used[0]} to {used[-1]} of {chips[0].megabytes} MB in use"
 
 
 @dataclass(frozen=True)
@@ -392,21 +460,40 @@ class Chip:
     npu: int
     name: str
     health: str
-    memory_megabytes: int
+    used_megabytes: int
+    megabytes: int
 
 
-def parse_npu_smi(text: str) -> tuple[str, list[Chip]]:
-    """The tool's version and the chips in the table of `npu-smi info`: two lines a chip, name and health in
-    the first, bus address and memory (used / total, HBM last) in the second."""
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds memory of an NPU."""
+
+    npu: int
+    pid: int
+    name: str  # "" where npu-smi does not tell
+    megabytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name or 'process'} {self.pid} {self.megabytes} MB of NPU {self.npu}"
+
+
+def parse_npu_smi(text: str) -> tuple[str, list[Chip], list[Holder]]:
+    """The tool's version, the chips and the processes in what `npu-smi info` prints.
+
+    Two lines a chip: number, name and health, then, last in the second, used / total memory. One line a process:
+    NPU, chip (there is none on a 950), process id, name, memory. The columns between differ by chip and release.
+    """
     version = re.search(r"npu-smi\s+(\S+)", text)
-    chips, first = [], None
+    chips, holders, first = [], [], None
     for line in text.splitlines():
-        if match := re.match(r"\|\s*(\d+)\s+(\S*\d\S*)\s*\|\s*([A-Za-z]+)\s*\|", line):
+        if match := re.match(r"\|\s*(\d+)\s*\|?\s*(?=\S*[A-Za-z])(\S+)\s*\|\s*([A-Za-z]+)\s*\|", line):
             first = match
-        elif first and (match := re.match(r"\|[\s\d]+\|\s*[0-9A-Fa-f]{4}:\S+\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$", line)):
-            chips.append(Chip(int(first[1]), first[2], first[3], int(match[2])))
+        elif first and (match := re.search(r"(\d+)\s*/\s*(\d+)\s*\|\s*$", line)):
+            chips.append(Chip(int(first[1]), first[2], first[3], int(match[1]), int(match[2])))
             first = None
-    return (version[1] if version else "unknown"), chips
+        elif match := re.match(r"\|\s*(\d+)(?:\s+\d+)?\s*\|\s*(\d+)\s*\|\s*([^|]*?)\s*\|\s*(\d+)\s*\|", line):
+            holders.append(Holder(int(match[1]), int(match[2]), match[3], int(match[4])))
+    return (version[1] if version else "unknown"), chips, holders
 
 
 def check_cann(machine: Machine) -> str:
@@ -440,41 +527,38 @@ def check_torch_version(torch: str | None, executable: str = sys.executable) -> 
     return torch
 
 
-def check_match(cann: str | None, torch: str | None, torch_npu: str | None) -> str:
+def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> str:
     """Whether the three versions belong together, by the table."""
+    cann = machine.cann
     if not cann or not torch:
         raise Skip("needs CANN and torch")
-    if cann not in RELEASES:
-        near = nearest_release(cann)
-        if torch_npu and version_key(cann) > max(map(version_key, RELEASES)):
-            raise Skip(f"CANN {cann} is newer than the table's {near}; torch {torch}, torch_npu {torch_npu} not judged")
-        raise Fail(
-            f"CANN {cann} is not in the version table ({', '.join(RELEASES)})",
-            f"`bash setup_ascend.sh --cann {near}` takes the pair of the nearest; or install a CANN of the table",
-        )
-    torch_wanted, npu_wanted = RELEASES[cann][0]
-    mend = f"`bash setup_ascend.sh` installs torch=={torch_wanted} torch_npu=={npu_wanted}, the pair for CANN {cann}"
-    if version_key(torch_wanted) < version_key(minimum_torch()):
-        raise Fail(
-            f"CANN {cann} is too old for this project (torch>={minimum_torch()})", f"install a newer CANN ({CANN_PAGE})"
-        )
-    if torch_npu is None:
-        raise Fail(f"torch_npu is not installed; torch is {torch}", mend)
-    plain_torch = torch.partition("+")[0]
-    if (plain_torch, torch_npu) in RELEASES[cann]:
+    here = f"CANN {cann}, torch {torch}, torch_npu {torch_npu}"
+    if not version_key(cann):
+        raise Skip(f"the version of CANN in {machine.cann_home} cannot be read; torch {torch}, torch_npu {torch_npu}")
+    if torch_npu and version_key(cann)[:2] > version_key(max(RELEASES, key=version_key))[:2]:
+        raise Skip(f"newer than the version table, not judged: {here}")
+    release = release_of(cann)
+    pairs = RELEASES[release]
+    plain_torch, plain_npu = torch.partition("+")[0], (torch_npu or "").partition("+")[0]
+    if (plain_torch, plain_npu) in pairs:
         return f"torch_npu {torch_npu} is for torch {plain_torch} on CANN {cann}"
-    if version_key(torch_npu)[:3] != version_key(torch)[:3]:
-        raise Fail(f"torch_npu {torch_npu} does not fit torch {torch}: the first three numbers must be equal", mend)
-    owners = [release for release, pairs in RELEASES.items() if (plain_torch, torch_npu) in pairs]
+
+    pair = next((pair for pair in pairs if pair[0] == plain_torch), pairs[0])  # the one that keeps torch, if any does
+    attempts = torch_attempts(
+        "npu", pair[0], pair[1], machine.system, machine.arch, os.environ.get("TORCH_INDEX_URL", "")
+    )
+    mend = f"pip install {attempts[min(1, len(attempts) - 1)]}"  # of several, the one that says where to look
+    takes = f"CANN {cann} takes {' or '.join(pinned(other) for other in pairs if other[0] == pair[0])}"
+    if not torch_npu:
+        raise Fail(f"torch_npu is not installed, torch is {torch}; {takes}", mend)
+    if version_key(plain_npu)[:3] != version_key(plain_torch)[:3]:
+        raise Fail(f"torch_npu {torch_npu} is not for torch {torch}: their first three numbers differ; {takes}", mend)
+    owners = [name for name, others in RELEASES.items() if (plain_torch, plain_npu) in others]
     if owners:
-        raise Fail(
-            f"torch_npu {torch_npu} is for CANN {owners[0]}, here is CANN {cann}: the .postN picks the CANN", mend
-        )
-    if version_key(torch_npu) > max(version_key(pair[1]) for pairs in RELEASES.values() for pair in pairs):
-        raise Skip(
-            f"torch_npu {torch_npu} is newer than the version table: not judged (listed for CANN {cann}: {npu_wanted})"
-        )
-    raise Fail(f"torch_npu {torch_npu} is not listed for CANN {cann}", mend)
+        raise Fail(f"torch_npu {torch_npu} is for CANN {' and '.join(owners)}, here is CANN {cann}; {takes}", mend)
+    if version_key(plain_npu) > max(version_key(other[1]) for others in RELEASES.values() for other in others):
+        raise Skip(f"newer than the version table, not judged: {here}; {takes}")
+    raise Fail(f"torch_npu {torch_npu} is not listed for CANN {cann}; {takes}", mend)
 
 
 def check_import(kind: str, machine: Machine) -> str:
@@ -485,20 +569,21 @@ def check_import(kind: str, machine: Machine) -> str:
         chain: list[BaseException] = [error]
         while cause := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(cause)
-        text = " | ".join(dict.fromkeys(last_line(link) for link in chain))
-        if "torch_npu" in text or any("torch_npu" in str(link) for link in chain) or "libascend" in text:
-            mend = f"source {machine.cann_environment}"
-            if kind != "npu":
-                mend = (
-                    "torch_npu cannot load here: `pip uninstall torch_npu`, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-                )
-            raise Fail(text, mend) from None
-        raise Fail(text, "rm -r .venv && bash setup_ascend.sh") from None
+        texts = [str(link) for link in chain]
+        text = " | ".join(dict.fromkeys(summary(text) for text in texts))
+        if kind != "npu" and any("torch_npu" in text for text in texts):
+            mend = "torch_npu cannot load here: `pip uninstall torch_npu`, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        else:
+            known = (mend_for(text, kind, machine.cann_environment) for text in reversed(texts))
+            mend = next(filter(None, known), "rm -r .venv && bash setup_ascend.sh")
+        raise Fail(text, mend) from None
     return f"torch {torch.__version__}"
 
 
 def check_devices(kind: str, machine: Machine, torch: str) -> tuple[Any, str]:
     """The project's Device and what to say about it."""
+    if not (ROOT / "nanochat").is_dir():
+        raise Skip("from here on the project computes: run this file in its folder")
     devices = importlib.import_module("nanochat.device")
     cli = importlib.import_module("nanochat.cli")
     try:
@@ -518,17 +603,21 @@ def check_devices(kind: str, machine: Machine, torch: str) -> tuple[Any, str]:
     return device, f"{count} x {device.name}, computes in {str(device.dtype).removeprefix('torch.')}"
 
 
-def check_memory(device: Any) -> str:
+def check_memory(device: Any, holders: list[Holder]) -> str:
     if device.kind == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         available = first_match(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo"))
         free = int(available) * 1024 if available else total
     else:
         free, total = device.module.mem_get_info()
-    detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    free_gib, total_gib = free / 2**30, total / 2**30
+    detail = f"{free_gib:.1f} of {total_gib:.1f} GiB free, {total_gib - free_gib:.1f} in use already"
+    biggest = sorted(holders, key=lambda holder: -holder.megabytes)
+    if biggest:
+        more = f" and {len(biggest) - 4} more" if len(biggest) > 4 else ""
+        detail += f": {', '.join(map(str, biggest[:4]))}{more}"
     if free < 2**30:
-        tool = {"npu": "npu-smi info", "cuda": "nvidia-smi", "cpu": "top"}[device.kind]
-        raise Fail(detail, f"another process holds it: `{tool}` shows which")
+        raise Fail(detail, f"stop what holds the memory: `{WORDS[device.kind]['tool']}` shows it")
     return detail
 
 
@@ -558,7 +647,8 @@ def check_matmul(device: Any) -> str:
 
 
 def check_attention(device: Any) -> str:
-    """The project's attention, forward and backward, against softmax(q k^T) v written out in fp32 on the host."""
+    """The project's attention with the kernel it takes here (on an NPU npu_fusion_attention), forward and backward,
+    against softmax(q k^T) v written out in fp32 on the host."""
     torch = importlib.import_module("torch")
     attention = importlib.import_module("nanochat.attention")
     B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
@@ -580,7 +670,8 @@ def check_attention(device: Any) -> str:
         device.synchronize()
         pairs = ((output, expected), *((x.grad, reference.grad) for x, reference in zip(here, (q, k, v), strict=True)))
         worst = max(worst, *(relative_error(value, reference) for value, reference in pairs))
-    return within(worst, 0.03, "forward and backward, whole and windowed,")
+    kernel = device.kernels.partition(",")[0]
+    return within(worst, 0.03, f"{kernel}: forward and backward, whole and windowed,")
 
 
 def check_training(device: Any) -> str:
@@ -608,24 +699,43 @@ def check_training(device: Any) -> str:
     return f"loss {losses[0]:.4f} -> {losses[1]:.4f}, peak memory {device.peak_memory() / 2**20:.0f} MiB"
 
 
-def check_all_reduce(device: Any) -> str:
-    """torchrun starts this file again as workers that add up their numbers."""
-    processes = 2 if device.kind == "cpu" else min(2, device.module.device_count())
+def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
+    """torchrun starts this file again on every device (on a CPU twice), as workers that add up their numbers; what
+    they measure goes into `gigabytes`."""
+    processes = 2 if device.kind == "cpu" else device.module.device_count()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(Path(__file__).resolve()), f"--device={device.kind}", "--all_reduce_worker"]
-    mends = {
-        "npu": "on one node export HCCL_IF_IP=127.0.0.1, on several HCCL_SOCKET_IFNAME; `hccn_tool -i 0 -link -g`",
-        "cuda": "run again with NCCL_DEBUG=INFO; in a container start it with --ipc=host",
-        "cpu": "the loopback interface must be up; GLOO_SOCKET_IFNAME=lo picks it",
-    }
+    # HCCL gives up before we do, so that its own reason is printed; 120 s is the least it takes for a connection
+    environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
+    network = WORDS[device.kind]["network"]
+    running = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+        output, errors = running.communicate(timeout=WORKERS_SECONDS)
     except subprocess.TimeoutExpired:
-        raise Fail("no answer within 180 s", mends[device.kind]) from None
-    if answer.returncode != 0 or answer.stdout.count("all_reduce ok") != processes:
-        errors = re.findall(r"^(?:\[rank\d+\]: *)?(\w*(?:Error|Exception): .+)$", answer.stderr, re.MULTILINE)
-        raise Fail(errors[0][:300] if errors else f"exit code {answer.returncode}", mends[device.kind])
+        running.terminate()  # torchrun stops the workers, which a kill would leave behind
+        try:
+            running.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            running.kill()
+        raise Fail(f"{processes} processes: no answer within {WORKERS_SECONDS} s", network) from None
+    if running.returncode != 0 or output.count("all_reduce ok") != processes:
+        found = re.search(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception): [\s\S]+)", errors, re.MULTILINE)
+        reason = re.sub(r"^\[rank\d+\]: *", "", found[1], flags=re.MULTILINE) if found else errors
+        mend = mend_for(reason, device.kind, Machine.cann_environment) or network
+        raise Fail(f"{processes} processes: {summary(reason)}", mend)
+    for size, rate in re.findall(r"bandwidth (\d+) (\d+\.\d{4})", output):  # lines of several workers may run together
+        gigabytes[int(size)] = float(rate)
     return f"{processes} process{'es' if processes > 1 else ''}"
+
+
+def check_bandwidth(device: Any, gigabytes: dict[int, float]) -> str:
+    if not gigabytes:
+        alone = device.kind != "cpu" and device.module.device_count() == 1
+        raise Skip("one device: nothing to send" if alone else "needs the all-reduce")
+    rates = ", ".join(f"{rate:.3g} GB/s at {size} MiB" for size, rate in gigabytes.items())
+    return f"{rates} (size of the tensor over the time of one all-reduce)"
 
 
 def all_reduce_worker(kind: str) -> None:
@@ -638,6 +748,18 @@ def all_reduce_worker(kind: str) -> None:
     torch.distributed.all_reduce(numbers)
     expected = device.world_size * (device.world_size + 1) / 2
     assert bool((numbers == expected).all()), f"all_reduce gave {numbers[0].item()}, expected {expected}"
+    sizes = (1, 16) if kind == "cpu" else (1, 16, 128)
+    for mebibytes in sizes if device.world_size > 1 else ():
+        tensor = torch.zeros(mebibytes * 2**20 // 4, device=device.torch_device)  # fp32
+        for repeats in (2, 5):  # first to warm up
+            device.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                torch.distributed.all_reduce(tensor)
+            device.synchronize()
+            seconds = (time.perf_counter() - start) / repeats
+        if device.is_main:
+            print(f"bandwidth {mebibytes} {mebibytes * 2**20 / 1e9 / seconds:.4f}", flush=True)
     print("all_reduce ok", flush=True)
     devices.shutdown(device)
 
@@ -645,22 +767,24 @@ def all_reduce_worker(kind: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def check_everything(asked: str, machine: Machine, root: Path, report: Report) -> int:
+def check_everything(asked: str, machine: Machine, root: Path) -> int:
     """Run every check that makes sense for the kind of device; the exit code."""
     kind = machine.kind if asked == "auto" else asked
     torch, torch_npu = installed("torch"), installed("torch_npu")
     reason = "no NPU here (/dev/davinci*)" if asked == "auto" else f"--device {asked}"
+    smi = run_program([str(below(root, machine.npu_smi)), "info"]) if kind == "npu" and machine.npu_smi else ""
+    report = Report(kind, machine.cann_environment)
 
     def npu_check(name: str, function: Callable[..., Any], *arguments: Any) -> None:
         report.check(name, function if kind == "npu" else skip_because(reason), *arguments)
 
     report.check("python", check_python, sys.version_info[:3])
     npu_check("device files", check_device_files, machine, root)
-    npu_check("driver", lambda: check_driver(machine, run_program([str(below(root, machine.npu_smi or "/")), "info"])))
+    npu_check("driver", check_driver, machine, smi)
     npu_check("CANN", check_cann, machine)
     npu_check("CANN environment", check_cann_environment, machine)
     report.check("torch", check_torch_version, torch)
-    npu_check("versions match", check_match, machine.cann, torch, torch_npu)
+    npu_check("versions match", check_match, machine, torch, torch_npu)
     if kind == "cuda" and not machine.nvidia_smi:
         report.check("nvidia-smi", skip_because("not found; torch may work all the same"))
 
@@ -673,15 +797,18 @@ def check_everything(asked: str, machine: Machine, root: Path, report: Report) -
 
     usable = report.check("import torch", check_import, kind, machine)
     usable = report.check(f"{kind} devices", find_device if usable else skip_because("needs torch")) and usable
-    for name, function in (
-        ("memory", check_memory),
+    gigabytes: dict[int, float] = {}
+    for name, function, *more in (
+        ("memory", check_memory, parse_npu_smi(smi)[2]),
         ("matrix product", check_matmul),
         ("attention", check_attention),
         ("training step", check_training),
-        ("all-reduce", check_all_reduce),
+        ("all-reduce", check_all_reduce, gigabytes),
+        ("bandwidth", check_bandwidth, gigabytes),
     ):
-        report.check(name, function if usable else skip_because(f"needs a {kind} device that works"), *found)
-    return report.finish(kind)
+        works = function if usable else skip_because(f"needs a {kind} device that works")
+        report.check(name, works, *found, *more)
+    return report.finish()
 
 
 def skip_because(reason: str) -> Callable[..., str]:
@@ -707,7 +834,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plan:
         print("\n".join(plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", ""))))
         return 0
-    return check_everything(options.device, machine, options.root, Report())
+    return check_everything(options.device, machine, options.root)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Every script ends with `run(main, Config)`. The dataclass's fields are the flags, the comment
 behind a field is its help. Exit codes: 0 done, 1 the run failed (one line says what to do next),
-2 bad flags. `NANOCHAT_TRACEBACK=1` shows the whole traceback of a failure.
+2 bad flags. `NANOCHAT_TRACEBACK=1` shows the whole traceback of a failure. `NANOCHAT_BASE_TRAIN="--depth=2"`, and
+the like for every script, adds flags behind those of the command line: what a machine wants, or a quick trial.
 """
 
 import contextlib
@@ -11,12 +12,17 @@ import io
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
+
+
+# What a device's runtime means by an error of its own, as one line with the mend, or None; `device.init` adds to it.
+explainers: list[Callable[[BaseException], str | None]] = []
 
 
 class UserError(ValueError):
@@ -32,6 +38,8 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     if argv[:1] == ["--"]:
         argv = argv[1:]
     module = sys.modules[config_type.__module__]
+    script = config_type.__module__ if module.__spec__ is None else module.__spec__.name
+    argv = [*argv, *shlex.split(os.environ.get(f"NANOCHAT_{script.rpartition('.')[2].upper()}", ""))]
     command = f"python -m {module.__spec__.name}" if module.__spec__ else Path(sys.argv[0]).name
     said = io.StringIO()
     try:
@@ -75,12 +83,30 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         if error.filename is None:
             raise
         fail(f"{error.filename}: {error.strerror}; mend the path, or point NANOCHAT_BASE_DIR elsewhere")
-    except (RuntimeError, MemoryError) as error:  # every backend's out-of-memory error is a RuntimeError
-        words = ("out of memory", "not enough memory", "can't allocate memory")
-        if isinstance(error, MemoryError) or any(word in str(error).lower() for word in words):
-            first_line = (str(error).splitlines() or ["MemoryError"])[0]
-            fail(f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})")
-        raise
+    except (RuntimeError, MemoryError, ImportError) as error:  # every backend's out-of-memory error is a RuntimeError
+        line = _explain(error)
+        if line is None:
+            raise
+        fail(line)
+
+
+def _explain(error: BaseException) -> str | None:
+    """One line for a failure of the machine rather than of the code; None for others."""
+    text = str(error)
+    first_line = (text.splitlines() or [type(error).__name__])[0]
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or any(word in text.lower() for word in words):
+        return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"
+    cause: BaseException | None = error
+    while cause is not None:  # torch loads an accelerator's package by itself, and says little when that fails
+        missing = re.search(r"\S+\.so\S*(?=: cannot open shared object file)", str(cause))
+        if missing:
+            return (
+                f"{missing[0]} is not found: run `source .../set_env.sh` of the accelerator's software in this shell "
+                "first (`python check_npu.py` says where it lies), then this again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return next((line for explain in explainers if (line := explain(error))), None)
 
 
 def require(config: Any, flags: str, low: float, high: float = math.inf) -> None:

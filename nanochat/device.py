@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nanochat.cli import UserError
+from nanochat.cli import UserError, explainers
 
 KINDS = ("npu", "cuda", "cpu")
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -159,10 +159,10 @@ class Device:
         if asked == "on" and missing:
             raise UserError(f"--compile on needs {missing}; install it or leave --compile out")
         if asked == "auto":
-            if missing:
-                return function, f"eager ({missing} is missing)"
             if self.kind == "npu":
                 return function, "eager (compile is opt-in here: --compile on)"
+            if missing:
+                return function, f"eager ({missing} is missing)"
             if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
                 return function, "eager (too short a run to repay compiling)"
         if self.kind == "cpu":
@@ -189,6 +189,23 @@ class Device:
         with self.module.graph(graph):
             result = function()
         return graph.replay, result
+
+    def profiler(self, skipped: int, steps: int, folder: Path) -> Any:
+        """Behind the first `skipped` steps it records `steps` and writes the trace below `folder`; it wants `start()`,
+        a `step()` behind every step, and `stop()`."""
+        tool: Any = torch.profiler
+        options: dict[str, Any] = {"on_trace_ready": lambda done: done.export_chrome_trace(str(folder / "trace.json"))}
+        if self.kind == "npu":
+            tool = importlib.import_module("torch_npu").profiler
+            options = {
+                "on_trace_ready": tool.tensorboard_trace_handler(str(folder.resolve())),
+                "experimental_config": tool._ExperimentalConfig(aic_metrics=tool.AiCMetrics.AiCoreNone),
+            }
+        activities = [tool.ProfilerActivity.CPU]
+        if self.kind != "cpu":
+            activities.append(getattr(tool.ProfilerActivity, self.kind.upper()))
+        schedule = tool.schedule(wait=max(0, skipped - 1), warmup=min(1, skipped), active=steps, repeat=1)
+        return tool.profile(activities=activities, schedule=schedule, **options)
 
     def _compiler_missing(self) -> str | None:
         if self.kind == "cpu":
@@ -237,6 +254,8 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
             )
         module.set_device(local_rank)
 
+    if explain not in explainers:
+        explainers.append(explain)
     if world_size > 1 and not dist.is_initialized():
         device_id = None if kind == "cpu" else torch.device(kind, local_rank)
         dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id)
@@ -274,6 +293,26 @@ def shutdown(device: Device) -> None:
         device.synchronize()
         dist.barrier()
         dist.destroy_process_group()
+
+
+def explain(error: BaseException) -> str | None:
+    """What a failed collective means and what to do, as one line; None for other errors."""
+    text = str(error)
+    if not re.search(r"hccl|nccl|gloo|\bEI\d{4}", text, re.IGNORECASE):
+        return None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if re.match(r"EI\d{4}", line)), lines[0])[:300]
+    where = f"rank {os.environ.get('RANK', '0')}"
+    if re.search(r"error code is 9\b|EI0002|EI0006|EI0015|time[d ]*out|closed by peer", text, re.IGNORECASE):
+        return (
+            f"{where}: another process did not take part in a collective in time ({reason}): the first error among the "
+            "processes' lines is the cause; if one is only slow, raise HCCL_CONNECT_TIMEOUT (to join) or "
+            "HCCL_EXEC_TIMEOUT (seconds)"
+        )
+    return (
+        f"{where}: a collective failed ({reason}): look at the first error among the processes' lines; "
+        "`python check_npu.py` tries the links between the devices"
+    )
 
 
 def peak_flops(name: str) -> float | None:

@@ -61,7 +61,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: T
             q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=hidden, sparse_mode=AS_GIVEN
         )[0]
     return torch_npu.npu_fused_infer_attention_score(
-        q, k, v, num_heads=q.size(1), num_key_value_heads=k.size(1), input_layout="BNSD", scale=scale,
+        q.contiguous(), k, v, num_heads=q.size(1), num_key_value_heads=k.size(1), input_layout="BNSD", scale=scale,
         atten_mask=hidden, sparse_mode=AS_GIVEN,
     )[0]  # fmt: skip
 

@@ -99,11 +99,11 @@ class Meter:
 
         Raises UserError: when the last three steps or more, all since the last line, were not finite.
         """
-        loss, grad_norm = stats.loss.item(), stats.grad_norm.item()  # waits for the device
+        loss, grad_norm, skipped = torch.stack((stats.loss, stats.grad_norm, self.skipped)).tolist()  # the one wait
         progress, now = self.progress, time.perf_counter()
         steps, rate = progress.step - self.clock_step, (progress.tokens - self.clock_tokens) / (now - self.clock)
         progress.seconds += now - self.clock
-        skipped = int(self.skipped.item())
+        skipped = int(skipped)
         self.skipped.zero_()
         progress.skipped_steps += skipped
         self.bad_steps = self.bad_steps + skipped if skipped == steps else 0

@@ -49,6 +49,7 @@ class Config:
     eval_tokens: int = 1_048_576  # of validation text
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
@@ -72,6 +73,7 @@ def main(config: Config) -> None:
     from nanochat.data.sources import open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
+    from nanochat.profile import Recorder
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -138,7 +140,8 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
 
-    with log:
+    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("base", tag) / "profile", log.message)
+    with log, recorder:
         meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
@@ -150,6 +153,7 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             meter.add(stats, batch_tokens)
+            meter.clock += recorder.step()
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
             save = last or (config.save_every and progress.step % config.save_every == 0)
@@ -189,7 +193,7 @@ def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
     require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
-    require(config, "eval_every save_every", 0)
+    require(config, "eval_every save_every profile", 0)
     require(config, "dataloader_num_workers", 0, 256)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)

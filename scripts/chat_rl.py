@@ -48,6 +48,7 @@ class Config:
     eval_examples: int = 200  # held-out questions, one reply each
     log_every: int = 1  # steps between log lines
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
@@ -72,6 +73,7 @@ def main(config: Config) -> None:
     from nanochat.conversation import render_prompt
     from nanochat.engine import Engine, check_sampling
     from nanochat.packing import pack
+    from nanochat.profile import Recorder
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
@@ -143,7 +145,8 @@ def main(config: Config) -> None:
         "rl", run_dir("rl", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
-    with log:
+    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("rl", tag) / "profile", log.message)
+    with log, recorder:
         if shares:
             reward_before, reward_after = (shares[0][f"reward_{when}"].item() for when in ("before", "after"))
         else:
@@ -177,6 +180,7 @@ def main(config: Config) -> None:
                 drawn.rewards.size, device,
             )  # fmt: skip
             meter.add(stats, round(all_tokens * count * config.num_samples))
+            meter.clock += recorder.step()
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
             save = last or (config.save_every and progress.step % config.save_every == 0)
@@ -224,7 +228,7 @@ def check(config: Config) -> None:
     require(config, "num_iterations examples_per_step max_tokens rollout_rows device_batch_size updates_per_step", 1)
     require(config, "eval_examples log_every", 1)
     require(config, "num_samples", 2)  # an advantage is over the others of the group
-    require(config, "eval_every save_every", 0)
+    require(config, "eval_every save_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "clip_low", 0, 1)
     require(config, "clip_high kl lr_scale table_lr_scale", 0, 100)

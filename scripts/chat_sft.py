@@ -36,6 +36,7 @@ class Config:
     eval_examples: int = 256  # held-out conversations
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
@@ -56,6 +57,7 @@ def main(config: Config) -> None:
     from nanochat.conversation import Rendered, render
     from nanochat.losses import masked_loss
     from nanochat.packing import Rows, pack
+    from nanochat.profile import Recorder
     from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
 
@@ -110,7 +112,8 @@ def main(config: Config) -> None:
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
     no_target = cut = 0  # conversations since the last log line
-    with log:
+    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("sft", tag) / "profile", log.message)
+    with log, recorder:
         meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             rows, rendered = packed(train, step * examples, examples)
@@ -120,6 +123,7 @@ def main(config: Config) -> None:
                 device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             meter.add(stats, sum(len(r.ids) for r in rendered))
+            meter.clock += recorder.step()
             no_target += sum(r.target_count == 0 for r in rendered)
             cut += sum(r.cut for r in rendered)
             last = progress.step == steps
@@ -154,7 +158,7 @@ def main(config: Config) -> None:
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "device_batch_size log_every eval_examples num_iterations target_examples_per_step", 1)
-    require(config, "eval_every save_every", 0)
+    require(config, "eval_every save_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)
     require(config, "lr_scale", 0, 100)

@@ -37,6 +37,7 @@ class Config:
     eval_tokens: int = 262_144  # of held-out conversations
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
@@ -58,6 +59,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import Training
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.profile import Recorder
     from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -120,7 +122,8 @@ def main(config: Config) -> None:
         "mid", run_dir("mid", tag), steps, run=config.run, trackers=config.track,
         config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
     )  # fmt: skip
-    with log:
+    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("mid", tag) / "profile", log.message)
+    with log, recorder:
         meter = Meter(progress, device, token_flops)
         for step in range(progress.step, steps):
             micro = [next(loader) for _ in range(accumulation)]
@@ -130,6 +133,7 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             meter.add(stats, batch_tokens)
+            meter.clock += recorder.step()
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
             save = last or (config.save_every and progress.step % config.save_every == 0)
@@ -163,7 +167,7 @@ def main(config: Config) -> None:
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "device_batch_size log_every eval_tokens num_iterations total_batch_size", 1)
-    require(config, "eval_every save_every", 0)
+    require(config, "eval_every save_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)
     require(config, "lr_scale", 0, 100)

@@ -1,0 +1,210 @@
+"""Builds the simulated CANN and says which environment a simulated process needs.
+
+The real torch_npu wheel is taken from the package index (or from `SIMNPU_WHEEL`, a wheel or a folder with wheels),
+unpacked, and given C libraries of our own in place of CANN's: `cann.c` is libascendcl, `hccl.c` is libhccl, and what
+the wheel links beside those becomes a stub that says its name and fails. Everything lies in a cache folder
+(`SIMNPU_CACHE`, default ~/.cache/nanochat_simnpu) under names made of contents and versions; two processes may build
+at once. `environment()` is all that the others need.
+"""
+
+import compileall
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# torch_npu links the first four and loads the others itself (and libhcomm). What it looks for in them stands in
+# libascendcl (in libhccl).
+EMPTY = (
+    *("libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so"),
+    *("libopapi.so", "libmsprofiler.so", "libmspti.so", "libascend_hal.so"),
+)
+DEFAULT_MEMORY = "64GiB"
+DEFAULT_SOC = "Ascend910B3"
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class Unavailable(Exception):
+    """The simulator cannot be had here; the text says why."""
+
+
+def environment(
+    *,
+    devices: int = 1,
+    memory: str = DEFAULT_MEMORY,
+    soc: str = DEFAULT_SOC,
+    counts: str | None = None,
+    counts_step: str | None = None,
+    hccl_fail: str | None = None,
+    hccl_hang: str | None = None,
+) -> dict[str, str]:
+    """Environment variables to set for a simulated process; builds what is not built yet.
+
+    `memory` is bytes a device, with KiB, MiB or GiB. `counts` is a JSON file to write, or "-" to print only;
+    `counts_step` is FILE.py:FUNCTION[,...]. The faults are OPERATION:N@RANK.
+    Raises Unavailable: when the wheel or a compiler cannot be had."""
+    wheel, libraries = build()
+    home = libraries / "home"
+    variables = {
+        "SIMNPU_DEVICES": str(devices),
+        "SIMNPU_MEMORY": str(parse_size(memory)),
+        "SIMNPU_SOC": soc,
+        "SIMNPU_LIBRARY": str(libraries / "libascendcl.so"),
+        "ASCEND_HOME_PATH": str(home),
+        "ASCEND_TOOLKIT_HOME": str(home),
+        "ASCEND_OPP_PATH": str(home / "opp"),
+        "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", libraries),
+        "PYTHONPATH": _prepend("PYTHONPATH", HERE / "site", wheel),
+        "TASK_QUEUE_ENABLE": "0",  # launches from the thread that asks for them
+        "CPU_AFFINITY_CONF": "0",  # nothing here to bind threads to
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
+        "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error
+    }
+    optional = {
+        "SIMNPU_COUNTS": counts,
+        "SIMNPU_COUNTS_STEP": counts_step,
+        "SIMNPU_HCCL_FAIL": hccl_fail,
+        "SIMNPU_HCCL_HANG": hccl_hang,
+    }
+    return variables | {name: value for name, value in optional.items() if value is not None}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "2GiB" is 2147483648."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB)", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def cache() -> Path:
+    return Path(os.environ.get("SIMNPU_CACHE", "~/.cache/nanochat_simnpu")).expanduser()
+
+
+def build() -> tuple[Path, Path]:
+    """The folder of the unpacked wheel and the folder of the libraries."""
+    if sys.platform != "linux":
+        raise Unavailable(f"torch_npu has wheels for Linux alone, this is {sys.platform}")
+    if not shutil.which("gcc") or not shutil.which("nm"):
+        raise Unavailable("gcc and nm (binutils) are needed to build the simulated CANN")
+    cache().mkdir(parents=True, exist_ok=True)
+    wheel = _wheel()
+    return wheel, _libraries(wheel)
+
+
+def _prepend(name: str, *folders: Path) -> str:
+    added = [str(folder) for folder in folders]
+    before = [folder for folder in os.environ.get(name, "").split(os.pathsep) if folder and folder not in added]
+    return os.pathsep.join(added + before)
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    with (cache() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _wheel() -> Path:
+    version = importlib.metadata.version("torch").partition("+")[0]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    folder = cache() / f"torch_npu-{version}-{python}-{platform.machine()}"
+    if folder.is_dir():
+        return folder
+    with _lock(), tempfile.TemporaryDirectory(dir=cache()) as temporary:
+        if folder.is_dir():  # another process was faster
+            return folder
+        local = os.environ.get("SIMNPU_WHEEL")
+        if local and Path(local).is_file():
+            archive = Path(local)
+        else:
+            # torch_npu has the number of its torch; a .postN is for another CANN, which plays no part here.
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", temporary]
+            command += ["--disable-pip-version-check", f"torch_npu=={version}"]
+            command += ["--no-index", "--find-links", local] if local else []
+            done = subprocess.run(command, capture_output=True, text=True)
+            found = list(Path(temporary).glob("*.whl"))
+            if done.returncode or not found:
+                last = next(
+                    (line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr[-300:]
+                )
+                raise Unavailable(f"no torch_npu {version} wheel for {python} on {platform.machine()}: {last.strip()}")
+            archive = found[0]
+        unpacked = Path(temporary) / "unpacked"
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(unpacked)
+        compileall.compile_dir(unpacked, quiet=2)  # each simulated process starts sooner
+        unpacked.rename(folder)
+    return folder
+
+
+def _libraries(wheel: Path) -> Path:
+    sources = [HERE / "cann.c", HERE / "hccl.c"]
+    digest = hashlib.sha256(wheel.name.encode() + Path(__file__).read_bytes())
+    for source in sources:
+        digest.update(source.read_bytes() if source.exists() else b"-")
+    folder = cache() / f"cann-{digest.hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    with _lock(), tempfile.TemporaryDirectory(dir=cache()) as temporary:
+        if folder.is_dir():
+            return folder
+        made = Path(temporary) / "made"
+        for sub in ("runtime", "compiler", "opp"):
+            (made / "home" / sub).mkdir(parents=True)
+        empty = made / "empty.c"
+        empty.touch()
+        _compile(wheel, sources[0], made / "libascendcl.so")
+        _compile(wheel, sources[1] if sources[1].exists() else empty, made / "libhccl.so", "-lrt")
+        (made / "libhcomm.so").symlink_to("libhccl.so")  # torch_npu looks HcclGroupStart up there
+        stubs = made / "stubs.c"
+        stubs.write_text(_stubs(wheel, made))
+        runtime = (f"-L{made}", "-Wl,--no-as-needed", "-lascendcl")
+        _compile(wheel, empty, made / "libhcomm.so", f"-L{made}", "-Wl,--no-as-needed", "-lhccl")
+        for name in EMPTY:
+            _compile(wheel, stubs if name == "libge_runner.so" else empty, made / name, *runtime)
+        made.rename(folder)
+    return folder
+
+
+def _compile(wheel: Path, source: Path, target: Path, *options: str) -> None:
+    include = wheel / "torch_npu/include/third_party"
+    command = ["gcc", "-O2", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", f"-I{include}/acl/inc"]
+    command += [f"-I{include}/hccl/inc", str(source), "-o", str(target), f"-Wl,-soname,{target.name}", "-pthread"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name} does not compile:\n{done.stderr}")
+
+
+def _stubs(wheel: Path, made: Path) -> str:
+    """C source of a function for each symbol that torch_npu links and nobody here has."""
+    import torch
+
+    users = [wheel / "torch_npu/lib" / name for name in ("libtorch_npu.so", "libtensorpipe.so", "libnpu_profiler.so")]
+    users += wheel.glob("torch_npu/_C*.so")
+    providers = [*users, *(Path(torch.__file__).parent / "lib").glob("lib*.so"), *made.glob("lib*.so")]
+    # weak symbols need nobody; versioned ones (name@GLIBC_2.2.5) and those of this process are the C library's
+    wanted = {name for path in users for kind, name in _symbols(path, "--undefined-only") if kind == "U"}
+    have = {name for path in providers for _, name in _symbols(path, "--defined-only")}
+    process = ctypes.CDLL(None)
+    missing = sorted(name for name in wanted - have if "@" not in name and not hasattr(process, name))
+    lines = ["int simnpu_missing(const char *name);"]
+    lines += [f'long {name}(void) {{ return simnpu_missing("{name}"); }}' for name in missing]
+    return "\n".join(lines) + "\n"
+
+
+def _symbols(path: Path, which: str) -> list[tuple[str, str]]:
+    lines = subprocess.run(["nm", "-D", which, str(path)], capture_output=True, text=True, check=True).stdout
+    return [(fields[-2], fields[-1]) for fields in map(str.split, lines.splitlines()) if len(fields) >= 2]

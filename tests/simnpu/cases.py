@@ -1,0 +1,268 @@
+"""What tests compute on a device by its name: on "cpu" in the tests' own process, on "npu:0" in a simulated one.
+
+Everything is drawn on the host, so that both see the same numbers. `plant` puts a known mistake into the code first.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat import attention, engine, scaling
+from nanochat import device as devices
+from nanochat.engine import Engine
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.losses import masked_loss
+from nanochat.packing import Rows
+from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
+
+# ---------------------------------------------------------------------- planted mistakes
+
+
+def _kernels() -> Any:
+    return devices.kernels("npu")
+
+
+def _torchs_mask_convention() -> tuple[Any, str, Any]:
+    right = _kernels().attention
+
+    def wrong(*tensors: Tensor, hidden: Tensor | None = None, **options: Any) -> Tensor:
+        return right(*tensors, hidden=None if hidden is None else ~hidden, **options)
+
+    return _kernels(), "attention", wrong
+
+
+def _torchs_mask_convention_against_a_cache() -> tuple[Any, str, Any]:
+    right = _kernels().cached_attention
+    return _kernels(), "cached_attention", lambda *qkv, scale, hidden: right(*qkv, scale=scale, hidden=~hidden)
+
+
+def _causal_mode_without_its_mask() -> tuple[Any, str, Any]:
+    return _kernels(), "compressed_mask", lambda device: None
+
+
+def _window_one_too_wide() -> tuple[Any, str, Any]:
+    right = _kernels().attention
+    return _kernels(), "attention", lambda *qkv, window, **rest: right(*qkv, window=window and window + 1, **rest)
+
+
+def _rotary_turned_the_other_way() -> tuple[Any, str, Any]:
+    right = _kernels().rotate
+    return _kernels(), "rotate", lambda x, cos, sin: right(x, cos, -sin)
+
+
+def _loss_read_without_waiting() -> tuple[Any, str, Any]:
+    right = Meter.read
+
+    def wrong(meter: Meter, stats: StepStats) -> dict[str, Any]:
+        early = stats.loss.to("cpu", non_blocking=True)
+        loss = float(early)  # of a tensor on the host: nothing waits for the copy
+        return {**right(meter, stats), "loss": loss}
+
+    return Meter, "read", wrong
+
+
+def _multinomial_in_bfloat16() -> tuple[Any, str, Any]:
+    def wrong(logits: Tensor, *, temperature: float, generator: torch.Generator, **_: Any) -> Tensor:
+        return torch.multinomial((logits.bfloat16() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+    return engine, "sample", wrong
+
+
+PLANTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
+    function.__name__.strip("_"): function
+    for function in (
+        *(_torchs_mask_convention, _torchs_mask_convention_against_a_cache, _causal_mode_without_its_mask),
+        *(_window_one_too_wide, _rotary_turned_the_other_way, _loss_read_without_waiting, _multinomial_in_bfloat16),
+    )
+}
+
+
+@contextlib.contextmanager
+def planted(plant: str | None) -> Iterator[None]:
+    if plant is None:
+        yield
+        return
+    owner, name, wrong = PLANTS[plant]()
+    right = getattr(owner, name)
+    setattr(owner, name, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """The operations of a CPU, on any device."""
+    kernels, causal = devices.kernels, attention.causal_attention
+    devices.kernels = lambda kind: None  # type: ignore[assignment]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Any = None) -> Tensor:
+        numbers = None if segments is None else segments.numbers
+        return attention.plain_attention(q, k, v, scale=scale, window=window, segments=numbers)
+
+    from nanochat import gpt
+
+    gpt.causal_attention = plain
+    try:
+        yield
+    finally:
+        devices.kernels, gpt.causal_attention = kernels, causal
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def _model(device: devices.Device, shape: str, **changes: Any) -> GPT:
+    config = tiny.tiny_config(**{**tiny.SHAPES[shape], **changes})
+    return tiny.lively_model(config).to(device.torch_device)
+
+
+def _rates(rate: float = 0.01) -> scaling.Rates:
+    return scaling.Rates(**dict.fromkeys(inspect.signature(scaling.Rates).parameters, rate))
+
+
+def train_losses(
+    device: str, dtype: str = "float32", shape: str = "fast", steps: int = 6, packed: bool = False,
+    plain: bool = False, plant: str | None = None,
+) -> list[float]:  # fmt: skip
+    """Losses and gradient norms of some steps, each read by the meter as a script does; then the weights' sums."""
+    found = devices.init(device, dtype)
+    with planted(plant), plain_kernels() if plain else contextlib.nullcontext():
+        model = _model(found, shape)
+        optimizer = make_optimizer(model, _rates(), found, "adamw" if plain else "muon")
+        meter = Meter(Progress(), found)
+        generator = torch.Generator().manual_seed(1)
+        figures = []
+        for _ in range(steps):
+            tokens = torch.randint(0, 100, (3, 33), generator=generator)
+            if packed:
+                numbers = (torch.rand(3, 32, generator=generator) < 0.2).cumsum(1)
+                fields = (tokens[:, :-1], tokens[:, 1:], numbers, numbers)
+                batch: Any = Rows(*(found.to_device(field.contiguous()) for field in fields))
+                loss_fn: Any = masked_loss
+            else:
+                batch, loss_fn = (
+                    tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:])),
+                    next_token_loss,
+                )
+            stats = train_step(model, optimizer, [batch], loss_fn, device=found)
+            meter.add(stats, tokens.numel())
+            read = meter.read(stats)
+            figures += [read["loss"], read["grad_norm"]]
+        return figures + [
+            parameter.double().sum().item() if device == "cpu" else parameter.cpu().double().sum().item()
+            for parameter in model.parameters()
+        ]
+
+
+def greedy_tokens(
+    device: str, dtype: str = "float32", shape: str = "fast", graphs: bool = False, plant: str | None = None
+) -> list[list[int]]:
+    """Greedy replies to prompts of several lengths at once."""
+    found = devices.init(device, dtype)
+    with planted(plant):
+        model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
+        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+        engine_.stop_ids = set()
+        prompts = [[5, 6, 7], [9] * 12, list(range(20, 37))]
+        return engine_.generate(prompts, max_tokens=90, temperature=0.0)[0]
+
+
+def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fast") -> list[list[int]]:
+    """The same without a cache, a whole forward pass for every token."""
+    found = devices.init(device, dtype)
+    model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
+    replies = []
+    with torch.inference_mode():
+        for prompt in ([5, 6, 7], [9] * 12, list(range(20, 37))):
+            tokens = list(prompt)
+            for _ in range(90):
+                logits = model(found.to_device(torch.tensor([tokens])))
+                tokens.append(int(logits[0, -1].argmax()))
+            replies.append(tokens[len(prompt) :])
+    return replies
+
+
+def sampled_tokens(
+    device: str, seed: int = 0, dtype: str = "auto", graphs: bool = False, plant: str | None = None
+) -> list[list[int]]:
+    found = devices.init(device, dtype)
+    with planted(plant):
+        model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
+        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+        return engine_.generate([[5, 6, 7]] * 4, max_tokens=20, temperature=1.0, top_k=50, top_p=0.9, seed=seed)[0]
+
+
+def launches(device: str) -> dict[str, list[int]]:
+    """Launches and waits of a training step, a decoded token and a replayed one: depth 12, T 128, batch 1."""
+    from simnpu import counts
+
+    found = devices.init(device, "bfloat16")
+    sizes = {"n_layer": 12, "sequence_len": 128, "n_kv_head": 4, "window_pattern": "SSSL"}
+    model = _model(found, "fast", **sizes)
+    optimizer = make_optimizer(model, _rates(), found)
+    batch = tuple(found.to_device(torch.randint(0, 100, (1, 128))) for _ in range(2))
+    meter = Meter(Progress(), found)
+
+    def step(lr: float) -> StepStats:
+        stats = train_step(model, optimizer, [batch], next_token_loss, device=found, lr=lr)
+        meter.add(stats, 128)
+        return stats
+
+    step(0.1)
+    with counts.counted() as training:
+        stats = step(0.2)
+    with counts.counted() as logging:
+        meter.read(stats)
+    figures = {"step": [training.launches, training.waits], "log line": [logging.launches, logging.waits]}
+    for name, graphs in (("token", False), ("replayed token", True)):
+        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+        engine_.stop_ids = set()
+        stream = engine_.stream([[5, 6, 7]], max_tokens=8, temperature=0.7)
+        for _ in range(4):
+            next(stream)
+        with counts.counted() as decoding:
+            next(stream)
+        figures[name] = [decoding.launches, decoding.waits]
+    return figures
+
+
+def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
+    """Output and input gradients of one piece of the model, flattened."""
+    found = devices.init(device, "float32")
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+        return drawn.to(found.torch_device).requires_grad_()
+
+    name, _, window = name.partition(" ")
+    inputs = [draw(2, 40, 6, 16), draw(2, 40, 2, 16), draw(2, 40, 2, 16)]
+    if name == "attention":
+        out = attention.causal_attention(*inputs, scale=0.3, window=int(window or 0))
+    elif name == "packed":
+        numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1).to(found.torch_device)
+        out = attention.causal_attention(
+            *inputs, scale=0.3, window=int(window or 0), segments=attention.Segments(numbers)
+        )
+    elif name == "norm":
+        from nanochat.gpt import Norm
+
+        norm = Norm(16, GPTConfig(norm_weight=bool(window))).to(found.torch_device)
+        out = norm(inputs[0])
+    else:
+        from nanochat.gpt import rotate
+
+        angles = torch.rand(40, 1, 8, generator=generator).repeat(1, 1, 2).to(getattr(torch, dtype))
+        out = rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))
+    weights = torch.randn(out.shape, generator=generator).to(out.dtype).to(found.torch_device)
+    (out * weights).float().sum().backward()
+    tensors = [out, *(x.grad for x in inputs if x.grad is not None)]
+    return torch.cat([F.normalize(t.detach().float().cpu().flatten(), dim=0) for t in tensors]).tolist()

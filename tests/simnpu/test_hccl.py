@@ -1,0 +1,840 @@
+"""hccl.c: against numpy through ctypes, in processes of their own; and under the real torch_npu's process group."""
+
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+Simulated = Callable[..., subprocess.CompletedProcess[str]]
+SUCCESS, PARAMETER, NOT_SUPPORTED, UNAVAILABLE, TIMEOUT, REMOTE = 0, 1, 5, 7, 9, 21
+SUM, PROD, MAX, MIN = range(4)
+FLOATS = ("float16", "bfloat16", "float32")
+TYPES = {  # HCCL's number, and numpy's type of the same size; bfloat16 has none and travels as its bits
+    "int8": (0, np.int8),
+    "int16": (1, np.int16),
+    "int32": (2, np.int32),
+    "float16": (3, np.float16),
+    "float32": (4, np.float32),
+    "int64": (5, np.int64),
+    "uint8": (7, np.uint8),
+    "float64": (10, np.float64),
+    "bfloat16": (11, np.uint16),
+}
+REDUCIBLE = ("int8", "int16", "int32", "int64", "float16", "float32", "bfloat16")
+MOVABLE = tuple(TYPES)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("gcc"), reason="the simulated HCCL is for Linux, and needs gcc"
+)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("hccl") / "libhccl.so"
+    command = ["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, "-o", os.fspath(path), os.fspath(HERE / "hccl.c")], check=True)
+    return os.fspath(path)
+
+
+# ---------------------------------------------------------------------- the library from Python
+
+
+class Item(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("type", ctypes.c_int),
+        ("remote_rank", ctypes.c_uint32),
+    ]
+
+
+class Config(ctypes.Structure):
+    """HcclCommConfig of version 10, as far as its execution timeout; the rest is zeros."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64),
+        ("buffer_size", ctypes.c_uint32),
+        ("deterministic", ctypes.c_uint32),
+        ("name", ctypes.c_char * 128),
+        ("user_information", ctypes.c_char * 128),
+        ("modes", ctypes.c_uint32 * 4),
+        ("job", ctypes.c_uint64),
+        ("zero_copy", ctypes.c_uint8),
+        ("exec_timeout", ctypes.c_int32),
+        ("rest", ctypes.c_char * 1928),
+    ]
+
+
+def configuration(name: str = "", exec_timeout: int = -1) -> Config:
+    return Config(ctypes.sizeof(Config), 0xF0F0F0F0, 10, name=name.encode(), exec_timeout=exec_timeout)
+
+
+ROOT_INFO_BYTES = 4108
+
+
+class Group:
+    """A communicator and the calls on it; every call returns HCCL's code."""
+
+    def __init__(self, library: Any, handle: ctypes.c_void_p, rank: int, ranks: int) -> None:
+        self.library, self.handle, self.rank, self.ranks = library, handle, rank, ranks
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """all_reduce(...) is HcclAllReduce(..., communicator, stream): arrays as their addresses, sizes as 64 bits."""
+        function = getattr(self.library, "Hccl" + "".join(map(str.title, name.split("_"))).replace("ToA", "toA"))
+
+        def call(*arguments: Any) -> int:
+            converted = [
+                ctypes.c_void_p(argument.ctypes.data) if isinstance(argument, np.ndarray) else argument
+                for argument in arguments
+            ]
+            return function(*converted, self.handle, None)
+
+        return call
+
+    def batch(self, *items: tuple[str, np.ndarray, int, int]) -> int:
+        """Items: "send" or "recv", array, HCCL type, remote rank."""
+        array = (Item * len(items))(
+            *(
+                Item(direction == "recv", data.ctypes.data, data.size, number, peer)
+                for direction, data, number, peer in items
+            )
+        )
+        return self.library.HcclBatchSendRecv(array, ctypes.c_uint32(len(items)), self.handle, None)
+
+
+def size(count: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(count)
+
+
+class Rank:
+    """What a process of run() has to do with the others."""
+
+    def __init__(self, path: str, rank: int, ranks: int, hub: Connection) -> None:
+        self.library, self.rank, self.ranks, self.hub = ctypes.CDLL(path), rank, ranks, hub
+
+    def share(self, value: Any) -> Any:
+        """The value of rank 0, at every rank."""
+        self.hub.send(("share", value if self.rank == 0 else None))
+        return self.hub.recv()
+
+    def join(self, config: Config | None = None, ranks: int | None = None) -> tuple[int, Group]:
+        """The code and a communicator of everybody."""
+        info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
+        if self.rank == 0:
+            assert self.library.HcclGetRootInfo(info) == SUCCESS
+        info = ctypes.create_string_buffer(self.share(info.raw), ROOT_INFO_BYTES)
+        handle = ctypes.c_void_p()
+        ranks = ranks or self.ranks
+        code = self.library.HcclCommInitRootInfoConfig(
+            ctypes.c_uint32(ranks),
+            info,
+            ctypes.c_uint32(self.rank),
+            config and ctypes.byref(config),
+            ctypes.byref(handle),
+        )
+        return code, Group(self.library, handle, self.rank, ranks)
+
+    def group(self, config: Config | None = None) -> Group:
+        code, group = self.join(config)
+        assert code == SUCCESS, code
+        return group
+
+
+def rank_main(
+    path: str,
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    hub: Connection,
+    messages: str,
+    environment: dict[str, str],
+) -> None:
+    os.dup2(os.open(messages, os.O_WRONLY | os.O_APPEND), 2)
+    os.environ.update(environment)
+    try:
+        result = function(Rank(path, rank, ranks, hub))
+    except BaseException as error:
+        hub.send(("error", f"rank {rank}: {type(error).__name__}: {error}"))
+        raise
+    hub.send(("result", result))
+
+
+class Results(list[Any]):
+    """What the ranks returned, and what they and the library wrote to stderr."""
+
+    stderr = ""
+
+
+def run(library: str, function: Callable[[Rank], Any], ranks: int, *, wait: bool = True, **environment: str) -> Results:
+    """The results of the function in as many processes; with wait=False a process that is still at it after all
+    others are done is killed, and its result is None, as is that of one that dies."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "pytest"])  # 20 ms a process instead of 400
+    processes, hubs = [], []
+    number, messages = tempfile.mkstemp()
+    os.close(number)
+    for rank in range(ranks):
+        hub, theirs = context.Pipe()
+        settings = {"RANK": str(rank), **environment}
+        process = context.Process(target=rank_main, args=(library, function, rank, ranks, theirs, messages, settings))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        hubs.append(hub)
+    results: dict[int, Any] = {}
+    shares: dict[int, Any] = {}
+    try:
+        deadline = time.monotonic() + 60
+        while len(results) < ranks and (wait or len(results) < ranks - 1):
+            waiting = [rank for rank in range(ranks) if rank not in results]
+            assert time.monotonic() < deadline, f"ranks {waiting} do not answer"
+            ready = connection.wait([hubs[rank] for rank in waiting], 1)
+            for rank in [rank for rank in waiting if hubs[rank] in ready]:
+                try:
+                    what, value = hubs[rank].recv()
+                except EOFError:
+                    results[rank] = None
+                    continue
+                assert what != "error", value
+                (shares if what == "share" else results)[rank] = value
+            if len(shares) == ranks:
+                for hub in hubs:
+                    hub.send(shares[0])
+                shares.clear()
+    finally:
+        for process in processes:
+            if len(results) < ranks:
+                process.kill()
+            process.join()
+        stderr = Path(messages).read_text()
+        Path(messages).unlink()
+        sys.stderr.write(stderr)  # pytest shows it with a failure
+    outcome = Results(results.get(rank) for rank in range(ranks))
+    outcome.stderr = stderr
+    return outcome
+
+
+# ---------------------------------------------------------------------- expectations
+
+
+def data(name: str, count: int, seed: int) -> np.ndarray:
+    """Values of that type; bfloat16 as its bits."""
+    random = np.random.default_rng(seed)
+    if name in ("float16", "float32", "float64", "bfloat16"):
+        values = random.standard_normal(count).astype(np.float32)
+        return to_bits(values) if name == "bfloat16" else values.astype(TYPES[name][1])
+    limits = np.iinfo(TYPES[name][1])
+    return random.integers(limits.min, limits.max, count, TYPES[name][1], endpoint=True)
+
+
+def to_bits(values: np.ndarray) -> np.ndarray:
+    """fp32 to the bits of bfloat16: to the nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def reduced(name: str, arrays: list[np.ndarray], operation: int) -> np.ndarray:
+    """One after the other in the order of the ranks; 16-bit floats in fp32, rounded once; integers wrap around."""
+    function = (np.add, np.multiply, np.maximum, np.minimum)[operation]
+    if name == "bfloat16":
+        arrays = [from_bits(array) for array in arrays]
+    elif name == "float16":
+        arrays = [array.astype(np.float32) for array in arrays]
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        function(total, array, out=total)
+    return to_bits(total) if name == "bfloat16" else total.astype(TYPES[name][1])
+
+
+def blank(name: str, count: int) -> np.ndarray:
+    return np.full(count, 77, TYPES[name][1])
+
+
+def check(what: str, code: int, got: np.ndarray, expected: np.ndarray) -> None:
+    assert code == SUCCESS, f"{what}: code {code}"
+    assert got.tobytes() == expected.tobytes(), f"{what}: {got[:8]} instead of {expected[:8]}"
+
+
+# ---------------------------------------------------------------------- every collective
+
+
+def every_reduction(me: Rank) -> int:
+    group, checks = me.group(), 0
+    for name, operation, count in itertools.product(REDUCIBLE, range(4), (1, 37, 5000)):
+        if operation == PROD and name in ("int16", "bfloat16"):
+            continue
+        number = TYPES[name][0]
+        what = f"{name} {operation} {count}"
+        inputs = [data(name, count * me.ranks, seed=rank) for rank in range(me.ranks)]
+        mine = inputs[me.rank]
+        whole = reduced(name, inputs, operation)
+
+        out = blank(name, whole.size)
+        check(f"all_reduce {what}", group.all_reduce(mine, out, size(out.size), number, operation), out, whole)
+        same = mine.copy()
+        code = group.all_reduce(same, same, size(same.size), number, operation)
+        check(f"all_reduce in place {what}", code, same, whole)
+
+        root = me.ranks - 1
+        out = blank(name, whole.size)
+        code = group.reduce(mine, out, size(out.size), number, operation, root)
+        check(f"reduce {what}", code, out, whole if me.rank == root else blank(name, whole.size))
+
+        out = blank(name, count)
+        code = group.reduce_scatter(mine, out, size(count), number, operation)
+        check(f"reduce_scatter {what}", code, out, np.split(whole, me.ranks)[me.rank])
+
+        counts = np.arange(me.ranks, dtype=np.uint64) * np.uint64(count) // np.uint64(me.ranks)  # rank 0 gets nothing
+        offsets = np.cumsum(counts) - counts
+        out = blank(name, int(counts[me.rank]))
+        code = group.reduce_scatter_v(mine, counts, offsets, out, size(out.size), number, operation)
+        start = int(offsets[me.rank])
+        check(f"reduce_scatter_v {what}", code, out, whole[start : start + out.size])
+        checks += 5
+    return checks
+
+
+def every_movement(me: Rank) -> int:
+    group, checks = me.group(), 0
+    for name, count in itertools.product(MOVABLE, (1, 37, 5000)):
+        number = TYPES[name][0]
+        what = f"{name} {count}"
+        inputs = [data(name, count * me.ranks, seed=rank) for rank in range(me.ranks)]
+        mine = inputs[me.rank]
+
+        out = mine.copy()
+        check(f"broadcast {what}", group.broadcast(out, size(out.size), number, me.ranks - 1), out, inputs[-1])
+
+        out = blank(name, count)
+        check(
+            f"scatter {what}",
+            group.scatter(mine, out, size(count), number, 1),
+            out,
+            np.split(inputs[1], me.ranks)[me.rank],
+        )
+
+        out = blank(name, count * me.ranks * me.ranks)
+        code = group.all_gather(mine, out, size(mine.size), number)
+        check(f"all_gather {what}", code, out, np.concatenate(inputs))
+
+        counts = np.array([rank * count for rank in range(me.ranks)], np.uint64)
+        offsets = np.cumsum(counts) - counts
+        out = blank(name, int(counts.sum()))
+        code = group.all_gather_v(mine, size(int(counts[me.rank])), out, counts, offsets, number)
+        expected = np.concatenate([inputs[rank][: int(counts[rank])] for rank in range(me.ranks)])
+        check(f"all_gather_v {what}", code, out, expected)
+
+        out = blank(name, mine.size)
+        code = group.all_to_all(mine, size(count), number, out, size(count), number)
+        expected = np.concatenate([np.split(array, me.ranks)[me.rank] for array in inputs])
+        check(f"all_to_all {what}", code, out, expected)
+
+        # rank a sends (a + b) % ranks * count / 4 elements to rank b
+        matrix = np.add.outer(range(me.ranks), range(me.ranks)) % me.ranks * count // 4
+        send_counts, receive_counts = matrix[me.rank].astype(np.uint64), matrix[:, me.rank].astype(np.uint64)
+        starts = np.cumsum(matrix, axis=1) - matrix
+        expected = np.concatenate(
+            [inputs[a][starts[a, me.rank] : starts[a, me.rank] + matrix[a, me.rank]] for a in range(me.ranks)]
+        )
+        out = blank(name, expected.size)
+        send_offsets, receive_offsets = (np.cumsum(counts) - counts for counts in (send_counts, receive_counts))
+        code = group.all_to_all_v(mine, send_counts, send_offsets, number, out, receive_counts, receive_offsets, number)
+        check(f"all_to_all_v {what}", code, out, expected)
+
+        out = blank(name, expected.size)
+        code = me.library.HcclAlltoAllVC(
+            ctypes.c_void_p(mine.ctypes.data),
+            ctypes.c_void_p(matrix.astype(np.uint64).ctypes.data),
+            number,
+            ctypes.c_void_p(out.ctypes.data),
+            number,
+            group.handle,
+            None,
+        )
+        check(f"all_to_all_vc {what}", code, out, expected)
+        checks += 7
+    assert group.barrier() == SUCCESS
+    return checks
+
+
+def every_collective(me: Rank) -> tuple[int, int]:
+    return every_reduction(me), every_movement(me)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("piece", ["4096", "4194304"])  # many pieces a message, one piece
+def test_every_collective(library: str, ranks: int, piece: str) -> None:
+    reductions, movements = (len(REDUCIBLE) * 4 - 2) * 3 * 5, len(MOVABLE) * 3 * 7
+    results = run(library, every_collective, ranks, SIMNPU_HCCL_PIECE=piece)
+    assert results == [(reductions, movements)] * ranks
+
+
+def sixteen_bits(me: Rank) -> list[np.ndarray]:
+    """Sums of all 65,536 patterns with zero, and with rank 1's multiples of 2^-20."""
+    group, results = me.group(), []
+    patterns = np.arange(65536, dtype=np.uint16)
+    for name in ("bfloat16", "float16"):
+        for addend in (0.0, 2.0**-20 * 1.5):
+            zeros = np.full(65536, addend, np.float32)
+            theirs = to_bits(zeros) if name == "bfloat16" else zeros.astype(np.float16)
+            out = blank(name, 65536)
+            mine = patterns if me.rank == 0 else theirs.view(np.uint16)
+            assert group.all_reduce(mine, out, size(65536), TYPES[name][0], SUM) == SUCCESS
+            results.append(out.view(np.uint16))
+    return results
+
+
+def test_every_number_of_sixteen_bits(library: str) -> None:
+    """The same as numpy's and torch's own conversions, NaN for NaN, and both ranks alike."""
+    import torch
+
+    first, second = run(library, sixteen_bits, 2)
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    expected = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for addend in (0.0, 2.0**-20 * 1.5):
+            theirs = torch.tensor(addend).to(dtype).float()
+            expected.append((patterns.view(dtype).float() + theirs).to(dtype))
+    for mine, theirs, want in zip(first, second, expected, strict=True):
+        assert np.array_equal(mine, theirs)
+        got = torch.from_numpy(mine).view(want.dtype)
+        assert torch.equal(got.isnan(), want.isnan())
+        numbers = ~want.isnan()
+        assert torch.equal(got.view(torch.uint16)[numbers], want.view(torch.uint16)[numbers])
+
+
+def a_large_sum(me: Rank) -> int:
+    """Megabytes that the process has needed at most."""
+    group = me.group()
+    numbers = np.full(3_000_001, me.rank + 1, np.float32)  # three pieces of 4 MiB
+    assert group.all_reduce(numbers, numbers, size(numbers.size), TYPES["float32"][0], SUM) == SUCCESS
+    assert (numbers == 3).all()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) // 1024
+
+
+def test_more_than_the_buffer_holds(library: str) -> None:
+    assert max(run(library, a_large_sum, 2)) < 200
+
+
+# ---------------------------------------------------------------------- send and receive
+
+
+def messages(me: Rank) -> str:
+    group = me.group()
+    number = TYPES["int32"][0]
+    after, before = (me.rank + 1) % me.ranks, (me.rank - 1) % me.ranks
+    for count in (1, 100_000):  # the second is more than a ring holds
+        mine, got = np.full(count, me.rank, np.int32), blank("int32", count)
+        # one after the other down the line and back to the first
+        if me.rank > 0:
+            assert group.recv(got, size(count), number, before) == SUCCESS
+            assert (got == before).all()
+        assert group.send(mine, size(count), number, after) == SUCCESS
+        if me.rank == 0:
+            assert group.recv(got, size(count), number, before) == SUCCESS
+            assert (got == before).all()
+
+        # all at once, two messages to each neighbour and one to itself
+        mine = [np.full(count, 10 * me.rank + i, np.int32) for i in range(3)]
+        got = [blank("int32", count) for _ in range(3)]
+        code = group.batch(
+            ("send", mine[0], number, after),
+            ("send", mine[1], number, after),
+            ("send", mine[2], number, me.rank),
+            ("recv", got[0], number, before),
+            ("recv", got[1], number, before),
+            ("recv", got[2], number, me.rank),
+        )
+        assert code == SUCCESS
+        assert [array[0] for array in got] == [10 * before, 10 * before + 1, 10 * me.rank + 2]
+        assert all((array == array[0]).all() for array in got)
+
+        # sends first everywhere: only together can they be done
+        assert me.library.HcclGroupStart() == SUCCESS
+        assert group.send(mine[0], size(count), number, after) == SUCCESS
+        assert group.recv(got[0], size(count), number, before) == SUCCESS
+        assert me.library.HcclGroupEnd() == SUCCESS
+        assert (got[0] == 10 * before).all()
+    return "done"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_send_and_receive(library: str, ranks: int) -> None:
+    assert run(library, messages, ranks) == ["done"] * ranks
+
+
+def both_send(me: Rank) -> int:
+    """HCCL's send waits until it is received, so two that send to each other wait for ever."""
+    group = me.group()
+    number = np.zeros(1, np.int32)
+    return group.send(number, size(1), TYPES["int32"][0], 1 - me.rank)
+
+
+def test_two_sends_block_each_other(library: str) -> None:
+    results = run(library, both_send, 2, HCCL_EXEC_TIMEOUT="0.3")
+    assert results == [TIMEOUT] * 2
+    assert "EI0002: send of communicator" in results.stderr
+
+
+def unequal(me: Rank) -> int:
+    group = me.group()
+    numbers = np.zeros(4, np.int32)
+    if me.rank == 0:
+        return group.send(numbers, size(4), TYPES["int32"][0], 1)
+    return group.recv(numbers, size(3), TYPES["int32"][0], 0)
+
+
+def test_a_message_of_another_length(library: str) -> None:
+    results = run(library, unequal, 2, HCCL_EXEC_TIMEOUT="0.3")
+    assert results == [TIMEOUT, PARAMETER]
+    assert "rank 0 sends 16 bytes to rank 1, which expects 12" in results.stderr
+
+
+# ---------------------------------------------------------------------- communicators
+
+
+def several(me: Rank) -> tuple[str, str, int]:
+    """Two of all ranks, and one of ranks 1 and 3 cut out of the first, used in turn."""
+    first, second = me.group(configuration("first")), me.group()
+    names = []
+    for group in (first, second):
+        name, rank, ranks = ctypes.create_string_buffer(128), ctypes.c_uint32(), ctypes.c_uint32()
+        assert me.library.HcclGetCommName(group.handle, name) == SUCCESS
+        assert me.library.HcclGetRankId(group.handle, ctypes.byref(rank)) == SUCCESS
+        assert me.library.HcclGetRankSize(group.handle, ctypes.byref(ranks)) == SUCCESS
+        assert (rank.value, ranks.value) == (me.rank, me.ranks)
+        names.append(name.value.decode())
+    members = (1, 3)
+    handle = ctypes.c_void_p()
+    inside = me.rank in members
+    code = me.library.HcclCreateSubCommConfig(
+        ctypes.byref(first.handle),
+        ctypes.c_uint32(2),
+        (ctypes.c_uint32 * 2)(*members) if inside else None,
+        ctypes.c_uint64(5 if inside else 0xFFFFFFFF),
+        ctypes.c_uint32(members.index(me.rank) if inside else 0),
+        ctypes.byref(configuration("some")),
+        ctypes.byref(handle),
+    )
+    assert code == SUCCESS
+    assert bool(handle.value) == inside
+    total = 0
+    for round in range(50):
+        number = np.array([me.rank + round], np.int64)
+        group = (first, second)[round % 2]
+        if inside:
+            part = Group(me.library, handle, members.index(me.rank), 2)
+            assert part.all_reduce(number, number, size(1), TYPES["int64"][0], SUM) == SUCCESS
+            assert number == 4 + 2 * round
+        assert group.all_reduce(number, number, size(1), TYPES["int64"][0], MAX) == SUCCESS
+        total += int(number[0])
+    assert me.library.HcclCommDestroy(second.handle) == SUCCESS
+    assert first.barrier() == SUCCESS
+    return names[0], names[1], total
+
+
+def test_several_communicators(library: str) -> None:
+    results = run(library, several, 4)
+    assert results == [results[0]] * 4
+    assert results[0][0] == "first"
+    assert results[0][1] != "first"
+    assert results[0][2] == sum(4 + 2 * round for round in range(50))
+
+
+def alone(me: Rank) -> list[float]:
+    group = me.group()
+    numbers = np.array([1.5, -2], np.float32)
+    assert group.all_reduce(numbers, numbers, size(2), TYPES["float32"][0], SUM) == SUCCESS
+    assert group.barrier() == SUCCESS
+    return numbers.tolist()
+
+
+def test_one_rank(library: str) -> None:
+    assert run(library, alone, 1) == [[1.5, -2]]
+
+
+def refused_arguments(me: Rank) -> list[int]:
+    group = me.group()
+    numbers, handle = np.zeros(2, np.float32), ctypes.c_void_p()
+    wrong = configuration()
+    wrong.magic = 1
+    info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
+    call = me.library.HcclCommInitRootInfoConfig
+    return [
+        group.all_reduce(numbers, numbers, size(2), 12, SUM),  # int128
+        group.all_reduce(numbers, numbers, size(2), 4, 4),
+        group.broadcast(numbers, size(2), 4, 2),
+        group.send(numbers, size(2), 4, me.rank),
+        call(2, info, 2, None, ctypes.byref(handle)),
+        call(2, info, 0, ctypes.byref(wrong), ctypes.byref(handle)),
+        me.library.HcclCommDestroy(None),
+        me.library.HcclCommResume(group.handle),
+    ]
+
+
+def test_what_is_refused(library: str) -> None:
+    codes = [PARAMETER, NOT_SUPPORTED, PARAMETER, PARAMETER, PARAMETER, PARAMETER, 2, NOT_SUPPORTED]
+    assert run(library, refused_arguments, 2) == [codes] * 2
+
+
+def outside_the_documentation(me: Rank) -> list[int]:
+    group, codes = me.group(), []
+    for name, operation in (("uint8", SUM), ("int16", PROD), ("bfloat16", PROD), ("float64", SUM), ("int64", SUM)):
+        array = data(name, 8, seed=0)
+        codes.append(group.all_reduce(array, array, size(8), TYPES[name][0], operation))
+    return codes
+
+
+@pytest.mark.parametrize(("limits", "code"), [("1", NOT_SUPPORTED), ("0", SUCCESS)])
+def test_documented_limits(library: str, limits: str, code: int) -> None:
+    codes = [code, code, code, NOT_SUPPORTED, SUCCESS]  # fp64 cannot be reduced in any case, int64 can
+    assert run(library, outside_the_documentation, 2, SIMNPU_HCCL_LIMITS=limits) == [codes] * 2
+
+
+def test_error_texts(library: str) -> None:
+    function = ctypes.CDLL(library).HcclGetErrorString
+    function.restype = ctypes.c_char_p
+    texts = [function(code) for code in (SUCCESS, PARAMETER, NOT_SUPPORTED, UNAVAILABLE, TIMEOUT, REMOTE, 99)]
+    assert texts == [
+        b"no error",
+        b"parameter error",
+        b"not support feature",
+        b"resource unavailable",
+        b"timeout",
+        b"error cqe",
+        b"unknow error",  # sic
+    ]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def one_is_missing(me: Rank) -> tuple[int, float, float]:
+    """Rank 1 leaves out the second sum. Code, seconds and processor seconds of the others' wait."""
+    group = me.group()
+    numbers = np.zeros(8, np.float32)
+    assert group.all_reduce(numbers, numbers, size(8), 4, SUM) == SUCCESS
+    if me.rank == 1:
+        return 0, 0, 0
+    start, before = time.monotonic(), time.process_time()
+    code = group.all_reduce(numbers, numbers, size(8), 4, SUM)
+    seconds, processor = time.monotonic() - start, time.process_time() - before
+    assert group.barrier() == code  # it stays broken, and says so at once
+    return code, seconds, processor
+
+
+def test_a_rank_that_does_not_come(library: str) -> None:
+    results = run(library, one_is_missing, 3, HCCL_EXEC_TIMEOUT="0.4")
+    first, second, third = results
+    assert second[0] == SUCCESS
+    for code, seconds, processor in (first, third):
+        assert code == TIMEOUT
+        assert 0.4 <= seconds < 5
+        assert processor < 0.1  # it sleeps
+    text = results.stderr
+    assert "EI0002: all_reduce of communicator" in text
+    assert "no notification from rank 1 within 0.4 s (HCCL_EXEC_TIMEOUT)" in text
+
+
+def one_dies(me: Rank) -> int:
+    group = me.group()
+    assert group.barrier() == SUCCESS
+    if me.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return group.barrier()
+
+
+def test_a_rank_that_dies_and_nothing_left_behind(library: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    assert run(library, one_dies, 3, HCCL_EXEC_TIMEOUT="0.3") == [None, TIMEOUT, TIMEOUT]
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def own_timeout(me: Rank) -> tuple[int, float]:
+    group = me.group(configuration(exec_timeout=1))
+    start = time.monotonic()
+    return group.barrier() if me.rank == 0 else 0, time.monotonic() - start
+
+
+def test_a_timeout_of_the_communicator(library: str) -> None:
+    """The configuration goes before the environment."""
+    (code, seconds), _ = run(library, own_timeout, 2, HCCL_EXEC_TIMEOUT="60")
+    assert code == TIMEOUT
+    assert 1 <= seconds < 10
+
+
+def waits_for_a_third(me: Rank) -> int:
+    return me.join(ranks=3)[0]
+
+
+def test_a_rank_that_does_not_join(library: str) -> None:
+    results = run(library, waits_for_a_third, 2, HCCL_CONNECT_TIMEOUT="0.3")
+    assert results == [TIMEOUT] * 2
+    text = results.stderr
+    assert "EI0015: rank 0 of 3" in text
+    assert 'List of unconnected ranks: "[2]"' in text
+
+
+def different_calls(me: Rank) -> int:
+    group = me.group()
+    numbers = np.zeros(8, np.float32)
+    return group.broadcast(numbers, size(8), 4, 0) if me.rank else group.all_reduce(numbers, numbers, size(8), 4, SUM)
+
+
+def test_ranks_that_call_different_things(library: str) -> None:
+    results = run(library, different_calls, 2)
+    assert results == [PARAMETER] * 2
+    text = results.stderr
+    assert "rank 0 all_reduce of float32 (operation 0, root 0), rank 1 broadcast of float32" in text
+
+
+def different_sizes(me: Rank) -> int:
+    numbers = np.zeros(8, np.float32)
+    return me.group().all_reduce(numbers, numbers, size(8 - me.rank), 4, SUM)
+
+
+def test_ranks_that_bring_different_sizes(library: str) -> None:
+    results = run(library, different_sizes, 2)
+    assert results == [PARAMETER] * 2
+    assert "rank 1 sends 28 bytes to rank 0, which expects 32" in results.stderr
+
+
+def four_sums(me: Rank) -> list[int]:
+    group, codes = me.group(), []
+    numbers = np.zeros(8, np.float32)
+    for _ in range(4):
+        assert group.barrier() in (SUCCESS, TIMEOUT, REMOTE)
+        codes.append(group.all_reduce(numbers, numbers, size(8), 4, SUM))
+    return codes
+
+
+def test_an_ordered_failure(library: str) -> None:
+    results = run(library, four_sums, 2, HCCL_EXEC_TIMEOUT="0.3", SIMNPU_HCCL_FAIL="broadcast:1@0,all_reduce:3@1")
+    assert results == [[SUCCESS, SUCCESS, TIMEOUT, TIMEOUT], [SUCCESS, SUCCESS, REMOTE, REMOTE]]
+
+
+def test_an_ordered_failure_everywhere(library: str) -> None:
+    assert run(library, four_sums, 2, SIMNPU_HCCL_FAIL="all_reduce:1") == [[REMOTE] * 4] * 2
+
+
+def test_an_ordered_hang(library: str) -> None:
+    results = run(library, four_sums, 2, wait=False, HCCL_EXEC_TIMEOUT="0.3", SIMNPU_HCCL_HANG="all_reduce:2@1")
+    assert results == [[SUCCESS, TIMEOUT, TIMEOUT, TIMEOUT], None]
+    assert "SIMNPU_HCCL_HANG: all_reduce number 2 never returns" in results.stderr
+
+
+# ---------------------------------------------------------------------- counts
+
+
+def counted(me: Rank) -> Any:
+    group, other = me.group(configuration("data")), me.group(configuration('"other"'))
+    numbers, out = np.zeros(8, np.float32), np.zeros(16, np.float32)
+    for _ in range(3):
+        assert group.all_reduce(numbers, numbers, size(8), 4, SUM) == SUCCESS
+    assert group.all_gather(numbers, out, size(8), 4) == SUCCESS
+    assert other.reduce_scatter(out, numbers, size(8), 4, SUM) == SUCCESS
+    assert other.barrier() == SUCCESS
+    me.library.simnpu_hccl_counts.restype = ctypes.c_char_p
+    return json.loads(me.library.simnpu_hccl_counts())
+
+
+def test_counts(library: str) -> None:
+    """Bytes are those of the larger of a call's input and output at a rank."""
+    for rank, result in enumerate(run(library, counted, 2)):
+        assert result["rank"] == rank
+        other, group = result["communicators"]
+        assert group == {
+            "name": "data",
+            "rank": rank,
+            "ranks": 2,
+            "calls": {"all_reduce": {"calls": 3, "bytes": 96}, "all_gather": {"calls": 1, "bytes": 64}},
+        }
+        assert other["name"] == "_other_"
+        assert other["calls"] == {"reduce_scatter": {"calls": 1, "bytes": 64}, "barrier": {"calls": 1, "bytes": 0}}
+
+
+# ---------------------------------------------------------------------- under torch_npu
+
+SUMS = """
+import os, torch, torch.distributed as dist
+torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("hccl")
+ones = torch.ones(8, device="npu")
+for number in range(1, 4):
+    dist.all_reduce(ones)
+    print(f"rank {dist.get_rank()} sum {number}: {ones[0].item()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="session")
+def torchrun(simulated: Simulated) -> Simulated:
+    """torchrun with as many simulated devices: torchrun(ranks, "script.py", ..., HCCL_EXEC_TIMEOUT="2")."""
+
+    def run(ranks: int, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        return simulated([*launcher, *command], devices=ranks, env=variables)
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_torch_distributed(torchrun: Simulated, ranks: int, tmp_path: Path) -> None:
+    """Everything in hccl_worker.py, in one launch; the counts are written when the processes end."""
+    worker, counts = os.fspath(HERE / "hccl_worker.py"), os.fspath(tmp_path / "counts")
+    done = torchrun(ranks, worker, os.fspath(tmp_path), HCCL_EXEC_TIMEOUT="30", SIMNPU_HCCL_COUNTS=counts)
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    errors = [f"rank {rank}, {name}:\n{text}" for rank in range(ranks) for name, text in outcomes[rank].items() if text]
+    assert not errors, "\n".join(errors)
+    assert done.returncode == 0, done.stderr
+    assert all(list(outcome) == list(outcomes[0]) for outcome in outcomes)
+    assert len(outcomes[0]) == 17
+    for rank in range(ranks):
+        default_group = json.loads((tmp_path / f"counts.rank{rank}.json").read_text())["communicators"][-1]
+        assert default_group["calls"]["all_reduce"]["calls"] == 6 + 2 + 3 + 2
+
+
+def test_a_failure_as_torch_shows_it(torchrun: Simulated, tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(SUMS)
+    done = torchrun(2, os.fspath(tmp_path / "sums.py"), SIMNPU_HCCL_FAIL="all_reduce:2@1")
+    assert done.returncode == 1
+    assert "rank 1 sum 1: 2.0" in done.stdout
+    assert "rank 1 sum 2" not in done.stdout
+    assert "OPS function error: HcclAllreduce, error code is 21" in done.stderr
+    assert "[rank1]: SIMNPU_HCCL_FAIL: all_reduce number 2 fails." in done.stderr  # as part of the exception
+
+
+@pytest.mark.slow
+def test_a_timeout_as_torch_shows_it(torchrun: Simulated, tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(SUMS)
+    script = os.fspath(tmp_path / "sums.py")
+    done = torchrun(2, script, HCCL_EXEC_TIMEOUT="2", SIMNPU_HCCL_HANG="all_reduce:2@1")
+    assert done.returncode == 1
+    assert "rank 0 sum 1: 2.0" in done.stdout
+    assert "OPS function error: HcclAllreduce, error code is 9" in done.stderr
+    assert "[rank0]: EI0002: all_reduce of communicator" in done.stderr

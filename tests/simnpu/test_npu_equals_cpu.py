@@ -1,0 +1,157 @@
+"""The model, its training and its engine on a simulated NPU: equal to the CPU; and planted mistakes, which are found.
+
+Cases are computed once here on the CPU and once in a simulated process (worker.py); cases.py holds them."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simnpu import build, cases
+
+HERE = Path(__file__).resolve().parent
+On = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[On]:
+    """Computes a case of cases.py on the simulated npu:0."""
+    try:
+        variables = build.environment()
+    except build.Unavailable as reason:
+        pytest.skip(f"NO SIMULATED NPU: {reason}")
+    worker = subprocess.Popen(
+        [sys.executable, str(HERE / "worker.py")], env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert worker.stdin and worker.stdout
+
+    def compute(function: str, **arguments: Any) -> Any:
+        print(
+            json.dumps({"function": function, "arguments": {"device": "npu:0", **arguments}}),
+            file=worker.stdin,
+            flush=True,
+        )
+        line = worker.stdout.readline()
+        assert line, f"the simulated process died: {worker.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    yield compute
+    worker.stdin.close()
+    assert worker.wait(timeout=30) == 0, "the simulated process did not end well"
+
+
+def close(ours: list[float], theirs: list[float], relative: float) -> bool:
+    return len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=relative, abs=relative)
+
+
+SHAPES = ("fast", "qwen3", "qwen2", "llama")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
+    on_cpu = cases.train_losses("cpu", shape=shape, packed=packed)
+    on_npu = simulated("train_losses", shape=shape, packed=packed)
+    assert close(on_npu[:12:2], on_cpu[:12:2], 1e-5)  # losses
+    assert close(on_npu, on_cpu, 1e-4)  # norms of gradients and sums of weights, where rounding adds up
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_the_same_operations_in_fp32_give_the_same_bits(simulated: On, packed: bool):
+    """Without the fused operators, and with AdamW for the matrices: Muon multiplies transposed views, whose products a
+    CPU computes in another order than those of the contiguous copies an NPU holds."""
+    on_cpu = cases.train_losses("cpu", packed=packed, plain=True)
+    assert simulated("train_losses", packed=packed, plain=True) == on_cpu
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
+    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)
+    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)
+    assert close(on_npu[:12:2], on_cpu[:12:2], 5e-3)  # losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention 8", "attention 39", "packed", "packed 8", "norm", "norm 1", "rotate"]
+)
+def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
+    on_cpu = cases.kernel_gradients("cpu", dtype, name)
+    assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, 1e-5 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, shape: str):
+    on_cpu = cases.greedy_tokens("cpu", shape=shape)
+    assert simulated("greedy_tokens", shape=shape) == on_cpu
+    if shape == "fast":
+        assert simulated("uncached_greedy_tokens", shape=shape) == on_cpu
+
+
+def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
+    assert simulated("greedy_tokens", graphs=True) == cases.greedy_tokens("cpu")
+    assert simulated("sampled_tokens", graphs=True) == simulated("sampled_tokens")
+
+
+def test_greedy_replies_in_bfloat16(simulated: On):
+    """Another attention kernel than fp32 takes; rounding may part a reply late."""
+    ours, theirs = simulated("greedy_tokens", dtype="bfloat16"), cases.greedy_tokens("cpu", dtype="bfloat16")
+    same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
+    assert all(same[:5]) and statistics.mean(same) > 0.3
+
+
+def test_a_seed_decides_what_is_sampled(simulated: On):
+    first = simulated("sampled_tokens", seed=1)
+    assert first == simulated("sampled_tokens", seed=1) != simulated("sampled_tokens", seed=2)
+    assert len({tuple(row) for row in first}) > 1
+
+
+def test_how_much_is_launched_and_waited_for(simulated: On):
+    """docs/measurements.md has the figures; these are what must not be crossed."""
+    figures = simulated("launches")
+    assert figures["step"][0] <= 1200 and figures["step"][1] == 0
+    assert figures["log line"][1] == 1
+    assert figures["token"][0] <= 300 and figures["token"][1] == 1
+    assert figures["replayed token"][0] <= 10 and figures["replayed token"][1] == 1
+
+
+# ---------------------------------------------------------------------- planted mistakes
+
+
+@pytest.mark.parametrize(
+    ("plant", "packed"),
+    [
+        ("torchs_mask_convention", True),
+        ("causal_mode_without_its_mask", False),
+        ("window_one_too_wide", False),
+        ("rotary_turned_the_other_way", False),
+    ],
+)
+def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packed: bool):
+    on_cpu = cases.train_losses("cpu", packed=packed)
+    assert not close(simulated("train_losses", packed=packed, plant=plant), on_cpu, 1e-5)
+
+
+def test_a_planted_read_of_the_loss_without_waiting_is_found(simulated: On):
+    on_cpu = cases.train_losses("cpu")
+    assert not close(simulated("train_losses", plant="loss_read_without_waiting"), on_cpu, 1e-5)
+
+
+def test_a_planted_mask_convention_against_the_cache_is_found(simulated: On):
+    plant = "torchs_mask_convention_against_a_cache"
+    assert simulated("greedy_tokens", plant=plant) != cases.greedy_tokens("cpu")
+
+
+def test_a_planted_bfloat16_multinomial_is_refused(simulated: On):
+    with pytest.raises(RuntimeError, match="multinomial"):
+        simulated("sampled_tokens", plant="multinomial_in_bfloat16")

@@ -1,0 +1,341 @@
+"""Every stage on simulated NPUs: the scripts as people run them, one device, several, and what goes wrong there."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simnpu import build
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = str(ROOT / "tests/simnpu/run")
+CHAIN = str(ROOT / "tests/simnpu/chain.py")
+SHORT = "--tasks=addition,identity,spelling"
+STEP = "--device_batch_size=2 --log_every=1"
+BASE = (
+    f"{STEP} --data=texts.txt --depth=2 --head_dim=32 --max_seq_len=128 --total_batch_size=1024 --num_iterations=6 "
+    "--eval_tokens=512 --compile=off"
+)
+MID = f"{STEP} {SHORT} --total_batch_size=1024 --num_iterations=4 --eval_tokens=512"
+SFT = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=4 --eval_examples=8"
+RL = (
+    "--device_batch_size=2 --tasks=addition --examples_per_step=4 --num_samples=4 --num_iterations=2 --max_tokens=12 "
+    "--eval_examples=8 --lr_scale=0.2"
+)
+STAGES = ("base", "mid", "sft")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    try:
+        build.environment()
+    except build.Unavailable as reason:
+        pytest.skip(f"NO SIMULATED NPU: {reason}")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    lines = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n in range(60) for m in range(9)]
+    (folder / "texts.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+def launch(
+    base: Path, folder: Path, *command: str, simulated: str | None = "", timeout: int = 240
+) -> subprocess.CompletedProcess:
+    """Run a command on simulated NPUs with these flags of tests/simnpu/run, or without them (None)."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK")}
+    env = {**keep, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    prefix = [] if simulated is None else [sys.executable, RUN, *simulated.split()]
+    return subprocess.run([*prefix, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def chain(base: Path, folder: Path, *commands: str, ranks: int = 1, simulated: str | None = "", **options) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    simulated = f"--devices {ranks} {simulated}" if simulated is not None else None
+    done = launch(base, folder, sys.executable, *torchrun, CHAIN, *commands, simulated=simulated, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses(base: Path, stage: str) -> list[float]:
+    lines = (base / "runs" / stage / "d2" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def commands(device: str, dtype: str) -> list[str]:
+    on = f"--device={device} --dtype={dtype}"
+    return [f"base_train {on} {BASE}", f"mid_train {on} {MID}", f"chat_sft {on} {SFT}"]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(texts, tmp_path_factory) -> Path:
+    """tok, base, mid and SFT in fp32 on the CPU."""
+    base = tmp_path_factory.mktemp("cpu")
+    chain(base, texts, "tok_train --data=texts.txt --vocab_size=400", *commands("cpu", "float32"), simulated=None)
+    return base
+
+
+@pytest.fixture(scope="module")
+def on_npu(texts, tmp_path_factory) -> tuple[Path, str]:
+    """All stages in fp32 on one simulated NPU, and what they said."""
+    base = tmp_path_factory.mktemp("npu")
+    on = "--device=npu --dtype=float32"
+    out = chain(
+        base, texts, "tok_train --data=texts.txt --vocab_size=400", *commands("npu", "float32"),
+        f"base_eval {on} --data=texts.txt --eval_tokens=512 --samples=1 --stories=2",
+        f"chat_rl {on} {RL} --graphs",
+        f"chat_eval {on} --source=rl --tasks=addition,identity --max_examples=6 --max_tokens=8",
+        f"chat_cli {on} --source=rl -p hello --max_tokens=8 --graphs",
+    )  # fmt: skip
+    return base, out
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_in_fp32_has_the_cpus_losses(on_cpu, on_npu, stage: str):
+    assert losses(on_npu[0], stage) == pytest.approx(losses(on_cpu, stage), rel=1e-5)
+
+
+def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
+    base, out = on_npu
+    assert out.count("== ") == 8 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
+    assert "held-out reward" in out and "ChatCORE" in out
+    assert len(losses(base, "rl")) == 2
+    line = json.loads((base / "runs/base/d2/metrics.jsonl").read_text().splitlines()[-1])
+    assert 1e6 < line["peak_memory_bytes"] < 1e9
+
+
+def test_stages_in_bfloat16_have_the_cpus_losses(texts, on_cpu, tmp_path):
+    """bfloat16 is what --dtype auto chooses on an NPU."""
+    tokenizer = "tok_train --data=texts.txt --vocab_size=400"
+    chain(tmp_path / "npu", texts, tokenizer, *commands("npu", "auto"))
+    chain(tmp_path / "cpu", texts, tokenizer, *commands("cpu", "bfloat16"), simulated=None)
+    for stage in STAGES:
+        assert losses(tmp_path / "npu", stage) == pytest.approx(losses(tmp_path / "cpu", stage), rel=1e-2)
+
+
+PYTHON = """
+from nanochat.checkpoint_manager import load_model
+from nanochat.engine import Engine
+model, tokenizer, meta = load_model("sft", device="npu:0")     # or "cpu", "cuda:0", or nothing: auto
+engine = Engine(model, tokenizer)
+tokens = tokenizer.encode("hello", prepend=tokenizer.get_bos_token_id())
+generated, masks = engine.generate_batch(tokens, num_samples=1, max_tokens=256, temperature=0.7)
+print(tokenizer.decode(generated[0]))
+"""
+
+
+def test_the_python_example_runs(on_npu, texts):
+    done = launch(on_npu[0], texts, sys.executable, "-c", PYTHON)
+    assert done.returncode == 0 and "hello" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_npus_have_one_npus_losses(on_npu, texts, tmp_path, ranks: int):
+    base = tmp_path / "base"
+    sizes = [
+        command.replace("--device_batch_size=2", "--device_batch_size=1") for command in commands("npu", "float32")
+    ]
+    chain(base, texts, "tok_train --data=texts.txt --vocab_size=400")
+    chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=ranks)
+    for stage in STAGES:
+        assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
+
+
+# ---------------------------------------------------------------------- eight cards
+
+# Tiny sizes for commands that are run as people's documents have them.
+EIGHT = {
+    "NANOCHAT_TOK_TRAIN": "--data=texts.txt --vocab_size=400",
+    "NANOCHAT_BASE_TRAIN": f"{BASE} --device_batch_size=1 --shards=1 --save_every=0",
+    "NANOCHAT_MID_TRAIN": f"{MID} --device_batch_size=1",
+    "NANOCHAT_CHAT_SFT": f"{SFT} --device_batch_size=1",
+    "NANOCHAT_CHAT_RL": f"{RL} --examples_per_step=8",
+}
+
+
+def documented() -> list[str]:
+    """The eight-card commands of the README and the page on Ascend, and those that users' documents already have."""
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/ascend.md"))
+    ours = re.findall(r"^torchrun --standalone --nproc_per_node=8 .*$", pages, re.MULTILINE)
+    theirs = "torchrun --standalone --nproc_per_node=8 -m scripts"
+    return [
+        *ours,
+        f"{theirs}.base_train -- --depth=12 --device_batch_size=16 --total_batch_size=262144",
+        f"{theirs}.chat_sft -- --device_batch_size=8 --target_examples_per_step=32",
+        f"{theirs}.chat_rl -- --device_batch_size=4 --examples_per_step=16",
+    ]
+
+
+@pytest.mark.slow
+def test_the_eight_card_commands_run_as_documented(texts, tmp_path, monkeypatch):
+    base, tail = tmp_path / "base", {}
+    for name, flags in EIGHT.items():
+        monkeypatch.setenv(name, flags)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    chain(base, texts, "tok_train")
+    commands = documented()
+    assert {re.search(r"scripts\.(\w+)", command)[1] for command in commands} >= {"base_train", "mid_train", "chat_rl"}
+    for command in commands:
+        done = launch(base, texts, *shlex.split(command), simulated="--devices 8")
+        assert done.returncode == 0, f"{command}\n{done.stderr[-4000:]}"
+        assert "8 x Ascend910B3 (npu, bfloat16)" in done.stdout
+        tail[command] = done.stdout
+    assert all("done: " in said for said in tail.values())
+
+
+# ---------------------------------------------------------------------- how much of the NPU's code runs
+
+
+def npu_lines(path: Path) -> set[int]:
+    """First lines of the statements within functions that an NPU can reach: what `kind == "cpu"` or `"cuda"` guards,
+    and functions that only look at a CPU, are left out."""
+    wanted: set[int] = set()
+
+    def kinds(test: ast.expr) -> str:
+        return ast.unparse(test) if isinstance(test, ast.Compare) else ""
+
+    def walk(body: list[ast.stmt], inside: bool) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                if not node.name.startswith(("_cpu_", "_keep_freed")):
+                    walk(node.body[1:] if ast.get_docstring(node) else node.body, True)
+                continue
+            if isinstance(node, ast.ClassDef):
+                walk(node.body, False)
+                continue
+            if inside:
+                wanted.add(node.lineno)
+            if isinstance(node, ast.If):
+                foreign = re.fullmatch(r"(self\.)?kind == '(cpu|cuda)'", kinds(node.test))
+                walk([] if foreign else node.body, inside)
+                walk(node.orelse, inside)
+                leaves = isinstance(node.body[-1], ast.Return | ast.Raise)
+                if leaves and re.fullmatch(r"self\.kind == 'npu'", kinds(node.test)):
+                    return  # what follows is for the others
+            else:
+                walk([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)], inside)
+
+    walk(ast.parse(path.read_text()).body, False)
+    return wanted
+
+
+# What no script asks for here.
+PIECES = """
+from nanochat import cli, device
+found = device.init("npu:0", "float32")
+assert found.total_memory() == 64 << 30 and device.kernels("cpu") is None
+assert device.explain(ValueError("other")) is None
+assert "HCCL_EXEC_TIMEOUT" in device.explain(RuntimeError("HcclAllreduce, error code is 9"))
+try:
+    device.init("npu:0", "half")
+except cli.UserError:
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_nearly_every_line_for_npus_runs(texts, tmp_path, monkeypatch):
+    """Statements of device.py's functions and of kernels_npu.py, all commands together: at least 95%."""
+    files = [ROOT / "nanochat/device.py", ROOT / "nanochat/kernels_npu.py"]
+    data = tmp_path / "coverage"
+    monkeypatch.setenv("COVERAGE_FILE", str(data))
+    base, run = (
+        tmp_path / "base",
+        ["-m", "coverage", "run", "--parallel-mode", f"--include={','.join(map(str, files))}"],
+    )
+    on = "--device=npu"
+
+    def covered(*commands: str, ranks: int = 1, code: int = 0, flags: str = "", script: str = CHAIN) -> None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python"]
+        prefix = [*torchrun, sys.executable] if ranks > 1 else []
+        options = f"--devices {max(1, ranks)} {flags}"
+        done = launch(base, texts, sys.executable, *prefix, *run, script, *commands, simulated=options)
+        assert done.returncode == code, done.stderr[-4000:]
+
+    training = f"base_train {on} {BASE} --num_iterations=2"
+    covered(
+        "tok_train --data=texts.txt --vocab_size=400", f"{training} --profile=1", f"base_train {on} {BASE} --resume",
+        f"chat_cli {on} --source=base -p hello --max_tokens=70 --graphs",
+        f"chat_sft {on} {SFT} --source=base --num_iterations=1",
+        f"chat_cli {on} --dtype=float32 --source=base -p hello --max_tokens=2",
+    )  # fmt: skip
+    (texts / "pieces.py").write_text(PIECES)
+    covered(f"{training} --device=auto --dtype=float32 --window_pattern=SL")
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        covered(script=str(texts / "pieces.py"))
+    covered(training, ranks=2)
+    covered(training, ranks=2, code=1, flags="--hccl_fail all_reduce:2@1")
+    for wrong in ("--device=gpu", "--device=cuda", "--device=npu:3", "--dtype=float16", "--compile=on"):
+        covered(f"{training} {wrong}", code=2 if "float16" in wrong else 1)
+    covered(f"{training} --dtype=bfloat16", code=1, flags="--soc Ascend910A")
+    coverage = pytest.importorskip("coverage").CoverageData(str(tmp_path / "all"))
+    for part in tmp_path.glob("coverage.*"):
+        piece = pytest.importorskip("coverage").CoverageData(str(part))
+        piece.read()
+        coverage.update(piece)
+    missed, total = [], 0
+    for file in files:
+        wanted = npu_lines(file)
+        total += len(wanted)
+        missed += [f"{file.name}:{line}" for line in sorted(wanted - set(coverage.lines(str(file)) or ()))]
+    assert len(missed) <= 0.05 * total, f"{len(missed)} of {total}: {missed}"
+    print(f"{total - len(missed)} of {total} statements; not {missed}")
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def one_line(done: subprocess.CompletedProcess, *words: str) -> None:
+    """The command failed with one line that says what and what to do, not with a traceback."""
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr and len(said) == 1, done.stderr
+    for word in words:
+        assert re.search(word, said[0]), said[0]
+
+
+def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
+    big = BASE.replace("--device_batch_size=2", "--device_batch_size=64").replace("1024", "8192")
+    done = launch(
+        on_npu[0], texts, sys.executable, "-m", "scripts.base_train", *f"--device=npu {big} --model_tag=big".split(),
+        simulated="--memory 48MiB",
+    )  # fmt: skip
+    one_line(done, "out of memory: lower --device_batch_size", "NPU out of memory")
+
+
+def test_a_missing_set_env_is_one_line(texts, tmp_path):
+    variables = build.environment()
+    without = {k: v for k, v in variables.items() if k != "LD_LIBRARY_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", "--data=texts.txt", "--depth=1"], cwd=texts, capture_output=True,
+        text=True, env={**os.environ, **without, "NANOCHAT_BASE_DIR": str(tmp_path), "LD_LIBRARY_PATH": ""},
+    )  # fmt: skip
+    one_line(done, "set_env.sh")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("--hccl_fail all_reduce:4@1", ("rank 1: a collective failed", "check_npu.py")),
+        ("--hccl_hang all_reduce:4@1", ("rank 0: another process did not take part", "HCCL_EXEC_TIMEOUT")),
+    ],
+)
+def test_a_failed_collective_is_one_line(on_npu, texts, fault: str, words: tuple[str, ...], monkeypatch):
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "5")
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
+    command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
+    done = launch(on_npu[0], texts, sys.executable, *command, simulated=f"--devices 2 {fault}")
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(said) == 1, done.stderr[-4000:]
+    assert all(word in said[0] for word in words), said
+    before_torchrun = done.stderr.partition("torch/distributed/elastic")[0]  # torchrun adds a summary of its own
+    assert "Traceback" not in before_torchrun.partition("error: ")[0], done.stderr[-4000:]

@@ -1,0 +1,114 @@
+"""The simulator itself: its build, its processes, and what checks.py finds inside one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simnpu import build
+
+HERE = Path(__file__).resolve().parent
+CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks.py").read_text(), re.MULTILINE)
+STEPS = """
+import torch
+x = torch.ones(3, device="npu")
+def step():
+    for _ in range(4):
+        x.add_(1)
+    return x.sum().item()
+"""
+
+
+@pytest.fixture(scope="module", params=["expandable", pytest.param("plain", marks=pytest.mark.slow)])
+def checked(request, simulated) -> dict[str, str | None]:
+    """The checks of one process, with memory in segments that grow (nanochat asks for those) and without."""
+    allocator = {"PYTORCH_NPU_ALLOC_CONF": f"expandable_segments:{request.param == 'expandable'}"}
+    done = simulated([str(HERE / "checks.py")], devices=2, memory="2GiB", env=allocator)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_inside(checked, name: str):
+    assert checked[name] is None, checked[name]
+
+
+def test_a_check_that_fails_is_seen(simulated):
+    planted = """
+import sys
+sys.path.insert(0, "tests/simnpu")
+import checks
+for name in [name for name in vars(checks) if name.startswith("check_")]:
+    delattr(checks, name)
+checks.check_planted = lambda: checks.same(checks.torch.ones(2), checks.torch.ones(2).npu() * 2)
+checks.main()
+"""
+    done = simulated(["-c", planted], devices=2)
+    assert "AssertionError" in json.loads(done.stdout)["check_planted"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("first", ["torch", "torch_npu"])
+def test_either_import_brings_the_kernels(simulated, first: str):
+    done = simulated(["-c", f"import {first}, torch; print((torch.ones(2, device='npu') * 3).tolist())"])
+    assert done.stdout == "[3.0, 3.0]\n", done.stderr[-2000:]
+
+
+def test_devices_and_their_name_are_as_asked(simulated):
+    show = "import torch; print(torch.npu.device_count(), torch.npu.get_device_name(2), torch.npu.mem_get_info(2)[1])"
+    done = simulated(["-c", show], devices=3, soc="Ascend910_9391", memory="1.5GiB")
+    assert done.stdout == f"3 Ascend910_9391 {3 << 29}\n", done.stderr[-2000:]
+
+
+def test_a_program_is_counted_by_step_and_call_site(simulated, tmp_path):
+    (tmp_path / "counted_step.py").write_text(STEPS)
+    (tmp_path / "main.py").write_text("import counted_step\nfor _ in range(3):\n    counted_step.step()\n")
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    file = tmp_path / "counts.json"
+    command = [sys.executable, str(HERE / "run"), "--counts", str(file), "--counts_step", "counted_step.py:step"]
+    done = subprocess.run(
+        [*command, sys.executable, str(tmp_path / "main.py")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "3 steps, median 6 launches and 1 waits" in done.stdout, done.stdout
+    told = json.loads(file.read_text())
+    assert [(step["launches"], step["waits"]) for step in told["steps"]] == [(6, 1)] * 3
+    assert told["before"]["launches"] == 1
+    sites = {site.rpartition("/")[2]: counts for site, counts in told["steps"][0]["by_site"].items()}
+    assert sites == {"counted_step.py:6 step": [4, 0], "counted_step.py:7 step": [2, 1]}
+
+
+def test_a_process_ends_as_its_program_says(simulated):
+    assert simulated(["-c", "import torch, sys; torch.ones(1, device='npu'); sys.exit(3)"]).returncode == 3
+    failed = simulated(["-c", "import torch; torch.ones(1, device='npu') + torch.ones(2, 3, device='npu:1')"])
+    assert failed.returncode == 1 and "RuntimeError" in failed.stderr
+
+
+def test_sizes():
+    assert build.parse_size("2GiB") == 2 << 30 and build.parse_size("512MiB") == 512 << 20
+    assert build.parse_size("1.5KiB") == 1536 and build.parse_size("100") == 100
+    with pytest.raises(ValueError, match="2GiB"):
+        build.parse_size("2 gigs")
+
+
+def test_without_a_wheel_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMNPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SIMNPU_WHEEL", str(tmp_path))  # an index without wheels
+    with pytest.raises(build.Unavailable, match="no torch_npu .* wheel for cp"):
+        build.environment()
+    command = [sys.executable, str(HERE / "run"), sys.executable, "-c", "print('ran')"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "no torch_npu" in done.stderr and "ran" not in done.stdout
+
+
+def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.Unavailable, match="gcc"):
+        build.environment()

@@ -1,0 +1,213 @@
+"""docs/ascend.md, its Chinese twin and Dockerfile.npu: every command, flag, file, value and quoted error exists.
+
+The commands of scripts in all documents are parsed by test_readme.py.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import check_npu
+from nanochat import device as devices
+from nanochat.paths import STAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend.zh.md")}
+ENGLISH, CHINESE = PAGES.values()
+DOCKERFILE = (ROOT / "Dockerfile.npu").read_text(encoding="utf-8")
+each_page = pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
+
+
+def bash_lines(text: str) -> list[str]:
+    """Every command line of the bash blocks, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", line)).strip() for line in lines]
+
+
+def spans(text: str) -> list[str]:
+    """What stands between single backticks, outside of code blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+
+
+# ---------------------------------------------------------------------- the two languages
+
+
+def test_both_languages_have_the_same_parts():
+    headings = [re.findall(r"^#+(?= )", text, re.MULTILINE) for text in PAGES.values()]
+    assert headings[0] == headings[1] and len(headings[0]) >= 11
+    code = [re.findall(r"```\w*\n(.*?)```", re.sub(r"[ \t]+#.*", "", text), re.DOTALL) for text in PAGES.values()]
+    assert code[0] == code[1]
+    lines = [text.splitlines() for text in PAGES.values()]
+    for english, chinese in zip(*lines, strict=True):  # line for line, though not in the same order of words
+        assert sorted(spans(english)) == sorted(spans(chinese))
+    assert [len(row) for row in rows(ENGLISH)] == [len(row) for row in rows(CHINESE)]
+    bullets = [len(re.findall(r"^- ", text, re.MULTILINE)) for text in PAGES.values()]
+    assert bullets[0] == bullets[1]
+
+
+def test_both_languages_are_as_certain():
+    """The marks and the figures stand at the same places of the same rows and paragraphs."""
+    for pattern in (r"\*\((\w)", r"(?<![\w.])\d+(?:[.,]\d+)*(?![\w.])"):
+        english, chinese = ([re.findall(pattern, line) for line in text.splitlines()] for text in PAGES.values())
+        assert [sorted(found) for found in english] == [sorted(found) for found in chinese]
+
+
+@each_page
+def test_a_page_is_read_in_one_sitting(text):
+    assert len(text.splitlines()) <= 250
+
+
+# ---------------------------------------------------------------------- commands, flags, files, values
+
+
+def help_of(*command: str) -> str:
+    result = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("called", "command"),
+    [
+        ("python check_npu.py", (sys.executable, "check_npu.py")),
+        ("bash setup_ascend.sh", ("bash", "setup_ascend.sh")),
+        ("bash speedrun_npu.sh", ("bash", "speedrun_npu.sh")),
+        ("python tests/simnpu/run", (sys.executable, "tests/simnpu/run")),
+    ],
+)
+def test_flags_of_the_other_programs_exist(called, command):
+    everything = [*bash_lines(ENGLISH), *spans(ENGLISH), *re.findall(r"RUN (.*)", DOCKERFILE)]
+    calls = [line.removeprefix(called) for line in everything if line.startswith(called)]
+    assert calls
+    known = set(re.findall(r"--\w+", help_of(*command)))
+    for call in calls:
+        own = re.split(r" python | torchrun ", call)[0]  # what follows belongs to the command that is run
+        assert set(re.findall(r"--\w+", own)) <= known, call
+
+
+def test_flags_of_the_simulator_in_the_text_exist():
+    (paragraph,) = [line for line in ENGLISH.splitlines() if line.startswith("`--soc`")]
+    assert set(re.findall(r"`(--\w+)`", paragraph)) <= set(
+        re.findall(r"--\w+", help_of(sys.executable, "tests/simnpu/run"))
+    )
+
+
+@each_page
+def test_files_of_the_project_exist(text):
+    found = re.findall(r"(?<![\w./<>~-])((?:nanochat|tests|docs|scripts)/[\w/.]+|[\w]+\.(?:py|sh|npu))\b", text)
+    names = set(found) - {"set_env.sh"}  # CANN's
+    assert len(names) >= 6
+    for name in names:
+        assert (ROOT / name).exists() or (ROOT / "scripts" / name).exists(), name
+
+
+@each_page
+def test_the_table_of_variables_is_what_device_sets(text):
+    table = {row[0].strip(" `"): row[1].strip() for row in rows(text) if len(row) == 4}
+    assert {name: value for name, value in table.items() if name.isupper()} == devices.NPU_ENVIRONMENT
+    assert f"{devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} s" in text
+
+
+@each_page
+def test_quoted_errors_are_ours(text):
+    """The parts of every quoted `error: ...` line stand in our sources."""
+    files = [*ROOT.glob("nanochat/*.py"), ROOT / "check_npu.py"]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts over two lines
+    source = re.sub(r"\{[^{}]*\}", "...", source)
+    quoted = [span.removeprefix("error: ") for span in spans(text) if span.startswith("error: ")]
+    quoted = [quote for quote in quoted if quote != "..."]
+    assert len(quoted) >= 5
+    for quote in [*quoted, "no permission to open"]:
+        for part in re.split(r"\.\.\.|\d+| npu:", quote):
+            assert part.strip() in source, quote
+
+
+@each_page
+def test_releases_that_are_named_are_in_the_version_table(text):
+    named = re.findall(r"--cann (\S+?)`", text)
+    assert named and set(named) <= set(check_npu.RELEASES)
+
+
+def test_the_folders_of_a_profile():
+    assert "runs/<stage>/<tag>/profile/" in ENGLISH and "base" in STAGES
+    header = "operator                                            share  device ms    host ms    calls"
+    assert header in ENGLISH
+    assert "{'operator':<50} {'share':>6} {'device ms':>10} {'host ms':>10} {'calls':>8}" in (
+        ROOT / "nanochat" / "profile.py"
+    ).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- the container
+
+
+def test_the_container_gets_what_check_npu_asks_for():
+    (line,) = [line for line in bash_lines(ENGLISH) if line.startswith("docker run")]
+    words = shlex.split(line)
+    asked = shlex.split(check_npu.GET_DRIVER.partition("start the container with ")[2])
+    assert asked and set(asked) <= set(words)
+    assert [w for w in words if w.startswith("--device=/dev/davinci") and w[-1].isdigit()] == [
+        f"--device=/dev/davinci{n}" for n in range(8)
+    ]
+    (build,) = [line for line in bash_lines(ENGLISH) if line.startswith("docker build")]
+    assert "-f Dockerfile.npu" in build and build.split("-t ")[1].split()[0] == words[-1]
+
+
+def test_the_image_has_what_it_copies_and_a_cann_of_the_table():
+    copied = re.findall(r"^COPY --chown=nanochat (.*) \S+$", DOCKERFILE, re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert {"nanochat", "scripts", "pyproject.toml", "setup_ascend.sh", "check_npu.py"} <= set(names)
+    assert all((ROOT / name).exists() for name in names)
+    readme = re.search(r'^readme = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert readme and readme[1] in names  # pip reads it when it installs the project
+
+    image = re.search(r"^ARG CANN_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert image and "FROM ${CANN_IMAGE}" in DOCKERFILE
+    tag = re.fullmatch(r"quay\.io/ascend/cann:([\w.]+)-(910b|a3)-ubuntu22\.04-py(3\.\d+)", image[1])
+    assert tag, image[1]
+    releases = {release.lower(): pairs for release, pairs in check_npu.RELEASES.items()}
+    torch = releases[tag[1]][0][0]
+    assert check_npu.version_key(torch) >= check_npu.version_key(check_npu.minimum_torch())
+    assert tag[3] in check_npu.pythons_for(torch)
+
+
+def test_the_image_is_no_root_and_finds_its_own_environment():
+    """The steps in order: the user before the set-up, the set-up's .venv on the path."""
+    steps = re.findall(r"^(USER|WORKDIR|RUN|ENV|CMD|COPY) ?(.*)$", DOCKERFILE, re.MULTILINE)
+    names = [name for name, _ in steps]
+    (user,) = [argument for name, argument in steps if name == "USER"]
+    assert user != "root" and f"useradd --create-home --shell /bin/bash {user}" in DOCKERFILE
+    (setup,) = [index for index, (name, text) in enumerate(steps) if name == "RUN" and "setup_ascend.sh" in text]
+    assert names.index("USER") < names.index("COPY") < setup
+    (folder,) = [argument for name, argument in steps if name == "WORKDIR"]
+    assert f"ENV PATH={folder}/.venv/bin:${{PATH}}" in DOCKERFILE
+    data = re.search(r"NANOCHAT_BASE_DIR=(\S+)", DOCKERFILE)
+    assert data and f"RUN mkdir {data[1]}" in DOCKERFILE and f":{data[1]} " in ENGLISH
+
+
+def test_the_image_is_set_up_without_a_device(tmp_path):
+    """What the RUN line sees while the image is built: CANN, but no device files and no driver."""
+    home = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
+    home.mkdir(parents=True)
+    (home / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\n")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": sys.executable,
+        "VENV": str(tmp_path / "venv"),
+        "ARCH": "x86_64",
+    }
+    command = ["bash", "setup_ascend.sh", "--device", "npu", "--dry_run", "--root", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    torch, torch_npu = check_npu.RELEASES["8.5.0"][0]
+    assert f"torch=={torch}" in result.stdout and f"torch_npu=={torch_npu}" in result.stdout
