@@ -19,7 +19,7 @@ from torch import Tensor
 COMPRESSED = 2048  # side of the mask that modes 2 and 4 ask for
 AS_GIVEN, CAUSAL, BAND = 0, 2, 4  # sparse modes
 
-NAMES = "npu_fusion_attention, npu_fused_infer_attention_score, npu_rms_norm, npu_rotary_mul"
+NAMES = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul"
 
 
 @functools.cache
@@ -54,16 +54,12 @@ def attention(
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
     """Attention against a cache: q (B, H, T, D), k and v (B, K, S, D), hidden (B, 1, T, S) -> (B, H, T, D).
 
-    The operator made for inference has no fp32, which falls to the one made for training.
+    The operator made for inference, npu_fused_infer_attention_score, is left alone: with such a mask and one query it
+    has been seen to ignore the mask past key 512, silently (source: vllm-ascend issue 15503, torch_npu 2.10.0).
     """
-    if q.dtype == torch.float32:
-        return torch_npu.npu_fusion_attention(
-            q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=hidden, sparse_mode=AS_GIVEN
-        )[0]
-    return torch_npu.npu_fused_infer_attention_score(
-        q.contiguous(), k, v, num_heads=q.size(1), num_key_value_heads=k.size(1), input_layout="BNSD", scale=scale,
-        atten_mask=hidden, sparse_mode=AS_GIVEN,
-    )[0]  # fmt: skip
+    return torch_npu.npu_fusion_attention(
+        q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=hidden, sparse_mode=AS_GIVEN
+    )[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
