@@ -104,7 +104,7 @@ def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
 
 
 def test_greedy_replies_in_bfloat16(simulated: On):
-    """Another attention kernel than fp32 takes; rounding may part a reply late."""
+    """Rounding may part a reply late."""
     ours, theirs = simulated("greedy_tokens", dtype="bfloat16"), cases.greedy_tokens("cpu", dtype="bfloat16")
     same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     assert all(same[:5]) and statistics.mean(same) > 0.3

@@ -162,15 +162,16 @@ EIGHT = {
 
 
 def documented() -> list[str]:
-    """The eight-card commands of the README and the page on Ascend, and those that users' documents already have."""
+    """The eight-card commands that users' documents already have, and of our own pages those of other scripts or
+    flags; a launch of eight takes 20 s."""
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/ascend.md"))
     ours = re.findall(r"^torchrun --standalone --nproc_per_node=8 .*$", pages, re.MULTILINE)
     theirs = "torchrun --standalone --nproc_per_node=8 -m scripts"
     return [
-        *ours,
         f"{theirs}.base_train -- --depth=12 --device_batch_size=16 --total_batch_size=262144",
         f"{theirs}.chat_sft -- --device_batch_size=8 --target_examples_per_step=32",
         f"{theirs}.chat_rl -- --device_batch_size=4 --examples_per_step=16",
+        *(command for command in ours if "mid_train" in command or "--graphs" in command),
     ]
 
 
@@ -182,7 +183,7 @@ def test_the_eight_card_commands_run_as_documented(texts, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     chain(base, texts, "tok_train")
     commands = documented()
-    assert {re.search(r"scripts\.(\w+)", command)[1] for command in commands} >= {"base_train", "mid_train", "chat_rl"}
+    assert len(commands) == 5
     for command in commands:
         done = launch(base, texts, *shlex.split(command), simulated="--devices 8")
         assert done.returncode == 0, f"{command}\n{done.stderr[-4000:]}"
