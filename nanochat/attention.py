@@ -134,6 +134,7 @@ class KVCache:
         self.capacity = capacity
         self.visible = capacity  # keys beyond this are not read; the engine lowers it while rows are short
         self.fresh = True  # nothing written yet: a prefill may attend among its own tokens alone
+        self.last_place: int | None = None  # what would stand behind it is filling that nobody reads, and stays in it
 
     def select(self, rows: Tensor) -> "KVCache":
         """A cache that begins as these rows of this one, (B,) of indices; a row may come several times."""
@@ -142,15 +143,34 @@ class KVCache:
         other.position = self.position[rows]
         other.rows = torch.arange(len(rows), device=rows.device)[:, None]
         other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
+        other.last_place = self.last_place
         return other
+
+    def view(self, first: int, end: int) -> "KVCache":
+        """The rows from `first` to before `end`, in this cache's own memory."""
+        other = KVCache.__new__(KVCache)
+        other.keys, other.values = self.keys[:, first:end], self.values[:, first:end]
+        other.position, other.rows = self.position[first:end], self.rows[: end - first]
+        other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
+        other.last_place = self.last_place
+        return other
+
+    def copy_row(self, source: int, target: int, tokens: int) -> None:
+        """Give row `target` the first `tokens` tokens of row `source`, and their number."""
+        self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
+        self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
+        self.position[target].fill_(tokens)
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): where the next `tokens` tokens of each row stand."""
-        return self.position[:, None] + torch.arange(tokens, device=self.position.device)
+        positions = self.position[:, None] + torch.arange(tokens, device=self.position.device)
+        return positions if self.last_place is None else positions.clamp_(max=self.last_place)
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
         """For each window in use a bool mask (B, 1, T, visible): True where a query sees a key, or, for a device with
         kernels of its own, where it does not."""
+        if self.last_place is not None:  # an idle row may stand behind what is visible; seeing nothing, it would be NaN
+            positions = positions.clamp(max=self.visible - 1)
         distance = positions[:, None, :, None] - torch.arange(self.visible, device=positions.device)
         causal = distance >= 0
         seen = {w: causal & (distance < w) if w else causal for w in set(windows)}
@@ -174,6 +194,8 @@ class KVCache:
         elif q.device.type == "cpu":
             B, H, T, D = q.shape
             grouped = q.reshape(B, k.size(1), -1, D)  # (B, K, groups x T, D): a group's queries share their keys
+            if k.dtype != torch.float32:
+                k = k.contiguous()  # or the product copies it value by value, which takes 5 times as long
             scores = (grouped @ k.mT).view(B, H, T, -1).float() * scale
             weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
             out = (weights.view(B, k.size(1), -1, weights.size(-1)) @ v).view(B, H, T, D)

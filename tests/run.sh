@@ -24,6 +24,13 @@ else
 fi
 
 [[ -z $unfit ]] || echo "!! failed above:$unfit (this run will exit with 1)"
+# The page is driven in a real browser; without one its tests skip and say so.
+if ! command -v chromium >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+  echo '== chromium (for the tests of the page)'
+  { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 </dev/null ||
+    echo '!! THE PAGE IS NOT TESTED IN A BROWSER: chromium could not be installed'
+fi
+
 echo '== pytest'
 result=0
 "$bin/python" -m pytest "$@" </dev/null || result=$?

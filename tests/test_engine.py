@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanochat import engine as engines
 from nanochat.cli import UserError
-from nanochat.engine import Engine, check_sampling, sample
+from nanochat.engine import Engine, Sampling, Slots, check_sampling, sample, sample_rows, uniforms
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -253,6 +253,133 @@ def test_each_row_is_cut_by_itself() -> None:
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     check_sampling(temperature, 0, 1.0)
     assert frequencies(P, temperature=temperature)[1] == DRAWS
+
+
+# ---------------------------------------------------------------------- a setting for each row
+
+
+def settings_of(rows: list[Sampling]) -> Any:
+    """What sample_rows takes for these rows."""
+    slots = Slots(make_engine(), len(rows), 16)
+    for slot, sampling in enumerate(rows):
+        slots.join(slot, [1], 1, sampling)
+    return slots._settings(len(rows))
+
+
+NOTHING_SEEN = torch.zeros(1, 1, dtype=torch.bool)
+EVENLY = (torch.arange(DRAWS) + 0.5)[:, None] / DRAWS  # noise without chance: counts are exact but for rounding
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, range(7)),
+        ({"temperature": 0.5}, range(7)),
+        ({"top_k": 3}, [1, 3, 5]),
+        ({"top_k": 99}, range(7)),
+        ({"top_p": 0.56}, [1, 3, 5]),
+        ({"top_p": 0.01}, [1]),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),
+        ({"min_p": 0.5}, [1, 3, 5]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.5, "top_p": 0.54}, [1, 3]),
+        ({"temperature": 2.0, "min_p": 0.5}, [0, 1, 2, 3, 5, 6][1:]),
+    ],
+)
+@pytest.mark.parametrize("first", [2, 64])
+def test_rows_are_drawn_by_their_own_settings(
+    settings: dict[str, Any], kept: Any, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "TOP_P_FIRST", first)
+    expected = torch.zeros(7)
+    expected[list(kept)] = P[list(kept)] ** (1 / settings.get("temperature", 1.0))
+    expected *= DRAWS / expected.sum()
+    chosen = settings_of([Sampling(**settings)])
+    drawn = sample_rows(P.log().expand(DRAWS, -1), chosen, EVENLY, NOTHING_SEEN)
+    assert (drawn.bincount(minlength=7) - expected).abs().max() <= 1.01
+
+
+def test_neighbours_change_nothing_in_a_row() -> None:
+    """Every setting beside every other: what each row draws is what it draws alone."""
+    samplings = [
+        Sampling(temperature=0),
+        Sampling(),
+        Sampling(temperature=1.3, top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1),
+        Sampling(repetition_penalty=1.5),
+        Sampling(temperature=0, repetition_penalty=3.0),
+        Sampling(temperature=0.7, top_k=40, top_p=0.5, min_p=0.05, repetition_penalty=0.8),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    together, B = settings_of(samplings), len(samplings)
+    for _ in range(50):
+        logits = 3 * torch.randn(B, 200, generator=generator)
+        noise, seen = torch.rand(B, 1, generator=generator), torch.rand(B, 200, generator=generator) < 0.3
+        drawn = sample_rows(logits, together, noise, seen)
+        for row, sampling in enumerate(samplings):
+            one = slice(row, row + 1)
+            assert sample_rows(logits[one], settings_of([sampling]), noise[one], seen[one]) == drawn[one]
+
+
+def test_the_penalty_makes_what_was_there_less_likely_on_both_sides_of_zero() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0], [-1.0, -1.5, -3.0]])
+    seen = torch.tensor([[True, False, False], [True, False, True]])
+    penalty = settings_of([Sampling(temperature=0, repetition_penalty=2.0)] * 2)
+    assert sample_rows(logits, penalty, torch.zeros(2, 1), seen).tolist() == [1, 1]
+    assert sample_rows(logits, penalty, torch.zeros(2, 1), ~seen).tolist() == [0, 0]
+
+
+def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    settings = settings_of([Sampling()])
+    for noise, token in ((0.0, 1), (1 - 2**-23, 2)):
+        assert sample_rows(logits, settings, torch.tensor([[noise]]), NOTHING_SEEN).tolist() == [token]
+
+
+def test_numbers_by_counter_are_even_and_do_not_depend_on_how_many_are_asked_for() -> None:
+    many = uniforms(7, 100_000)
+    assert torch.equal(uniforms(7, 10), many[:10])
+    assert many.dtype == torch.float32 and many.min() >= 0 and many.max() < 1
+    counts = (many * 100).long().bincount(minlength=100)
+    assert ((counts - 1000).square() / 1000).sum() < 99 + 5 * math.sqrt(2 * 99) + 12
+    assert abs((many[1:] * many[:-1]).mean() - 0.25) < 0.005
+    firsts = torch.stack([uniforms(seed, 4) for seed in range(-2000, 2000)])
+    assert len(set(firsts[:, 0].tolist())) > 3990
+    assert ((firsts.mean(0) - 0.5).abs() < 0.03).all()
+    # the published sequence of SplitMix64 from the state that seed 0 stands for
+    assert uniforms(0, 2).tolist() == [(0xE220A839 >> 9) / 2**23, (0x6E789E6A >> 9) / 2**23]
+
+
+# ---------------------------------------------------------------------- slots
+
+
+def test_the_sizes_that_are_chosen_give_the_largest_ones_bits() -> None:
+    engine = make_engine()
+    sizes = engine.exact_sizes({1, 2, 4, 8, 16})
+    assert sizes == tuple(sorted(sizes)) and sizes[-1] == 16
+    weight = engine.model.head_weight().detach()
+    rows = torch.randn(16, weight.size(1))
+    for size in sizes:
+        assert torch.equal(rows[:size] @ weight.T, (rows @ weight.T)[:size])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_idle_slot_keeps_what_it_holds_while_others_decode(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it holds more than is visible to them: what it computes there must not be NaN, which spreads."""
+    monkeypatch.setattr(engines, "CACHE_STEP", 8)
+    engine = make_engine(shape)
+    slots = Slots(engine, 4, 64)
+    slots.choose_sizes()
+    slots.prefill(0, prompt_of(45), 0)
+    kept = slots.cache.keys[:, 0, :, :45].clone()
+    slots.join(1, [5], 10, Sampling(temperature=0))
+    for held in range(10):
+        slots.decode(4, held)
+    slots.leave(1, 0)
+    assert torch.equal(slots.cache.keys[:, 0, :, :45], kept)
+    assert slots.cache.keys.isfinite().all() and slots.cache.values.isfinite().all()
+    assert slots.cache.position.tolist() == [45, 0, 0, 0]
 
 
 # ---------------------------------------------------------------------- mistakes

@@ -5,8 +5,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -135,6 +138,44 @@ print(tokenizer.decode(generated[0]))
 def test_the_python_example_runs(on_npu, texts):
     done = launch(on_npu[0], texts, sys.executable, "-c", PYTHON)
     assert done.returncode == 0 and "hello" in done.stdout, done.stderr
+
+
+def test_a_chat_over_the_pages_api(on_npu, texts):
+    """What the page sends and gets, from a server on a simulated NPU."""
+    command = [sys.executable, RUN, sys.executable, "-m", "scripts.chat_web", "--device=npu", "--source=rl", "--port=0"]
+    keep = {**os.environ, "NANOCHAT_BASE_DIR": str(on_npu[0]), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(command, cwd=texts, env=keep, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        said = next(line for line in server.stdout if "http://" in line)
+        address = re.search(r"http://[\w.:]+", said)[0]
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/ready", timeout=5).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and server.poll() is None
+                time.sleep(0.2)
+        body = {
+            "model": "", "messages": [{"role": "user", "content": "hello"}], "stream": True, "temperature": 0,
+            "truncation": "auto", "stream_options": {"include_usage": True}, "max_tokens": 8,
+        }  # fmt: skip
+        with urllib.request.urlopen(f"{address}/v1/models", timeout=30) as answer:
+            body["model"] = json.load(answer)["data"][0]["id"]
+        request = urllib.request.Request(
+            f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = [line.decode().strip() for line in answer if line.startswith(b"data: ")]
+        assert lines[-1] == "data: [DONE]"
+        events = [json.loads(line[6:]) for line in lines[:-1]]
+        usage = next(event["usage"] for event in events if event.get("usage"))
+        assert 1 <= usage["completion_tokens"] <= 8
+        assert any(choice["finish_reason"] for event in events for choice in event["choices"])
+    finally:
+        server.terminate()
+        assert server.wait(30) in (0, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -1,0 +1,1 @@
+"""The server: a scheduler that batches, an API people know, a page."""

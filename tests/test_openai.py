@@ -1,0 +1,364 @@
+"""The unmodified `openai` client gets what it expects of the server (30 cases), and no request that the API's own
+description allows makes the server fail. A tiny model of random weights answers, through the real scheduler."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+from test_serve import CONTEXT, KEY, error_of, serving, until
+
+from nanochat.conversation import parse_reply, render_prompt, text_of
+from nanochat.engine import Engine
+from nanochat.serve.app import create_app
+from nanochat.serve.scheduler import Scheduler
+from nanochat.serve.state import Served
+
+openai = pytest.importorskip("openai", reason="the extra `oracle` brings openai")
+
+MODEL = "tiny"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    tokenizer = tiny.tiny_tokenizer()
+    config = tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT, n_layer=2)
+    return Engine(tiny.lively_model(config), tokenizer, tiny.cpu_device())
+
+
+@pytest.fixture(scope="module")
+def app(engine: Engine) -> Any:
+    def load() -> Served:
+        scheduler = Scheduler(engine, slots=4, queue=16)
+        scheduler.start()
+        return Served(scheduler, engine.tokenizer, MODEL, CONTEXT, chats=True, created=1)
+
+    return create_app(load, api_key=KEY)
+
+
+@pytest.fixture(scope="module")
+def port(app: Any) -> Iterator[int]:
+    with serving(app) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def client(port: int) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def chat(client: Any, **settings: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": MODEL, "messages": HELLO, "max_tokens": 24, "temperature": 0, **settings}
+    )
+
+
+def complete(client: Any, **settings: Any) -> Any:
+    return client.completions.create(
+        **{"model": MODEL, "prompt": "the", "max_tokens": 24, "temperature": 0, **settings}
+    )
+
+
+def long_reply(client: Any, **settings: Any) -> Any:
+    """A chat that goes on for a while, whatever the random weights say: the first seed that does."""
+    for seed in range(50):
+        answer = chat(client, temperature=1, seed=seed, **settings)
+        if len(answer.choices[0].message.content) > 8:
+            return seed, answer
+    raise AssertionError("no seed gives a reply")
+
+
+# ---------------------------------------------------------------------- models
+
+
+def test_models_are_listed(client: Any):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by, model.created) == (MODEL, "model", "nanochat", 1)
+
+
+def test_a_model_is_retrieved(client: Any):
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def test_chat_is_what_the_engine_generates(client: Any, engine: Engine):
+    answer = chat(client)
+    prompt = render_prompt(engine.tokenizer, HELLO)
+    (made,), _ = engine.generate([prompt], max_tokens=24, temperature=0)
+    message = answer.choices[0].message
+    assert message.role == "assistant" and message.content == text_of(parse_reply(engine.tokenizer, made))
+    assert answer.object == "chat.completion" and answer.model == MODEL and answer.id.startswith("chatcmpl-")
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_usage_adds_up(client: Any):
+    usage = chat(client).usage
+    assert 0 < usage.completion_tokens <= 24 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_max_tokens_ends_with_length(client: Any):
+    seed, _ = long_reply(client)
+    short = chat(client, temperature=1, seed=seed, max_tokens=3)
+    assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 3
+
+
+def test_max_completion_tokens_goes_before_max_tokens(client: Any):
+    seed, _ = long_reply(client)
+    answer = chat(client, temperature=1, seed=seed, max_tokens=20, max_completion_tokens=2)
+    assert answer.usage.completion_tokens == 2
+
+
+def test_a_seed_gives_the_same_again_and_another_does_not(client: Any):
+    seed, first = long_reply(client)
+    again = chat(client, temperature=1, seed=seed).choices[0].message.content
+    others = {chat(client, temperature=1, seed=seed + 100 + more).choices[0].message.content for more in range(4)}
+    assert again == first.choices[0].message.content and others - {again}
+
+
+def test_without_a_seed_replies_differ(client: Any):
+    assert len({chat(client, temperature=1).choices[0].message.content for _ in range(8)}) > 1
+
+
+def test_n_gives_choices_by_consecutive_seeds(client: Any):
+    answer = chat(client, temperature=1, seed=7, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    alone = [chat(client, temperature=1, seed=7 + more) for more in range(3)]
+    assert [c.message.content for c in answer.choices] == [one.choices[0].message.content for one in alone]
+    assert answer.usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+    assert answer.usage.prompt_tokens == alone[0].usage.prompt_tokens
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_stop_ends_the_text_before_it(client: Any, as_list: bool):
+    seed, answer = long_reply(client)
+    text = answer.choices[0].message.content
+    stop = text[3:5]
+    stopped = chat(client, temperature=1, seed=seed, stop=[stop, "never this"] if as_list else stop)
+    assert stopped.choices[0].message.content == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_system_and_developer_messages_are_the_same(client: Any):
+    turns = [[{"role": role, "content": "be brief"}, *HELLO] for role in ("system", "developer")]
+    system, developer = (chat(client, messages=messages) for messages in turns)
+    assert system.choices[0].message.content == developer.choices[0].message.content
+    assert system.usage.prompt_tokens == developer.usage.prompt_tokens > chat(client).usage.prompt_tokens
+
+
+def test_content_may_be_parts(client: Any):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert chat(client, messages=parts).choices[0].message.content == chat(client).choices[0].message.content
+
+
+def test_a_reply_is_handed_back_as_it_came(client: Any):
+    message = chat(client).choices[0].message
+    longer = chat(client, messages=[*HELLO, message, {"role": "user", "content": "and then?"}])
+    assert longer.usage.prompt_tokens > chat(client).usage.prompt_tokens
+
+
+def test_chinese_and_emoji(client: Any):
+    answer = chat(client, messages=[{"role": "user", "content": "你好 🙂"}])
+    assert answer.usage.prompt_tokens >= 8
+
+
+def test_our_own_settings_go_as_extra_body(client: Any):
+    greedy = chat(client).choices[0].message.content
+    for extra in ({"top_k": 1}, {"min_p": 1.0}):
+        assert chat(client, temperature=1.5, seed=3, extra_body=extra).choices[0].message.content == greedy
+    assert chat(client, temperature=1.5, seed=3, top_p=1e-6).choices[0].message.content == greedy
+
+
+def test_chat_logprobs(client: Any, engine: Engine):
+    answer = chat(client, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) >= answer.usage.completion_tokens - 1 > 0
+    for one in content:
+        assert one.logprob <= 0 and len(one.top_logprobs) == 3
+        likely = [other.logprob for other in one.top_logprobs]
+        assert likely == sorted(likely, reverse=True)
+        assert one.logprob == likely[0] and one.token == one.top_logprobs[0].token  # greedy takes the best
+        assert bytes(one.bytes).decode(errors="replace") == one.token
+
+
+def test_no_logprobs_unless_asked(client: Any):
+    assert chat(client).choices[0].logprobs is None
+
+
+# ---------------------------------------------------------------------- chat, streamed
+
+
+def test_a_stream_says_the_same_as_the_whole(client: Any):
+    seed, whole = long_reply(client)
+    chunks = list(chat(client, temperature=1, seed=seed, stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 3
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
+
+
+def test_a_stream_with_usage(client: Any):
+    whole = chat(client)
+    *chunks, last = chat(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_stream_of_several_choices(client: Any):
+    whole = chat(client, temperature=1, seed=7, n=3)
+    texts = ["", "", ""]
+    for chunk in chat(client, temperature=1, seed=7, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_a_stream_with_logprobs(client: Any):
+    whole = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    streamed = [
+        one
+        for chunk in chat(client, logprobs=True, top_logprobs=1, stream=True)
+        if chunk.choices[0].logprobs
+        for one in chunk.choices[0].logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in whole]
+
+
+def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app: Any):
+    stream = chat(client, temperature=1, max_tokens=400, n=2, stream=True)
+    next(iter(stream))
+    stream.close()
+    figures = app.state.nanochat.served.scheduler.figures
+    until(lambda: figures().running + figures().queued == 0)
+
+
+# ---------------------------------------------------------------------- completions
+
+
+def test_a_completion_is_what_the_engine_generates(client: Any, engine: Engine):
+    answer = complete(client)
+    prompt = engine.tokenizer.encode("the", prepend="<|bos|>")
+    (made,), _ = engine.generate([prompt], max_tokens=24, temperature=0)
+    special = set(engine.tokenizer.special_ids.values())
+    assert answer.object == "text_completion" and answer.usage.prompt_tokens == len(prompt)
+    until_call = made[: next((place for place, token in enumerate(made) if token in special), len(made))]
+    assert answer.choices[0].text.startswith(engine.tokenizer.decode(until_call).rstrip("\ufffd"))
+
+
+def test_several_prompts_and_choices_of_each(client: Any):
+    answer = complete(client, prompt=["the", "an"], n=2, temperature=1, seed=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    alone = complete(client, prompt="an", temperature=1, seed=4)
+    assert answer.choices[3].text == alone.choices[0].text
+
+
+def test_a_prompt_of_token_ids(client: Any, engine: Engine):
+    ids = engine.tokenizer.encode("the")
+    assert complete(client, prompt=ids).choices[0].text == complete(client).choices[0].text
+    assert complete(client, prompt=[ids]).choices[0].text == complete(client).choices[0].text
+
+
+def test_a_completion_streamed(client: Any):
+    text = "".join(chunk.choices[0].text for chunk in complete(client, stream=True))
+    assert text == complete(client).choices[0].text
+
+
+def test_completion_logprobs(client: Any):
+    answer = complete(client, logprobs=2, max_tokens=5).choices[0].logprobs
+    assert len(answer.tokens) == len(answer.token_logprobs) == len(answer.top_logprobs) == len(answer.text_offset) > 0
+    assert answer.text_offset[0] == 0 and all(logprob <= 0 for logprob in answer.token_logprobs)
+    assert all(1 <= len(best) <= 2 for best in answer.top_logprobs)
+
+
+def test_sixteen_tokens_where_none_are_named(client: Any):
+    usage = client.completions.create(model=MODEL, prompt="the", temperature=0).usage
+    assert usage.completion_tokens <= 16
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_errors_are_the_clients_own_exceptions(client: Any, port: int):
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, temperature=5)
+    assert bad.value.param == "temperature" and bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, max_tokens=100_000)
+    assert bad.value.code == "context_length_exceeded" and "100,000" in bad.value.message
+    with pytest.raises(openai.NotFoundError) as missing:
+        chat(client, model="gpt-4")
+    assert missing.value.code == "model_not_found"
+    stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError) as refused:
+        chat(stranger)
+    assert refused.value.code == "invalid_api_key"
+    with pytest.raises(openai.BadRequestError):
+        chat(client, messages=[])
+    with pytest.raises(openai.BadRequestError):
+        chat(client, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+
+
+def test_overload_is_the_clients_rate_limit_error(client: Any):
+    with pytest.raises(openai.RateLimitError) as busy:
+        chat(client, n=64, max_tokens=400)
+    assert int(busy.value.response.headers["retry-after"]) >= 1
+
+
+def test_the_asynchronous_client(port: int, client: Any):
+    async def talk() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY) as client:
+            return [
+                answer.choices[0].message.content
+                for answer in await asyncio.gather(*(chat(client, seed=seed, temperature=1) for seed in range(8)))
+            ]
+
+    together = asyncio.run(talk())
+    assert together == [chat(client, seed=seed, temperature=1).choices[0].message.content for seed in range(8)]
+
+
+# ---------------------------------------------------------------------- what the description allows
+
+
+def test_the_description_names_every_route(port: int):
+    described = httpx.get(f"http://127.0.0.1:{port}/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()
+    paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/health", "/ready"}
+    assert paths <= set(described["paths"]) and "messages" in json.dumps(described["components"]["schemas"]["ChatBody"])
+
+
+def test_nothing_that_the_description_allows_makes_it_fail(app: Any, port: int):
+    schemathesis = pytest.importorskip("schemathesis", reason="the extra `oracle` brings schemathesis")
+    hypothesis = pytest.importorskip("hypothesis")
+    url, headers = f"http://127.0.0.1:{port}", {"authorization": f"Bearer {KEY}"}
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
+    failures: list[str] = []
+    statuses: Counter[str] = Counter()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        calls = hypothesis.settings(
+            max_examples=15, deadline=None, database=None, derandomize=True, phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+
+        @calls
+        @hypothesis.given(case=operation.as_strategy())
+        def ask(case: Any) -> None:
+            answer = case.call(headers=headers, base_url=url)
+            statuses[f"{case.method} {answer.status_code}"] += 1
+            if answer.status_code >= 500:
+                failures.append(f"{case.method} {case.path} {case.body!r}: {answer.status_code} {answer.text}")
+            elif answer.status_code >= 400:
+                error_of(answer)
+
+        ask()
+    assert not failures, "\n".join(failures[:5])
+    assert statuses["GET 200"] and statuses["POST 400"]
+    print(dict(statuses))

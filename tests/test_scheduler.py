@@ -1,0 +1,562 @@
+"""Continuous batching: batched as alone, nothing leaks, text as people may see it."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
+
+from nanochat import engine as engines
+from nanochat.cli import UserError
+from nanochat.engine import Engine
+from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut
+
+CONTEXT = 80
+
+
+def make_engine(shape: str = "fast", stops: bool = False, **changes: Any) -> Engine:
+    tokenizer = tiny_tokenizer()
+    sizes = {**SHAPES[shape], "vocab_size": tokenizer.vocab_size, "sequence_len": CONTEXT, **changes}
+    engine = Engine(lively_model(tiny_config(**sizes)), tokenizer, cpu_device())
+    if not stops:
+        engine.stop_ids = set()
+        engine.call_start = engine.call_end = -1
+    return engine
+
+
+@pytest.fixture
+def running() -> Iterator[Any]:
+    """Makes schedulers that run, and closes them."""
+    made: list[Scheduler] = []
+
+    def make(engine: Engine | None = None, **settings: Any) -> Scheduler:
+        scheduler = Scheduler(engine or make_engine(), **{"slots": 4, "prefill_chunk": 16, **settings})
+        made.append(scheduler)
+        scheduler.start()
+        return scheduler
+
+    yield make
+    for scheduler in made:
+        scheduler.close(grace=0)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def tokens_of(stream: Stream) -> list[int]:
+    return [token for chunk in stream for token in chunk.token_ids]
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------------- batched as alone
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_is_what_the_engine_generates(shape: str, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "CACHE_STEP", 16)
+    engine = make_engine(shape)
+    scheduler = running(engine)
+    prompts = [prompt_of(length, length) for length in (1, 2, 17, 33, 50, 9, 70)]
+    streams = [scheduler.submit(Request(prompt, 10, temperature=0)) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert tokens_of(stream) == engine.generate([prompt], max_tokens=10, temperature=0)[0][0]
+
+
+def random_requests(count: int, seed: int) -> list[Request]:
+    """Prompts that share beginnings, and every setting."""
+    draw = random.Random(seed)
+    begins = [prompt_of(40, one) for one in range(3)]
+    requests = []
+    for number in range(count):
+        prompt = draw.choice(begins)[: draw.randint(1, 40)] + prompt_of(draw.randint(0, 20), 100 + number)
+        room = min(draw.randint(1, 20), CONTEXT - len(prompt))
+        settings: dict[str, Any] = {}
+        if draw.random() < 0.6:
+            settings = {
+                "temperature": draw.choice([0.3, 1.0, 1.7]),
+                "top_k": draw.choice([0, 0, 1, 5, 400]),
+                "top_p": draw.choice([1.0, 0.5, 0.95]),
+                "min_p": draw.choice([0.0, 0.0, 0.1]),
+                "seed": draw.randint(0, 5),
+            }
+        settings["repetition_penalty"] = draw.choice([1.0, 1.0, 1.3])
+        requests.append(Request(prompt, room, **{"temperature": 0.0, **settings}))
+    return requests
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_batched_is_alone_whoever_joins_leaves_and_shares(
+    shape: str, seed: int, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "CACHE_STEP", 16)
+    engine, draw = make_engine(shape), random.Random(seed)
+    requests = random_requests(40, seed)
+    alone = []
+    for request in requests:  # each in a scheduler that has never seen another
+        scheduler = Scheduler(engine, slots=8, prefill_chunk=32)
+        scheduler.start()
+        alone.append(tokens_of(scheduler.submit(request)))
+        scheduler.close()
+    together = running(engine, slots=8, prefill_chunk=32)
+    streams, cancelled = [], set()
+    for number, request in enumerate(requests):
+        streams.append(together.submit(request))
+        if draw.random() < 0.3:
+            time.sleep(draw.random() * 0.02)
+        if draw.random() < 0.2:
+            victim = draw.randrange(number + 1)
+            streams[victim].cancel()
+            cancelled.add(victim)
+    for number, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
+        tokens = tokens_of(stream)
+        assert tokens == (expected[: len(tokens)] if number in cancelled else expected), f"request {number}"
+    figures = together.figures()
+    assert figures.tokens_reused > 0
+    assert (figures.running, figures.queued) == (0, 0)
+
+
+def test_keys_and_values_are_the_same_bits_however_a_prompt_was_read() -> None:
+    engine = make_engine(vocab_size=tiny_tokenizer().vocab_size)
+    prompt = prompt_of(60)
+    kept = []
+    for chunks in ([59], [16, 16, 27], [1] * 59, [30, 3, 26], [7, 52]):
+        slots = engines.Slots(engine, 4, 64)
+        slots.choose_sizes()
+        begin = 0
+        for chunk in chunks:
+            slots.prefill(2, prompt[begin : begin + chunk], begin)
+            begin += chunk
+        kept.append((slots.cache.keys[:, 2, :, :59], slots.cache.values[:, 2, :, :59]))
+    for keys, values in kept[1:]:
+        assert torch.equal(keys, kept[0][0]) and torch.equal(values, kept[0][1])
+    assert kept[0][0].abs().sum() > 0
+
+
+def test_one_prompts_tokens_are_copied_and_not_read_again(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    scheduler = running(engine)
+    read: list[int] = []
+    prefill = scheduler.slots.prefill
+    monkeypatch.setattr(
+        scheduler.slots, "prefill", lambda s, tokens, h: read.append(len(tokens)) or prefill(s, tokens, h)
+    )
+    first = prompt_of(50)
+    longer = (*first[:45], *prompt_of(20, 1))
+    for prompt in (first, first, longer, first):
+        tokens = tokens_of(scheduler.submit(Request(prompt, 5, temperature=0)))
+        assert tokens == engine.generate([prompt], max_tokens=5, temperature=0)[0][0]
+    assert sum(read) == 49 + 0 + 19 + 0
+    assert scheduler.figures().tokens_reused == 49 + 45 + 49
+
+
+def test_equal_prompts_that_come_together_are_read_once(running: Any) -> None:
+    scheduler = running(slots=4)
+    with scheduler.changed:  # the thread sees all of them at once
+        streams = [scheduler.submit(Request(prompt_of(60), 5, seed=seed)) for seed in range(4)]
+    drawn = [tokens_of(stream) for stream in streams]
+    assert scheduler.figures().tokens_reused == 3 * 59
+    assert len({tuple(tokens) for tokens in drawn}) > 1
+    assert tokens_of(scheduler.submit(Request(prompt_of(60), 5, seed=2))) == drawn[2]
+
+
+def test_one_cancelled_before_its_prompt_is_read_harms_nothing_that_its_slot_holds(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    scheduler = running(engine, slots=2)
+    kept = prompt_of(50)
+    expected = tokens_of(scheduler.submit(Request(kept, 5, temperature=0)))
+    monkeypatch.setattr(scheduler, "_read_prompts", lambda: 0)  # it stays unread
+    victims = [scheduler.submit(Request(prompt_of(9, 1), 9)) for _ in range(2)]
+    wait_until(lambda: scheduler.figures().running == 2)
+    for victim in victims:
+        victim.cancel()
+        list(victim)
+    monkeypatch.undo()
+    assert scheduler.slots.cache.position.tolist() == [len(content) for content in scheduler.contents]
+    reused = scheduler.figures().tokens_reused
+    neighbours = [scheduler.submit(Request(prompt_of(3, 5), 70)), scheduler.submit(Request(kept, 5, temperature=0))]
+    assert tokens_of(neighbours[1]) == expected
+    assert scheduler.figures().tokens_reused - reused == 49
+
+
+def test_a_running_row_that_moves_to_a_lower_slot_goes_on_as_before(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    scheduler = running(engine, slots=8)
+    moves: list[int] = []
+    move = scheduler.slots.move
+    monkeypatch.setattr(scheduler.slots, "move", lambda *places: moves.append(places[0]) or move(*places))
+    long = Request(prompt_of(5), 70, temperature=0.9, seed=3, repetition_penalty=1.2)
+    short = [Request(prompt_of(5, seed), 60, temperature=0.5) for seed in range(7)]
+    alone = tokens_of(scheduler.submit(long))
+    before = [scheduler.submit(request) for request in short]
+    stream = scheduler.submit(long)
+    wait_until(lambda: stream.completion_tokens > 3)
+    for other in before:
+        other.cancel()
+    assert tokens_of(stream) == alone
+    assert moves
+
+
+# ---------------------------------------------------------------------- who leaves, and too many
+
+
+def test_cancelled_at_any_point_no_slot_is_lost(running: Any) -> None:
+    scheduler, draw = running(queue=600), random.Random(0)
+    streams = []
+    for number in range(500):
+        prompt = prompt_of(draw.randint(1, 60), number % 7)
+        streams.append(scheduler.submit(Request(prompt, draw.randint(1, 20), seed=number)))
+        if draw.random() < 0.3:
+            time.sleep(0.002 * draw.random())
+        streams[draw.randrange(max(0, number - 6), number + 1)].cancel()
+    for stream in streams:
+        stream.cancel()
+    reasons = [list(stream)[-1].finish_reason for stream in streams]
+    assert set(reasons) <= {"cancelled", "length"} and reasons.count("cancelled") > 100
+    figures = scheduler.figures()
+    assert (figures.running, figures.queued, scheduler.unfinished) == (0, 0, 0)
+    assert sum(figures.requests_finished.values()) == 500
+    assert scheduler.rows == [None] * 4 and not scheduler.filling and not scheduler.waiting
+    assert not scheduler.slots.active.any()
+    after = [scheduler.submit(Request(prompt_of(5), 4, temperature=0)) for _ in range(4)]
+    assert len({tuple(tokens_of(stream)) for stream in after}) == 1
+
+
+def test_a_slot_is_free_before_the_next_token(running: Any) -> None:
+    scheduler = running(slots=1)
+    first = scheduler.submit(Request(prompt_of(4), 70))
+    wait_until(lambda: first.completion_tokens > 0)
+    first.cancel()
+    made = first.completion_tokens
+    chunks = list(first)
+    assert chunks[-1].finish_reason == "cancelled"
+    assert first.completion_tokens <= made + 1
+
+
+def test_too_many_are_told_when_to_come_again(running: Any) -> None:
+    scheduler = running(slots=2, queue=3)
+    streams = [scheduler.submit(Request(prompt_of(5), 75)) for _ in range(5)]
+    with pytest.raises(Overloaded) as refused:
+        scheduler.submit(Request(prompt_of(5), 75))
+    assert refused.value.retry_after >= 1
+    figures = scheduler.figures()
+    assert figures.running + figures.queued == 5 and figures.slots == 2
+    for stream in streams:
+        stream.cancel()
+        list(stream)
+    assert len(tokens_of(scheduler.submit(Request(prompt_of(5), 3)))) == 3
+
+
+def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> None:
+    scheduler = running(slots=1, queue=1)
+    first, second = (scheduler.submit(Request(prompt_of(5), 75)) for _ in range(2))
+    second.cancel()
+    assert [chunk.finish_reason for chunk in second] == ["cancelled"]
+    third = scheduler.submit(Request(prompt_of(5), 2))
+    first.cancel()
+    assert len(tokens_of(third)) == 2
+
+
+def test_closing_lets_the_running_finish_and_gives_every_stream_an_end(running: Any) -> None:
+    scheduler = running(slots=2)
+    streams = [scheduler.submit(Request(prompt_of(5), 30)) for _ in range(6)]
+    wait_until(lambda: scheduler.figures().running == 2)
+    scheduler.close(grace=20)
+    reasons = [list(stream)[-1].finish_reason for stream in streams]
+    assert reasons.count("length") >= 2 and reasons.count("cancelled") >= 3
+    assert scheduler.thread is not None and not scheduler.thread.is_alive()
+    with pytest.raises(Overloaded):
+        scheduler.submit(Request(prompt_of(5), 1))
+    never_started = Scheduler(make_engine(), slots=1)
+    waiting = never_started.submit(Request(prompt_of(3), 3))
+    never_started.close()
+    assert [chunk.finish_reason for chunk in waiting] == ["cancelled"]
+
+
+def test_closing_without_grace_cuts_the_running_off(running: Any) -> None:
+    scheduler = running(slots=1)
+    stream = scheduler.submit(Request(prompt_of(5), 75))
+    wait_until(lambda: stream.completion_tokens > 0)
+    scheduler.close(grace=0)
+    assert list(stream)[-1].finish_reason == "cancelled"
+
+
+def test_a_failure_ends_the_running_and_the_next_are_served(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    scheduler = running(engine, slots=2)
+    decode, failures = scheduler.slots.decode, iter([False, False, True])
+
+    def failing(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise MemoryError("secret words of a prompt")
+        return decode(*arguments)
+
+    monkeypatch.setattr(scheduler.slots, "decode", failing)
+    last = list(scheduler.submit(Request(prompt_of(5), 20)))[-1]
+    assert last.finish_reason == "error" and "MemoryError" in last.error and "secret" not in last.error
+    tokens = tokens_of(scheduler.submit(Request(prompt_of(5), 20, temperature=0)))
+    assert tokens == engine.generate([prompt_of(5)], max_tokens=20, temperature=0)[0][0]
+
+
+def test_a_device_that_is_gone_leaves_nobody_waiting(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = running(slots=1)
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(scheduler.slots, "decode", gone)
+    monkeypatch.setattr(scheduler.slots, "leave", gone)
+    streams = [scheduler.submit(Request(prompt_of(5), 5)) for _ in range(3)]
+    assert [list(stream)[-1].finish_reason for stream in streams] == ["error"] * 3
+    with pytest.raises(Overloaded):
+        scheduler.submit(Request(prompt_of(5), 5))
+
+
+# ---------------------------------------------------------------------- long prompts
+
+
+def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(sequence_len=512)
+    scheduler = running(engine, prefill_chunk=64)
+    events: list[str] = []
+    slots = scheduler.slots
+    prefill, decode = slots.prefill, slots.decode
+    monkeypatch.setattr(slots, "prefill", lambda s, t, h: events.append(f"{len(t)}") or prefill(s, t, h))
+    monkeypatch.setattr(slots, "decode", lambda *a: events.append("decode") or decode(*a))
+    runner = scheduler.submit(Request(prompt_of(3), 400))
+    wait_until(lambda: runner.completion_tokens > 5)
+    long = scheduler.submit(Request(prompt_of(300), 3, temperature=0))
+    tokens = tokens_of(long)
+    runner.cancel()
+    assert tokens == engine.generate([prompt_of(300)], max_tokens=3, temperature=0)[0][0]
+    pieces = [place for place, event in enumerate(events) if event != "decode"][1:]  # the first is the runner's own
+    assert sum(int(events[place]) for place in pieces) == 299
+    for place in pieces:
+        assert int(events[place]) <= 64
+        assert events[place + 1] == "decode", "two pieces without a token for the others between them"
+
+
+# ---------------------------------------------------------------------- the text
+
+
+def scripted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """Have the model choose these tokens, whatever its logits say, and ramble on behind them."""
+    script = iter(tokens)
+    monkeypatch.setattr(engines, "sample_rows", lambda logits, *_: torch.full((len(logits),), next(script, 120)))
+
+
+def parts_of(chunks: list[Chunk]) -> list[tuple[str, str]]:
+    parts: list[tuple[str, str]] = []
+    for chunk in chunks:
+        if parts and parts[-1][0] == chunk.kind:
+            parts[-1] = (chunk.kind, parts[-1][1] + chunk.text)
+        elif chunk.text:
+            parts.append((chunk.kind, chunk.text))
+    return parts
+
+
+def test_a_call_is_answered_inside_the_stream(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(stops=True)
+    tokenizer = engine.tokenizer
+    start, end, stop = (tokenizer.encode_special(f"<|{m}|>") for m in ("python_start", "python_end", "assistant_end"))
+    scheduler = running(engine)
+    script = [*b"It is ", start, *tokenizer.encode("6*7"), end, 1, 1, 1, 1, *b" ok", stop]
+    scripted(scheduler, monkeypatch, script)
+    stream = scheduler.submit(Request(prompt_of(4), 50))
+    chunks = list(stream)
+    assert parts_of(chunks) == [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", " ok")]
+    assert [c.token_ids for c in chunks if not c.by_model] == [
+        (token,) for token in tokenizer.encode("42", prepend=engine.answer_start, append=engine.answer_end)
+    ]
+    assert chunks[-1].finish_reason == "stop"
+    assert (stream.prompt_tokens, stream.completion_tokens) == (4, len(script) - 1)
+    scripted(scheduler, monkeypatch, script)
+    chunks = list(scheduler.submit(Request(prompt_of(4), 13, tools=False)))
+    assert all(chunk.by_model for chunk in chunks)
+    assert parts_of(chunks)[:2] == [("text", "It is "), ("python", "6*7")]
+
+
+def test_the_tools_answer_is_what_the_model_reads(running: Any) -> None:
+    """The tokens that the tool gives stand in the cache in place of those that the model chose."""
+    engine = make_engine()
+    prompts = [prompt_of(12, seed) for seed in range(8)]
+    free = engine.generate([prompts[0]], max_tokens=20, temperature=0)[0][0]
+    engine.call_start, engine.call_end, *_ = dict.fromkeys(free)  # the first prompt's row calls, for one
+    alone = [engine.generate([prompt], max_tokens=60, temperature=0) for prompt in prompts]
+    assert 0 in alone[0][1][0][:40], "nobody calls: choose other prompts"
+    scheduler = running(engine, slots=8)
+    streams = [scheduler.submit(Request(prompt, 60, temperature=0)) for prompt in prompts]
+    assert [tokens_of(stream) for stream in streams] == [tokens[0] for tokens, _ in alone]
+
+
+@pytest.mark.parametrize(
+    ("written", "stop", "shown"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", (" th", "two"), "one "),
+        ("aaab", ("aab",), "a"),
+        ("ababac", ("abac",), "ab"),
+        ("stops", ("sto", "top"), ""),
+        ("never", ("nevermore",), "never"),
+        ("never here", ("nevermore", "her e"), "never here"),
+        ("从从", ("从从",), ""),
+        ("x从y", ("从",), "x"),
+    ],
+)
+def test_the_text_ends_before_a_stop_string_wherever_tokens_part(
+    written: str, stop: tuple[str, ...], shown: str, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(stops=True)
+    end = engine.tokenizer.encode_special("<|assistant_end|>")
+    scheduler = running(engine)
+    for tokens in (list(written.encode()), engine.tokenizer.encode(written)):
+        scripted(scheduler, monkeypatch, [*tokens, end])
+        chunks = list(scheduler.submit(Request(prompt_of(4), 50, stop=stop)))
+        assert "".join(chunk.text for chunk in chunks) == shown
+        assert chunks[-1].finish_reason == "stop"
+        assert shown != written or sum(len(chunk.token_ids) for chunk in chunks) == len(tokens)
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+def test_characters_come_whole_and_marks_never() -> None:
+    tokenizer = tiny_tokenizer()
+    out = TextOut(tokenizer.tokens, ())
+    texts = [out.add(token)[0] for token in "é从🙂".encode()]
+    assert texts == ["", "é", "", "", "从", "", "", "", "🙂"]
+    assert [out.add(token) for token in tokenizer.special_ids.values()] == [("", False)] * len(tokenizer.special_ids)
+    assert out.add("从".encode()[0]) == ("", False)
+    assert out.flush() == ("\ufffd", False)
+    assert out.flush() == ("", False)
+
+
+def test_what_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
+    out = TextOut(tiny_tokenizer().tokens, ("END", "\n\n"))
+    assert [out.add(token)[0] for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
+    assert out.add(b"E"[0]) == ("", False)
+    assert out.flush() == ("E", False)
+
+
+# ---------------------------------------------------------------------- logprobs, ends, mistakes
+
+
+def test_logprobs_are_the_models(running: Any) -> None:
+    engine = make_engine()
+    scheduler = running(engine)
+    prompt = prompt_of(9)
+    other = scheduler.submit(Request(prompt_of(5), 20, logprobs=5))
+    chunks = list(scheduler.submit(Request(prompt, 6, temperature=0.7, top_k=4, logprobs=2)))
+    tokens = list(prompt)
+    for chunk in chunks[:-1]:
+        with torch.no_grad():
+            expected = engine.model(torch.tensor([tokens]))[0, -1].log_softmax(-1)
+        (entry,) = chunk.logprobs
+        assert chunk.token_ids == (entry.token_id,)
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-4)
+        best = expected.topk(2)
+        assert [one for one, _ in entry.alternatives] == best.indices.tolist()
+        assert [value for _, value in entry.alternatives] == pytest.approx(best.values.tolist(), abs=1e-4)
+        tokens.append(entry.token_id)
+    assert all(len(entry.alternatives) == 5 for chunk in other for entry in chunk.logprobs)
+    assert all(not chunk.logprobs for chunk in scheduler.submit(Request(prompt, 3)))
+    (entry,) = next(iter(scheduler.submit(Request(prompt, 3, logprobs=0)))).logprobs
+    assert entry.logprob < 0 and entry.alternatives == ()
+
+
+def test_a_request_ends_at_a_stop_token_or_its_length(running: Any) -> None:
+    engine = make_engine()
+    prompt = prompt_of(7)
+    free = engine.generate([prompt], max_tokens=CONTEXT - 7, temperature=0)[0][0]
+    scheduler = running(engine)
+    chunks = list(scheduler.submit(Request(prompt, CONTEXT - 7, temperature=0)))
+    assert [token for chunk in chunks for token in chunk.token_ids] == free
+    assert chunks[-1].finish_reason == "length"
+    engine.stop_ids = {free[4]}
+    chunks = list(scheduler.submit(Request(prompt, 30, temperature=0)))
+    assert [token for chunk in chunks for token in chunk.token_ids] == free[: free.index(free[4])]
+    assert chunks[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request(prompt_of(70), 11), "70 tokens and max_tokens 11 .* context of 80"),
+        (Request((), 5), "at least the begin token"),
+        (Request((9999,), 5), "token ids from 0"),
+        (Request((1,), 0), "max_tokens 0"),
+        (Request((1,), 5, temperature=-1), "temperature"),
+        (Request((1,), 5, min_p=1.5), "min_p"),
+        (Request((1,), 5, repetition_penalty=0), "repetition_penalty"),
+    ],
+)
+def test_what_cannot_be_served_is_told(request_: Request, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Scheduler(make_engine(), slots=1).submit(request_)
+
+
+def test_the_cache_keeps_to_its_budget() -> None:
+    engine = make_engine()
+    whole = Scheduler(engine, slots=4).figures()
+    assert whole.slots == 4
+    cache = Scheduler(engine, slots=4).slots.cache
+    assert whole.cache_total == cache.keys.nbytes + cache.values.nbytes
+    half = Scheduler(engine, slots=4, cache_bytes=whole.cache_total // 2).figures()
+    assert (half.slots, half.cache_total) == (2, whole.cache_total // 2)
+    with pytest.raises(UserError, match="at least one slot"):
+        Scheduler(engine, slots=4, cache_bytes=1000)
+
+
+def test_a_listener_hears_what_came_before_and_what_comes(running: Any) -> None:
+    scheduler = running()
+    stream = scheduler.submit(Request(prompt_of(5), 20, temperature=0))
+    wait_until(lambda: stream.completion_tokens >= 5)
+    heard: list[Chunk] = []
+    ended = threading.Event()
+
+    def listen(chunk: Chunk) -> None:
+        heard.append(chunk)
+        if chunk.finish_reason:
+            ended.set()
+
+    stream.listen(listen)
+    assert ended.wait(10)
+    expected = tokens_of(scheduler.submit(Request(prompt_of(5), 20, temperature=0)))
+    assert [token for chunk in heard for token in chunk.token_ids] == expected
+    deaf = scheduler.submit(Request(prompt_of(5), 70))
+
+    def closed(_: Chunk) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    wait_until(lambda: deaf.completion_tokens > 0)
+    with pytest.raises(RuntimeError):
+        deaf.listen(closed)
+    wait_until(lambda: scheduler.figures().running == 0)
+    assert scheduler.figures().requests_finished["cancelled"] == 1
+
+
+def test_the_figures_count(running: Any) -> None:
+    scheduler = running()
+    for _ in range(3):
+        tokens_of(scheduler.submit(Request(prompt_of(12), 6, temperature=0)))
+    figures = scheduler.figures()
+    assert (figures.tokens_prompt, figures.tokens_generated, figures.tokens_reused) == (36, 18, 22)
+    assert figures.requests_finished == {"length": 3}
+    assert (sum(figures.first_token_seconds.counts), sum(figures.token_seconds.counts)) == (3, 15)
+    assert len(figures.token_seconds.counts) == len(figures.token_seconds.bounds) + 1
+    assert figures.cache_used == 0

@@ -1,0 +1,861 @@
+"""The server keeps its promises: no body crashes it, limits are told, who leaves frees a slot, nobody uninvited asks.
+
+Most of it runs over a scheduler made here, whose replies take as long as a test wants and say what the test knows;
+tests/test_openai.py asks the real one. Short forms of the promises; the full counts are `-m soak`.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+import uvicorn
+from starlette.routing import Route
+
+from nanochat.serve.app import create_app
+from nanochat.serve.gate import MAX_BODY
+from nanochat.serve.scheduler import Chunk, Figures, Histogram, Overloaded, Request, TokenLogprob
+from nanochat.serve.state import Served
+from nanochat.tokenizer import SPECIAL_TOKENS
+from scripts import chat_web
+
+ROOT = Path(__file__).resolve().parent.parent
+KEY = "a-key-of-tests"
+CONTEXT = 512
+CANARY = "canary-83f1c2"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+# ---------------------------------------------------------------------- a scheduler whose replies the test knows
+
+
+class FakeStream:
+    """A reply of `count` words, one a tick."""
+
+    def __init__(self, scheduler: "FakeScheduler", request: Request):
+        self.scheduler, self.request = scheduler, request
+        self.prompt_tokens, self.completion_tokens = len(request.prompt), 0
+        self.cancelled = self.ended = False
+        self.callback: Callable[[Chunk], None] | None = None
+        self.early: list[Chunk] = []
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def listen(self, callback: Callable[[Chunk], None]) -> None:
+        with self.scheduler.lock:
+            for chunk in self.early:
+                callback(chunk)
+            self.callback = callback
+
+    def put(self, chunk: Chunk) -> None:
+        if self.callback is None:
+            self.early.append(chunk)
+        else:
+            self.callback(chunk)
+
+
+@dataclass
+class FakeScheduler:
+    slots: int = 4
+    queue: int = 4
+    tick: float = 0.0  # seconds a word
+    word: str = "word "
+    calls: bool = False  # the reply calls the calculator first
+    fails: bool = False  # each reply ends with an error
+    raises: str = ""  # submit raises this
+    requests: list[Request] = field(default_factory=list)
+    running: list[FakeStream] = field(default_factory=list)
+    waiting: list[FakeStream] = field(default_factory=list)
+    finished: dict[str, int] = field(default_factory=dict)
+    closing: float | None = None
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.work = threading.Event()
+        self.thread = threading.Thread(target=self.loop, daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, request: Request) -> FakeStream:
+        if self.raises:
+            raise RuntimeError(self.raises)
+        with self.lock:
+            if len(self.running) + len(self.waiting) >= self.slots + self.queue:
+                raise Overloaded(3.2)
+            stream = FakeStream(self, request)
+            self.requests.append(request)
+            self.waiting.append(stream)
+            self.work.set()
+        return stream
+
+    def loop(self) -> None:
+        while self.closing is None or self.running or self.waiting:
+            if not self.running and not self.waiting:
+                self.work.wait(0.05)
+                self.work.clear()
+            with self.lock:
+                for stream in [*self.running, *self.waiting]:
+                    if stream.cancelled or (self.closing is not None and time.monotonic() > self.closing):
+                        self.end(stream, "cancelled")
+                while self.waiting and len(self.running) < self.slots:
+                    self.running.append(self.waiting.pop(0))
+                for stream in list(self.running):
+                    self.step(stream)
+            time.sleep(self.tick)
+
+    def step(self, stream: FakeStream) -> None:
+        made, request = stream.completion_tokens, stream.request
+        stream.completion_tokens += 1
+        if self.fails:
+            self.end(stream, "error", "out of memory")
+        elif self.calls and request.tools and made == 0:
+            stream.put(Chunk((1, 2), "2+", kind="python"))
+            stream.put(Chunk((3,), "3", kind="python"))
+            stream.put(Chunk((4,), "5", by_model=False, kind="python_output"))
+        else:
+            likely: tuple[TokenLogprob, ...] = ()
+            if request.logprobs >= 0:
+                others = tuple((65 + place, -0.5 - place) for place in range(request.logprobs))
+                likely = (TokenLogprob(65, -0.5, others),)
+            text = f"{self.word}{made}" if len(self.word) < 20 else self.word
+            stream.put(Chunk((65,), f"{text} ", logprobs=likely))
+        if made + 1 >= request.max_tokens:
+            self.end(stream, "length")
+
+    def end(self, stream: FakeStream, reason: str, error: str = "") -> None:
+        for streams in (self.running, self.waiting):
+            if stream in streams:
+                streams.remove(stream)
+                self.finished[reason] = self.finished.get(reason, 0) + 1
+                stream.put(Chunk(finish_reason=reason, error=error))
+
+    def close(self, grace: float = 10.0) -> None:
+        self.closing = time.monotonic() + grace
+        self.thread.join(grace + 5)
+
+    def figures(self) -> Figures:
+        with self.lock:
+            return Figures(
+                len(self.running), len(self.waiting), self.slots, 70, 80, 9, dict(self.finished), 10, 20,
+                Histogram((0.1, 1.0), (1, 2, 3), 5.5), Histogram((0.01,), (4, 0), 0.02),
+            )  # fmt: skip
+
+
+def served(scheduler: Any, **changes: Any) -> Served:
+    return replace(Served(scheduler, tiny.tiny_tokenizer(), "tiny", CONTEXT, True), **changes)
+
+
+def make_app(scheduler: Any = None, model: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """An app over a fake scheduler that is ready as soon as it starts."""
+    scheduler = scheduler or FakeScheduler()
+
+    def load() -> Served:
+        scheduler.start()
+        return served(scheduler, **(model or {}))
+
+    return create_app(load, **settings)
+
+
+@contextlib.contextmanager
+def serving(app: Any, ready: bool = True) -> Iterator[int]:
+    """The app on a real socket, in a thread; yields the port."""
+    with chat_web.listening(chat_web.Config(port=0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            until(lambda: server.started and (not ready or app.state.nanochat.served is not None))
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> float:
+    """Wait until it holds; returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it never happened"
+        time.sleep(0.002)
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def client_of(app: Any, **settings: Any) -> Iterator[Callable[..., httpx.Response]]:
+    """Requests straight into the app, without a socket: `ask(method, path, **httpx settings)`."""
+    loop = asyncio.new_event_loop()
+    lifespan = app.router.lifespan_context(app)
+    loop.run_until_complete(lifespan.__aenter__())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost", **settings)
+    until(lambda: app.state.nanochat.served is not None or app.state.nanochat.failed)
+    try:
+        yield lambda method, path, **more: loop.run_until_complete(client.request(method, path, **more))
+    finally:
+        loop.run_until_complete(lifespan.__aexit__(None, None, None))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """Of an answer that is an error in OpenAI's form."""
+    (name, error), *rest = answer.json().items()
+    assert name == "error" and not rest and set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"] and "\n" not in error["message"]
+    return error
+
+
+def open_stream(port: int, **body: Any) -> socket.socket:
+    """A streaming chat request on a socket of its own, with the headers and the first event read."""
+    content = json.dumps({**HELLO, "stream": True, **body}).encode()
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: ")
+    connection.sendall(str(len(content)).encode() + b"\r\n\r\n" + content)
+    connection.settimeout(20)
+    assert b"200 OK" in connection.recv(200)
+    return connection
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of server-sent events; the last must be [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line and not line.startswith(":")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# ---------------------------------------------------------------------- S1: no body crashes it
+
+FIELDS = (
+    *("messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
+    *("repetition_penalty", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias"),
+    *("prompt", "echo", "tools", "response_format", "user", "truncation", "nonsense", "\u0000", "表"),
+)
+ODD = (
+    *(None, True, False, 0, -1, 1, 3, 2**63, -(2**70), 10**300, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *("", "text", "\x00", "\ud800", "\U0001f642", "<|assistant_end|>", "9" * 5000, "a" * 20_000),
+    *([], [[]], [None], ["x"], [1, 2, 3], [-1], [2**80], {}, {"a": 1}, {"role": "user"}, {"include_usage": 1}),
+    *([{"role": "user", "content": "\ud83d"}], [{"role": "user", "content": None}], [{"role": [], "content": {}}]),
+)
+
+
+def malformed(random: random.Random) -> bytes:
+    """A body that is wrong in one of many ways; some are right."""
+    body: Any = {**json.loads(json.dumps(HELLO)), "prompt": "x", "max_tokens": 2}
+    for _ in range(random.randint(0, 4)):
+        body[random.choice(FIELDS)] = random.choice(ODD)
+    if random.random() < 0.5:
+        body.pop("prompt", None)
+    if random.random() < 0.3:
+        body.pop("messages", None)
+    if isinstance(body.get("messages"), list) and body["messages"] and random.random() < 0.3:
+        message = dict(random.choice([{"role": "user", "content": "x"}]))
+        message[random.choice(("role", "content", "name", "nanochat", "x"))] = random.choice(ODD)
+        body["messages"] = [message] * random.randint(1, 3)
+    if random.random() < 0.1:
+        body = random.choice(ODD)
+    content = json.dumps(body, ensure_ascii=random.random() < 0.7).encode(errors="surrogatepass")
+    match random.randint(0, 9):
+        case 0:
+            content = content[: random.randint(0, len(content))]
+        case 1:
+            place = random.randint(0, len(content))
+            content = content[:place] + random.randbytes(random.randint(1, 8)) + content[place:]
+        case 2:
+            content = random.choice((b"[", b'{"messages":', b'{"a":[')) * random.choice((5, 150, 250, 40_000))
+        case 3:
+            number = random.choice((b"1e999", b"-1e999", b"9" * 5000, b"1" + b"0" * 400 + b".5", b"0x10", b"1_0"))
+            content = b'{"messages":[{"role":"user","content":"x"}],"seed":' + number + b',"temperature":1}'
+    return content
+
+
+def crash_it(count: int) -> None:
+    rng, statuses = random.Random(1), set()
+    with client_of(make_app(FakeScheduler(slots=64, queue=64))) as ask:
+        for number in range(count):
+            path = ("/v1/chat/completions", "/v1/completions")[number % 2]
+            answer = ask("POST", path, content=malformed(rng), headers={"content-type": "application/json"})
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, answer.text
+            if answer.status_code != 200:
+                error_of(answer)
+        assert ask("GET", "/ready").status_code == 200
+    assert {200, 400} <= statuses <= {200, 400, 404}
+
+
+def test_malformed_bodies_are_answered_in_the_form_of_an_error():
+    crash_it(600)
+
+
+@pytest.mark.soak
+def test_ten_thousand_malformed_bodies():
+    crash_it(10_000)
+
+
+def test_raw_bytes_are_no_way_to_crash_it_either():
+    rng = random.Random(2)
+    starts = (b"", b"GET / HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: ")
+    with serving(make_app()) as port:
+        for _ in range(60):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(rng.choice(starts) + rng.randbytes(rng.randint(1, 200)) + b"\r\n\r\n")
+        assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/a%00b", 404),
+        ("GET", "/%ED%A0%80", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("PUT", "/v1/models", 405),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/chat/completions", 400),
+    ],
+)
+def test_every_error_has_openais_form(method: str, path: str, status: int):
+    with client_of(make_app()) as ask:
+        answer = ask(method, path)
+        assert answer.status_code == status
+        assert error_of(answer)["type"] == "invalid_request_error"
+
+
+def test_a_mistake_of_ours_is_a_500_that_tells_nothing_and_logs_no_prompt(capfd: pytest.CaptureFixture[str]):
+    with client_of(make_app(FakeScheduler(raises=f"what the user wrote: {CANARY}"))) as ask:
+        answer = ask("POST", "/v1/chat/completions", json=HELLO)
+    assert answer.status_code == 500 and error_of(answer)["type"] == "server_error"
+    out, err = capfd.readouterr()
+    assert "RuntimeError" in out + err and "in submit" in out + err
+    assert CANARY not in answer.text + out + err
+
+
+def test_what_is_refused_names_the_field():
+    with client_of(make_app()) as ask:
+        for change, param in (
+            ({"temperature": 3}, "temperature"),
+            ({"temperature": "warm"}, "temperature"),
+            ({"n": 0}, "n"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+            ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+            ({"temprature": 1}, "temprature"),
+            ({"model": "gpt-4"}, "model"),
+        ):
+            answer = ask("POST", "/v1/chat/completions", json={**HELLO, **change})
+            assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, change
+        for change in ({"presence_penalty": 1}, {"tools": [{}]}, {"stop": [""]}, {"stream_options": {}}):
+            answer = ask("POST", "/v1/chat/completions", json={**HELLO, **change})
+            assert answer.status_code == 400 and next(iter(change)) in error_of(answer)["message"]
+
+
+# ---------------------------------------------------------------------- S2: limits are told, not hit
+
+
+def test_a_body_over_one_mebibyte_is_refused_before_it_is_read():
+    with serving(make_app()) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1048577\r\n\r\n{")
+        connection.settimeout(1)
+        answer = b""
+        while b"\r\n\r\n{" not in answer:
+            answer += connection.recv(10_000)
+        assert b" 413 " in answer.splitlines()[0] and b'"error"' in answer
+        for content, headers in ((b"x" * (3 * MAX_BODY), {}), ((b"x" * 65536 for _ in range(20)), {})):
+            large = httpx.post(f"http://127.0.0.1:{port}/v1/completions", content=content, headers=headers)
+            assert large.status_code == 413 and error_of(large)["code"] == "too_large"
+        body = {"prompt": "x", "user": "u" * (MAX_BODY - 100), "max_tokens": 1}
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
+
+
+def test_a_prompt_and_max_tokens_over_the_context_are_refused_with_both_numbers():
+    with client_of(make_app()) as ask:
+        fits = {"prompt": "x" * 99, "max_tokens": CONTEXT - 100}  # the begin token is one of the prompt's
+        assert ask("POST", "/v1/completions", json=fits).status_code == 200
+        answer = ask("POST", "/v1/completions", json={**fits, "max_tokens": CONTEXT - 99})
+        assert answer.status_code == 400 and error_of(answer)["code"] == "context_length_exceeded"
+        assert "100 tokens" in error_of(answer)["message"] and "max_tokens is 413" in error_of(answer)["message"]
+        assert "512" in error_of(answer)["message"]
+        for words in ("word " * 2000, "x" * 900_000):
+            long = {"messages": [{"role": "user", "content": words}]}
+            answer = ask("POST", "/v1/chat/completions", json=long)
+            assert answer.status_code == 400 and re.search(
+                r"has (at least )?[\d,]+ tokens", error_of(answer)["message"]
+            )
+
+
+def test_the_oldest_turns_are_left_out_where_that_is_asked_for():
+    turns = [
+        {"role": role, "content": f"{number} " + "x" * 80} for number in range(6) for role in ("user", "assistant")
+    ]
+    body = {"messages": [*turns, {"role": "user", "content": "the last"}], "max_tokens": 50}
+    scheduler = FakeScheduler()
+    with client_of(make_app(scheduler)) as ask:
+        assert ask("POST", "/v1/chat/completions", json=body).status_code == 400
+        assert ask("POST", "/v1/chat/completions", json={**body, "truncation": "auto"}).status_code == 200
+        text = tiny.tiny_tokenizer().decode(scheduler.requests[0].prompt)
+        assert "the last" in text and "5 xx" in text and "0 xx" not in text
+        assert len(scheduler.requests[0].prompt) + 50 <= CONTEXT
+        assert (
+            ask("POST", "/v1/chat/completions", json={**body, "truncation": "auto", "max_tokens": 9999}).status_code
+            == 200
+        )
+        longest = scheduler.requests[-1]
+        assert len(longest.prompt) <= CONTEXT // 2 and len(longest.prompt) + longest.max_tokens == CONTEXT
+        body["messages"] = [{"role": "user", "content": "x" * 5000}]
+        assert ask("POST", "/v1/chat/completions", json={**body, "truncation": "auto"}).status_code == 400
+
+
+# ---------------------------------------------------------------------- S3, S4: leaving, overload, standing still
+
+
+def leave(count: int) -> list[float]:
+    """Seconds until the slot of each client that left was free."""
+    rng, scheduler, waits = random.Random(3), FakeScheduler(slots=4, queue=0, tick=0.002), []
+    with serving(make_app(scheduler)) as port:
+        for number in range(count):
+            body: dict[str, Any] = {"max_tokens": 400}
+            if number % 3 == 2:  # a client that waits for a whole answer
+                connection = http.client.HTTPConnection("127.0.0.1", port)
+                connection.request("POST", "/v1/chat/completions", json.dumps({**HELLO, **body, "n": 2}))
+                until(lambda: scheduler.running)
+                time.sleep(rng.random() * 0.03)
+                connection.close()
+            else:
+                stream = open_stream(port, **body, n=number % 2 + 1)
+                time.sleep(rng.random() * 0.03)
+                if number % 2:  # a reset instead of a goodbye
+                    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                stream.close()
+            waits.append(until(lambda: not scheduler.running and not scheduler.waiting))
+        assert scheduler.finished == {"cancelled": len(scheduler.requests)}
+    return waits
+
+
+def test_a_client_that_leaves_frees_its_slot():
+    assert max(leave(25)) < 0.25
+
+
+@pytest.mark.soak
+def test_five_hundred_clients_that_leave():
+    assert max(leave(500)) < 0.25
+
+
+def test_overload_is_refused_at_once_and_the_server_still_answers():
+    scheduler = FakeScheduler(slots=3, queue=2, tick=0.005)
+    with serving(make_app(scheduler)) as port:
+        streams = [open_stream(port, max_tokens=400) for _ in range(5)]
+        until(lambda: len(scheduler.running) == 3 and len(scheduler.waiting) == 2)
+        began = time.monotonic()
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=HELLO)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+        assert error_of(answer)["type"] == "rate_limit_error" and time.monotonic() - began < 1
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        assert "nanochat_requests_running 3\n" in metrics and "nanochat_requests_queued 2\n" in metrics
+        streams.pop(0).close()
+        until(lambda: not scheduler.waiting or len(scheduler.waiting) == 1)
+        # Two choices find room for one: neither is made.
+        double = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json={**HELLO, "n": 2})
+        assert double.status_code == 429
+        until(lambda: len(scheduler.running) + len(scheduler.waiting) == 4)
+        for stream in streams:
+            stream.close()
+        until(lambda: not scheduler.running)
+
+
+def test_a_reader_that_stops_is_dropped_and_the_others_go_on():
+    scheduler = FakeScheduler(slots=2, queue=0, tick=0.001, word="x" * 20_000)
+    with serving(make_app(scheduler, stall_seconds=0.4)) as port:
+        stopped = socket.socket()
+        stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stopped.connect(("127.0.0.1", port))
+        content = json.dumps({**HELLO, "stream": True, "max_tokens": 450}).encode()
+        stopped.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+            + content
+        )
+        until(lambda: scheduler.requests)
+        scheduler.tick = 0.02
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=json.loads(content)) as other:
+            read = 0
+            for part in other.iter_bytes():
+                read += len(part)
+                if read > 400_000 and scheduler.finished.get("cancelled"):
+                    break
+            assert scheduler.finished == {"cancelled": 1} and len(scheduler.running) == 1
+        stopped.close()
+
+
+# ---------------------------------------------------------------------- S6: nobody uninvited
+
+
+def test_with_a_key_every_route_but_health_and_the_page_wants_it():
+    app = make_app(api_key=KEY)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    paths = {route.path for route in routes}
+    assert {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/openapi.json"} <= paths
+    with client_of(app) as ask:
+        for path in (*paths, "/v1/models/tiny", "/nowhere"):
+            for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                for sent in (
+                    {},
+                    {"authorization": "Bearer wrong"},
+                    {"authorization": KEY},
+                    {"authorization": "Bearer "},
+                ):
+                    answer = ask(method, path, headers=sent)
+                    opens = path in ("/", "/health") and method in ("GET", "HEAD")
+                    assert (answer.status_code != 401) == opens, (method, path, sent)
+            assert ask("GET", path, headers={"authorization": f"Bearer {KEY}"}).status_code != 401
+        answer = ask("GET", "/v1/models", headers={"authorization": "Bearer \xff\xfe".encode("latin-1")})
+        assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
+        assert ask("GET", "/v1/models", params={"key": KEY}).status_code == 401  # an address may end in a log
+
+
+def test_pages_elsewhere_are_refused():
+    with client_of(make_app()) as ask:
+        for host, allowed in (
+            *(("localhost", True), ("localhost:8000", True), ("127.0.0.1:1", True), ("[::1]:80", True)),
+            *(("evil.example", False), ("localhost.evil.example", False), ("[::2]", False), ("127.0.0.1.evil", False)),
+        ):
+            answer = ask("GET", "/health", headers={"host": host})
+            assert (answer.status_code == 200) == allowed, host
+        own = {"host": "localhost:8000", "origin": "http://localhost:8000"}
+        assert ask("POST", "/v1/completions", json={"prompt": "x"}, headers=own).status_code == 200
+        for origin in ("http://evil.example", "null", "http://localhost:8001", "http://[", "file://"):
+            answer = ask("POST", "/v1/completions", json={"prompt": "x"}, headers={**own, "origin": origin})
+            assert answer.status_code == 403 and error_of(answer)["type"] == "permission_error"
+            assert "access-control-allow-origin" not in answer.headers
+    with client_of(make_app(hosts=(), api_key=KEY)) as ask:
+        assert ask("GET", "/health", headers={"host": "anything.example"}).status_code == 200
+
+
+def test_every_answer_carries_the_strict_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    page = tmp_path / "ui.html"
+    page.write_text("<style>b{}</style><script>1</script>")
+    monkeypatch.setattr("nanochat.serve.gate.PAGE", page)
+    with client_of(make_app()) as ask:
+        for path in ("/", "/health", "/nowhere", "/v1/models"):
+            headers = ask("GET", path).headers
+            policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+            assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
+            # sha256 of `1`, in base64: the one script that may run
+            assert policy["script-src"] == "'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='"
+            assert "unsafe" not in headers["content-security-policy"] and headers["referrer-policy"] == "no-referrer"
+        assert ask("GET", "/").text == page.read_text() and "text/html" in ask("GET", "/").headers["content-type"]
+    monkeypatch.setattr("nanochat.serve.gate.PAGE", tmp_path / "none")
+    with client_of(make_app()) as ask:
+        assert ask("GET", "/").status_code == 404 and error_of(ask("GET", "/"))
+
+
+def test_the_command_makes_a_key_where_others_could_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    config = chat_web.Config()
+    assert config.host == "127.0.0.1" and chat_web.key_of(config, open_to_others=False) is None
+    made = {chat_web.key_of(config, open_to_others=True) for _ in range(3)}
+    assert len(made) == 3 and all(len(key or "") >= 32 for key in made)
+    for host, loopback in (("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.8.8.8", True)):
+        assert chat_web.is_loopback(host) is loopback
+    for host in ("0.0.0.0", "::", "192.168.1.2", "", "localhost.example", "example.org"):
+        assert not chat_web.is_loopback(host)
+    assert chat_web.key_of(replace(config, api_key="none"), open_to_others=True) is None
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert chat_web.key_of(replace(config, api_key_file=file), open_to_others=True) == KEY
+    monkeypatch.setenv("NANOCHAT_API_KEY", "from-the-environment")
+    assert chat_web.key_of(config, open_to_others=False) == "from-the-environment"
+    assert chat_web.key_of(replace(config, api_key=KEY), open_to_others=False) == KEY
+    for key in ("short", "with spaces in it", "nicht-ünlich"):
+        with pytest.raises(ValueError, match="api_key"):
+            chat_web.key_of(replace(config, api_key=key), open_to_others=False)
+
+
+# ---------------------------------------------------------------------- S7, S12: what users write
+
+
+def test_user_text_never_becomes_a_control_token():
+    scheduler, tokenizer = FakeScheduler(slots=64), tiny.tiny_tokenizer()
+    special = set(tokenizer.special_ids.values())
+
+    def marks(prompt: tuple[int, ...]) -> list[int]:
+        return [token for token in prompt if token in special]
+
+    with client_of(make_app(scheduler)) as ask:
+        ask("POST", "/v1/chat/completions", json={**HELLO, "max_tokens": 1})
+        turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+        turns += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        ask("POST", "/v1/chat/completions", json={"messages": turns, "max_tokens": 1})
+        alone, long = (marks(request.prompt) for request in scheduler.requests)
+        for name in SPECIAL_TOKENS:
+            for text in (name, f"{name}{name} x", f" {name}\n", f"a{name}b"):
+                body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+                assert ask("POST", "/v1/chat/completions", json=body).status_code == 200
+                assert marks(scheduler.requests[-1].prompt) == alone
+                assert text in tokenizer.decode(scheduler.requests[-1].prompt)
+                assert ask("POST", "/v1/completions", json={"prompt": text, "max_tokens": 1}).status_code == 200
+                assert marks(scheduler.requests[-1].prompt) == [tokenizer.get_bos_token_id()]
+            half = len(name) // 2  # split over parts and over messages
+            parts = [{"type": "text", "text": name[:half]}, {"type": "text", "text": name[half:]}]
+            split = [
+                {**turn, "content": text} for turn, text in zip(turns, (name[:half], name[half:]) * 2, strict=True)
+            ]
+            split[1]["content"] = parts
+            ask("POST", "/v1/chat/completions", json={"messages": split, "max_tokens": 1})
+            assert marks(scheduler.requests[-1].prompt) == long
+        for token in special:
+            answer = ask("POST", "/v1/completions", json={"prompt": [65, token], "max_tokens": 1})
+            assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
+
+
+def test_prompts_are_not_logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
+    caplog.set_level(0)
+    with serving(make_app()) as port:
+        base = f"http://127.0.0.1:{port}"
+        for body in ({}, {"stream": True}, {"temperature": CANARY}, {"n": 200}, {CANARY: 1}, {"max_tokens": 9999}):
+            body = {"messages": [{"role": "user", "content": CANARY}], **body}
+            httpx.post(f"{base}/v1/chat/completions", json=body)
+        httpx.post(f"{base}/v1/completions", content=f'{{"prompt": "{CANARY}'.encode())
+        httpx.post(f"{base}/v1/completions?{CANARY}", content=b"x", headers={"x-note": CANARY})
+    out, err = capfd.readouterr()
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert CANARY not in out + err + "\n".join(ours)
+
+
+# ---------------------------------------------------------------------- S11: an end without loose ends
+
+
+def serve_fake(port_to: Any) -> None:
+    """In a process of its own: the app as `chat_web.serve` runs it, over replies that never end by themselves."""
+    scheduler = FakeScheduler(slots=20, queue=4, tick=0.02)
+    chat_web.GRACE_SECONDS = 4.0
+    chat_web.make_app = lambda config, on_failure, replica=None: make_app(scheduler, grace=4.0)
+    with chat_web.listening(chat_web.Config(port=0)) as listener:
+        port_to.send(listener.getsockname()[1])
+        chat_web.serve(chat_web.Config(), listener)
+
+
+def test_sigterm_ends_every_stream_with_a_final_event():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_fake, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        port = ours.recv()
+        until(lambda: is_ready(port), 20)
+        lengths = [5 * (number + 1) for number in range(10)] + [450] * 10  # a second, and nine
+        streams = [open_stream(port, max_tokens=length) for length in lengths]
+        assert process.pid is not None
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        texts = []
+        for stream in streams:
+            text = b""
+            while part := stream.recv(1 << 16):
+                text += part
+            texts.append(text.decode())
+        process.join(10)
+        assert time.monotonic() - began < 10 and process.exitcode in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+    assert all("data: [DONE]" in text for text in texts)
+    finished = ['"finish_reason":"length"' in text for text in texts]
+    assert all(finished[:10]) and not any(finished[10:])
+    assert all('"code":"cancelled"' in text for text in texts[10:])
+
+
+def is_ready(port: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    return False
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_a_chat_answer_and_its_stream_say_the_same():
+    with client_of(make_app(FakeScheduler(calls=True))) as ask:
+        body = {**HELLO, "max_tokens": 4, "n": 2, "seed": 5}
+        whole = ask("POST", "/v1/chat/completions", json=body).json()
+        assert whole["object"] == "chat.completion" and whole["model"] == "tiny"
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        answer = ask("POST", "/v1/chat/completions", json=streamed)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *events, last = events_of(answer.text)
+        assert last["usage"] == whole["usage"] and last["choices"] == []
+        assert whole["usage"]["completion_tokens"] == 8
+        for number, choice in enumerate(whole["choices"]):
+            assert choice["index"] == number and choice["finish_reason"] == "length"
+            assert choice["message"]["content"] == "word 1 word 2 word 3 "
+            calls = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+            assert choice["message"]["nanochat"]["parts"][:2] == calls
+            own = [event["choices"][0] for event in events if event["choices"][0]["index"] == number]
+            assert own[0]["delta"] == {"role": "assistant", "content": ""} and own[-1]["finish_reason"] == "length"
+            assert all(one["finish_reason"] is None for one in own[:-1])
+            assert "".join(one["delta"].get("content", "") for one in own) == choice["message"]["content"]
+            shown = [one["delta"]["nanochat"] for one in own if "nanochat" in one["delta"]]
+            assert "".join(one["text"] for one in shown if one["kind"] == "python") == "2+3"
+            assert "".join(one["text"] for one in shown if one["kind"] == "python_output") == "5"
+            assert all(event["usage"] is None for event in events)
+
+
+def test_settings_reach_the_scheduler():
+    scheduler = FakeScheduler()
+    given = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5}
+    with client_of(make_app(scheduler)) as ask:
+        body = {**HELLO, **given, "seed": 11, "n": 3, "stop": ["a", "b"], "max_completion_tokens": 9}
+        assert ask("POST", "/v1/chat/completions", json=body).status_code == 200
+        assert [request.seed for request in scheduler.requests] == [11, 12, 13]
+        for request in scheduler.requests:
+            assert {name: getattr(request, name) for name in given} == given
+            assert (request.stop, request.max_tokens, request.logprobs, request.tools) == (("a", "b"), 9, -1, True)
+        scheduler.requests.clear()
+        for _ in range(2):
+            ask("POST", "/v1/completions", json={"prompt": ["x", "y"], "logprobs": 2})
+        assert len({request.seed for request in scheduler.requests}) == 2  # a request's own, and not twice the same
+        assert [request.max_tokens for request in scheduler.requests] == [16] * 4
+        assert not any(request.tools for request in scheduler.requests)
+        assert scheduler.requests[0].logprobs == 2
+
+
+def test_an_earlier_reply_with_a_call_can_be_handed_back():
+    scheduler = FakeScheduler(calls=True)
+    with client_of(make_app(scheduler)) as ask:
+        message = ask("POST", "/v1/chat/completions", json={**HELLO, "max_tokens": 2}).json()["choices"][0]["message"]
+        turns = [*HELLO["messages"], message, {"role": "user", "content": "more"}]
+        assert ask("POST", "/v1/chat/completions", json={"messages": turns, "max_tokens": 1}).status_code == 200
+        text = tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt)
+        assert "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>word 1 <|assistant_end|>" in text
+
+
+def test_an_error_in_a_reply_is_told():
+    with client_of(make_app(FakeScheduler(fails=True))) as ask:
+        answer = ask("POST", "/v1/chat/completions", json=HELLO)
+        assert answer.status_code == 500 and error_of(answer)["message"] == "out of memory"
+        events = events_of(ask("POST", "/v1/chat/completions", json={**HELLO, "stream": True}).text)
+        assert events[-1]["error"]["code"] == "generation_failed"
+
+
+def test_it_is_alive_before_it_is_ready_and_says_when_it_cannot_be():
+    gate, errors = threading.Event(), []
+    scheduler = FakeScheduler()
+
+    def load() -> Served:
+        gate.wait()
+        scheduler.start()
+        return served(scheduler)
+
+    app = create_app(load)
+    with serving(app, ready=False) as port:
+        base = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{base}/health").status_code == 200
+        for path in ("/ready", "/v1/models"):
+            answer = httpx.get(f"{base}{path}")
+            assert answer.status_code == 503 and error_of(answer)["code"] == "not_ready"
+        assert "nanochat_ready 0" in httpx.get(f"{base}/metrics").text
+        gate.set()
+        until(lambda: httpx.get(f"{base}/ready").status_code == 200)
+        assert "nanochat_ready 1" in httpx.get(f"{base}/metrics").text
+
+    def broken() -> Served:
+        raise MemoryError
+
+    with client_of(create_app(broken, on_failure=errors.append)) as ask:
+        assert ask("GET", "/ready").status_code == 503 and isinstance(errors[0], MemoryError)
+
+
+@contextlib.contextmanager
+def serving_unready(app: Any) -> Iterator[int]:
+    with chat_web.listening(chat_web.Config(port=0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        until(lambda: server.started)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(20)
+
+
+def test_a_base_model_completes_and_does_not_chat():
+    with client_of(make_app(model={"chats": False})) as ask:
+        answer = ask("POST", "/v1/chat/completions", json=HELLO)
+        assert answer.status_code == 400 and "/v1/completions" in error_of(answer)["message"]
+        assert ask("POST", "/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_metrics_are_in_prometheus_form():
+    with client_of(make_app(replica=2)) as ask:
+        ask("GET", "/nowhere")
+        ask("POST", "/v1/completions", json={"prompt": "x"})
+        lines = ask("GET", "/metrics").text.splitlines()
+    values = {}
+    for line in lines:
+        if line.startswith("#"):
+            assert re.fullmatch(r"# (HELP nanochat_\w+ .+|TYPE nanochat_\w+ (counter|gauge|histogram))", line)
+        else:
+            name, value = line.rsplit(" ", 1)
+            assert re.fullmatch(r'nanochat_\w+\{(\w+="[^"]*",?)+\}', name) and 'replica="2"' in name
+            values[name.replace('replica="2"', "").replace("{,", "{").replace("{}", "")] = float(value)
+    assert values['nanochat_http_responses_total{status="404"}'] == 1
+    assert values['nanochat_http_responses_total{status="200"}'] == 1
+    assert values["nanochat_tokens_generated_total"] == 70 and values["nanochat_cache_bytes"] == 20
+    assert values['nanochat_requests_finished_total{reason="length"}'] == 1
+    first = "nanochat_time_to_first_token_seconds"
+    buckets = [values[f'{first}_bucket{{le="{bound}"}}'] for bound in ("0.1", "1.0", "+Inf")]
+    assert buckets == [1, 3, 6] and values[f"{first}_count"] == 6 and values[f"{first}_sum"] == 5.5
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.chat_web", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_mistakes_are_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, said in (
+            (["--source", "sft"], "there is no sft checkpoint"),
+            (["--slots", "0"], "--slots 0"),
+            (["--host", "0.0.0.0", "--api_key", "short"], "--api_key"),
+            (["--api_key_file", "/nowhere/key"], "/nowhere/key"),
+        ):
+            done = command("--port", port, *flags)
+            assert done.returncode == 1 and said in done.stderr, done.stderr
+            assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+def test_a_taken_port_and_a_foreign_host_are_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for config, said in (
+            (chat_web.Config(port=taken.getsockname()[1]), "is taken"),
+            (chat_web.Config(host="192.0.2.1", port=0), "192.0.2.1"),
+            (chat_web.Config(host="no such host", port=0), "no such host"),
+        ):
+            with pytest.raises(ValueError, match=said), chat_web.listening(config):
+                pass

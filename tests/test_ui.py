@@ -1,0 +1,944 @@
+"""The chat page in real Chromium, against a small server with scripted replies; once against the real server.
+
+Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `oracle`); without them all but the
+first tests skip and say so. `python tests/test_ui.py URL` takes the pictures of docs/images from a running server.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "nanochat" / "serve" / "ui.html"
+SOURCE = PAGE.read_text(encoding="utf-8")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MISSING = "THE CHAT PAGE IS NOT TESTED: `apt install chromium` and `pip install playwright` (extra oracle) are needed"
+DEMO = Path(os.environ.get("NANOCHAT_DEMO_BASE", "/nowhere"))  # base folder of a finished demo run; only read
+
+SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
+STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
+
+
+def hash_of(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+# Stricter than the server's: with trusted types any use of innerHTML and its like throws.
+POLICY = (
+    f"default-src 'none'; script-src {hash_of(SCRIPT[0])}; style-src {hash_of(STYLE[0])}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types"
+)
+
+PAYLOADS = [
+    "<script>window.hurt=1;alert(1)</script>",
+    '<img src=x onerror="window.hurt=1">',
+    "<svg onload=window.hurt=1>",
+    "<svg><script>window.hurt=1</script></svg>",
+    '<iframe src="javascript:parent.hurt=1"></iframe>',
+    '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
+    "<details open ontoggle=window.hurt=1>x</details>",
+    "<video><source onerror=window.hurt=1></video>",
+    "<body onload=window.hurt=1>",
+    "<input autofocus onfocus=window.hurt=1>",
+    "<style>*{display:none}</style>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    '<meta http-equiv=refresh content="0;url=//evil.example">',
+    "<base href=//evil.example/>",
+    "<form action=//evil.example><button>go</button></form>",
+    '<object data="data:text/html,<script>window.hurt=1</script>"></object>',
+    "<math><mtext><img src=x onerror=window.hurt=1></mtext></math>",
+    "[click](javascript:window.hurt=1)",
+    "[click](JaVaScRiPt:window.hurt=1)",
+    "[click](java\tscript:window.hurt=1)",
+    "[click](data:text/html,<script>window.hurt=1</script>)",
+    "[click](vbscript:msgbox)",
+    "[click](//evil.example/relative)",
+    "[click](/v1/models)",
+    "![picture](https://evil.example/track.png)",
+    '![picture](x" onerror="window.hurt=1)',
+    "<javascript:window.hurt=1>",
+    'https://example.com/"onmouseover="window.hurt=1',
+    '```"><img/src=x/onerror=window.hurt=1>\n</code></pre><script>window.hurt=1</script>\n```',
+    "`</code><img src=x onerror=window.hurt=1>`",
+    "| a | b |\n|---|---|\n| <img src=x onerror=window.hurt=1> | [x](javascript:window.hurt=1) |",
+    "# <img src=x onerror=window.hurt=1>\n> <svg onload=window.hurt=1>\n\n- <b onclick=window.hurt=1>x</b>",
+    "</textarea></script><script>window.hurt=1</script><!--",
+    "{{constructor.constructor('window.hurt=1')()}} ${window.hurt=1}",
+]
+RICH = """# Heading
+
+A *soft* and **strong** line with `code`, ~~old~~ and [a link](https://example.com/a_b?c=1).
+Second line, snake_case_name and 2 * 3 * 4.
+
+- one
+- two
+  1. inner
+  2. more
+
+> quoted
+
+| n | square |
+|---|---|
+| 2 | 4 |
+
+```python
+print("<b>not bold</b>")
+```
+
+Last \\*plain\\* line."""
+
+
+class Script(ThreadingHTTPServer):
+    """Answers by what the last question says; remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, policy: str | None = POLICY):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.policy, self.key, self.bodies, self.left, self.errors = policy, "", [], threading.Event(), []
+        self.models = [{"id": "sft-demo"}]
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves is no error."""
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Script
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def tell(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def refuse(self, status: int, message: str, **headers: str) -> None:
+        self.tell(status, json.dumps({"error": {"message": message}}).encode(), **headers)
+
+    def allowed(self) -> bool:
+        return not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}"
+
+    def do_GET(self) -> None:
+        if self.path.split("?")[0] == "/":
+            policy = {"Content_Security_Policy": self.server.policy} if self.server.policy else {}
+            self.tell(200, PAGE.read_bytes(), "text/html; charset=utf-8", **policy)
+        elif self.path == "/v1/models" and self.allowed():
+            self.tell(200, json.dumps({"data": self.server.models}).encode())
+        else:
+            self.refuse(401 if self.path == "/v1/models" else 404, "no")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        question = body["messages"][-1]["content"]
+        if not self.allowed():
+            return self.refuse(401, "the key is missing")
+        if self.server.errors:
+            status, message, headers = self.server.errors.pop(0)
+            return self.refuse(status, message, **headers)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            self.stream(question, body)
+        except OSError:
+            self.server.left.set()
+        return None
+
+    def event(self, delta: dict[str, Any], finish: str | None = None, **rest: Any) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        self.raw(json.dumps({"choices": [choice], **rest}))
+
+    def raw(self, data: str) -> None:
+        self.wfile.write(f"data: {data}\n\n".encode())
+        self.wfile.flush()
+
+    def stream(self, question: str, body: dict[str, Any]) -> None:
+        word, _, rest = question.partition(" ")
+        self.event({"role": "assistant", "content": ""})
+        tokens = 3
+        if word == "slow":
+            for number in range(400):
+                self.event({"content": f"word{number} "})
+                time.sleep(0.025)
+        elif word == "sum":
+            self.event({"nanochat": {"kind": "python", "text": "2+3"}})
+            self.event({"nanochat": {"kind": "python_output", "text": "5"}})
+            self.event({"content": "2+3 = 5."})
+        elif word == "say":  # cut anywhere, also inside a character's bytes
+            pieces = (rest[place : place + 3] for place in range(0, len(rest), 3))
+            events = ({"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces)
+            data = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n" for event in events).encode()
+            for place in range(0, len(data), 97):
+                self.wfile.write(data[place : place + 97])
+                self.wfile.flush()
+        elif word == "break":
+            return self.event({"content": "half an"})
+        elif word == "fail":
+            self.event({"content": "half"})
+            return self.raw(json.dumps({"error": {"message": "the device is gone"}}))
+        elif word == "evil":
+            self.event({"content": rest})
+            self.event({"nanochat": {"kind": "python", "text": rest}})
+            self.event({"nanochat": {"kind": "python_output", "text": rest}})
+        else:
+            self.event({"content": f"seed {body['seed']}: {question}"})
+        self.event({}, "length" if word == "long" else "stop")
+        self.raw(json.dumps({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": tokens}}))
+        self.raw("[DONE]")
+        return None
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_one_small_file_that_asks_nobody():
+    assert len(PAGE.read_bytes()) <= 60_000
+    assert len(SCRIPT) == len(STYLE) == 1
+    markup = SOURCE.replace(SCRIPT[0], "").replace(STYLE[0], "")
+    assert not re.findall(r"""\s(?:on[a-z]+|style)=|(?:src|action)=|href="(?!#|data:image/)""", markup)
+    assert not re.findall(
+        r"https?://|//[a-z]",
+        re.sub(r"https\?:|//www\.w3\.org/2000/svg|//\[|//-+ | // .*", "", SOURCE.replace("http:", ":")),
+    )
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", SOURCE
+    )
+    assert not re.findall(r"url\(|@import|@font-face", STYLE[0])
+
+
+def test_both_languages_say_the_same_things():
+    words = SCRIPT[0][SCRIPT[0].index("const WORDS") :].partition("\n};")[0]
+    english, chinese = words.split("\n\tzh: {")
+    keys = [re.findall(r'(\w+): (?:"|\[)', text) for text in (english, chinese)]
+    assert keys[0] == keys[1] and len(keys[0]) > 60
+    marks = [re.findall(r"\{\d\}", text) for text in (english, chinese)]
+    assert sorted(marks[0]) == sorted(marks[1])
+    used = set(re.findall(r'\bt\("(\w+)"', SCRIPT[0]) + re.findall(r'data-(?:t|label|hint)="(\w+)"', SOURCE))
+    assert used <= set(keys[0])
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", (0, 1), ids=("light", "dark"))
+def test_text_stands_out(theme: int):
+    """WCAG AA: 4.5 to 1 for text."""
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
+    colours = {name: (light, dark)[theme] for name, light, dark in found}
+    pairs = [(ink, paper) for ink in ("text", "quiet") for paper in ("page", "side", "raised", "soft")]
+    pairs += [
+        ("on-accent", "accent"),
+        ("accent", "page"),
+        ("text", "softer"),
+        ("quiet", "danger-soft"),
+        ("danger", "danger-soft"),
+    ]
+    for ink, paper in pairs:
+        one, other = sorted((luminance(colours[ink]), luminance(colours[paper])))
+        assert (other + 0.05) / (one + 0.05) >= 4.5, (ink, paper)
+
+
+# ---------------------------------------------------------------------- the browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip(MISSING)
+    if CHROMIUM is None:
+        pytest.skip(MISSING)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Script]:
+    server = Script()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page in a fresh profile; at the end no script of it may have failed or been refused."""
+    contexts, problems = [], []
+
+    def opened(server: Script | None, path: str = "", width: int = 1200, height: int = 800, **options: Any) -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, **{"locale": "en-GB", "color_scheme": "light", **options}
+        )
+        context.set_default_timeout(8000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: (problems.append("dialog " + dialog.message), dialog.dismiss()))
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if "Security Policy" in message.text else None,
+        )
+        if server is not None:
+            page.goto(server.url + path)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def send(page: Any, text: str, wait: bool = True) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Any) -> None:
+    page.wait_for_selector("#stop", state="hidden")
+
+
+def last(page: Any) -> Any:
+    return page.locator(".reply").last
+
+
+def test_streams_with_a_caret_and_stops(server, open_page):
+    page = open_page(server)
+    send(page, "slow", wait=False)
+    page.wait_for_selector(".reply .caret")
+    assert page.locator(".reply").get_attribute("aria-busy") == "true"
+    first = last(page).inner_text()
+    page.wait_for_function("length => document.querySelector('.reply').innerText.length > length + 20", arg=len(first))
+    assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", last(page).inner_text())
+    page.keyboard.press("Escape")
+    done(page)
+    assert server.left.wait(3), "the server goes on writing to a reader who stopped"
+    text = last(page).inner_text()
+    assert "Stopped." in text and "word5" in text and not page.locator(".caret").count()
+    page.wait_for_timeout(200)
+    assert last(page).inner_text() == text
+    send(page, "slow", wait=False)
+    page.click("#stop")
+    done(page)
+    # Nothing came before the stop: the empty reply and its question are not sent along.
+    send(page, "hello")
+    asked = [message["content"] for message in server.bodies[-1]["messages"]]
+    assert asked[0] == "slow" and asked[1].startswith("word0") and asked[-1] == "hello"
+
+
+def test_regenerate_edit_and_variants_outlive_a_reload(server, open_page):
+    page = open_page(server)
+    send(page, "tell one")
+    send(page, "tell two")
+    assert [m["content"].split(": ")[-1] for m in server.bodies[-1]["messages"]] == ["tell one", "tell one", "tell two"]
+    assert server.bodies[-1]["stream_options"] == {"include_usage": True}
+    before = last(page).locator(".prose").inner_text()
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    assert last(page).locator(".count").inner_text() == "2/2"
+    after = last(page).locator(".prose").inner_text()
+    assert before != after  # another seed
+    assert server.bodies[-1]["messages"] == server.bodies[-2]["messages"]
+    last(page).locator("[data-act=previous]").click()
+    assert last(page).locator(".prose").inner_text() == before
+    # The first question, edited: a branch of its own, from which one comes back.
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    page.locator(".editor textarea").fill("tell three")
+    page.keyboard.press("Enter")
+    done(page)
+    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["tell three"]
+    page.reload()
+    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    page.locator(".question [data-act=previous]").click()
+    assert page.locator(".question .said").all_inner_texts() == ["tell one", "tell two"]
+    assert last(page).locator(".prose").inner_text() == before and last(page).locator(".count").inner_text() == "1/2"
+    assert "3 tokens" in last(page).inner_text()
+
+
+def test_tool_calls_are_cards_and_are_handed_back(server, open_page):
+    page = open_page(server)
+    send(page, "sum")
+    assert page.locator(".call").inner_text().split() == ["Calculator", "2+3", "→", "5"]
+    assert page.locator(".reply .prose").inner_text() == "2+3 = 5."
+    figures = last(page).locator(".figures").inner_text()
+    assert "3 tokens" in figures and "tokens/s" not in figures  # it came at once: there is no speed to measure
+    send(page, "hello")
+    assert server.bodies[-1]["messages"][1]["content"] == [
+        {"type": "python", "text": "2+3"},
+        {"type": "python_output", "text": "5"},
+        {"type": "text", "text": "2+3 = 5."},
+    ]
+
+
+def test_markdown(server, open_page):
+    page = open_page(server)
+    send(page, "say " + RICH)
+    prose = last(page).locator(".prose")
+    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", prose.inner_html())
+    for part in (
+        "<h2>Heading</h2>",
+        "<em>soft</em> and <strong>strong</strong>",
+        "<code>code</code>, <del>old</del>",
+        'href="https://example.com/a_b?c=1"',
+        "snake_case_name and 2 * 3 * 4",
+        "<li>one</li>",
+        "<li>two<ol",
+        '<ol start="1"><li>inner</li><li>more</li></ol>',
+        '<blockquote><p dir="auto">quoted</p></blockquote>',
+        "<th>n</th><th>square</th>",
+        "<td>2</td><td>4</td>",
+        'print("&lt;b&gt;not bold&lt;/b&gt;")',
+        "Last *plain* line.",
+    ):
+        assert part in html, part
+    link = prose.locator("a")
+    assert "noopener" in link.get_attribute("rel") and link.get_attribute("target") == "_blank"
+    send(page, "say 龙🐉 und ßtraße ✓ " + "é" * 300)  # bytes of a character in two pieces
+    assert last(page).locator(".prose").inner_text() == "龙🐉 und ßtraße ✓ " + "é" * 300
+
+
+def test_long_and_hostile_markdown_is_quick(server, open_page):
+    page = open_page(server)
+    for text in (
+        "*" * 15000,
+        "[" * 15000,
+        "`a" * 7000,
+        "> " * 5000 + "x",
+        "- " * 5000,
+        "**a _b " * 2000,
+        "|-" * 9000 + "|\n|-|",
+        "[a](" * 4000,
+        "# " + " #" * 8000,
+    ):
+        seconds = page.evaluate(
+            """text => {
+                 const start = performance.now();
+                 markdown(document.createElement("div"), text);
+                 return (performance.now() - start) / 1000;
+               }""",
+            text,
+        )
+        assert seconds < 2, text[:10]  # linear: milliseconds; quadratic in the length would take much longer
+
+
+def test_copies_message_and_code(server, open_page):
+    page = open_page(server, permissions=["clipboard-read", "clipboard-write"])
+    send(page, "say " + RICH)
+    page.locator("[data-act=copy-code]").click()
+    page.wait_for_selector("[data-act=copy-code] svg[data-name=check]")
+    assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>not bold</b>")'
+    last(page).locator(".acts [data-act=copy]").click()
+    page.wait_for_selector(".reply .acts svg[data-name=check]")
+    assert page.evaluate("navigator.clipboard.readText()") == RICH
+    # Without the clipboard interface, as on a page over plain http from another machine.
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.locator("[data-act=copy-code]").click()
+    page.wait_for_selector("[data-act=copy-code] svg[data-name=check]")
+
+
+def test_settings_are_sent_and_kept(server, open_page):
+    page = open_page(server)
+    send(page, "hello")
+    body = server.bodies[-1]
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (0.8, 50, 1) and "max_tokens" not in body
+    page.click("#open-settings")
+    for name, value in (("temperature", "0.3"), ("top_k", "7"), ("top_p", "0.9")):
+        page.locator(f"#set-{name}").fill(value)
+    page.fill("#set-max_tokens", "12")
+    page.fill("#set-seed", "40")
+    page.fill("#set-system", "You are a fox.")
+    page.keyboard.press("Escape")
+    assert not page.locator("#settings").is_visible()
+    page.reload()
+    page.click("#new")
+    send(page, "hello")
+    body = server.bodies[-1]
+    asked = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
+    assert asked == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "max_tokens": 12, "seed": 40}
+    assert body["messages"][0] == {"role": "system", "content": "You are a fox."}
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    assert server.bodies[-1]["seed"] == 41  # another try with the same seed would be the same reply
+    page.click("#open-settings")
+    page.fill("#set-max_tokens", "-3")
+    page.click("#reset")
+    page.click("#close-settings")
+    send(page, "long")
+    assert "max_tokens" not in server.bodies[-1] and server.bodies[-1]["temperature"] == 0.8
+    assert "Stopped at the longest reply allowed." in last(page).inner_text()
+
+
+def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_page, tmp_path):
+    page = open_page(server)
+    titles = lambda: page.locator("#list .open").all_inner_texts()  # noqa: E731
+    send(page, "first one")
+    page.click("#new")
+    send(page, "second one")
+    assert titles() == ["second one", "first one"]
+    page.locator("#list li").nth(1).hover()
+    page.locator("[data-act=rename]").nth(1).click()
+    page.keyboard.type("A better name")
+    page.keyboard.press("Enter")
+    page.reload()
+    assert titles() == ["second one", "A better name"]
+    assert page.locator(".question .said").all_inner_texts() == ["second one"]
+    with page.expect_download() as download:
+        page.click("#export")
+    download.value.save_as(tmp_path / "all.json")
+    assert re.fullmatch(r"nanochat-\d{4}-\d\d-\d\d\.json", download.value.suggested_filename)
+    page.locator("#list li").nth(0).hover()
+    page.locator("[data-act=delete]").nth(0).click()
+    assert titles() == ["A better name"]
+    page.click("#toast button")
+    assert titles() == ["second one", "A better name"]
+    for _ in range(2):
+        page.locator("#list li").nth(0).hover()
+        page.locator("[data-act=delete]").nth(0).click()
+    page.reload()
+    assert titles() == [] and page.locator("#empty").is_visible()
+    page.set_input_files("#file", tmp_path / "all.json")
+    page.wait_for_selector("#list li")
+    assert titles() == ["second one", "A better name"]
+    page.locator("#list .open").nth(1).click()
+    assert page.locator(".question .said").all_inner_texts() == ["first one"]
+    assert "first one" in last(page).inner_text()
+    # Imported again: what is here stays, and comes a second time.
+    page.set_input_files("#file", tmp_path / "all.json")
+    page.wait_for_function("() => document.querySelectorAll('#list li').length === 4")
+
+
+@pytest.mark.parametrize(
+    "content",
+    (
+        "no json",
+        "{}",
+        '{"format":"nanochat-conversations","version":1,"conversations":[]}',
+        '{"format":"nanochat-conversations","conversations":[{"id":"a","nodes":{"root":{"children":["root"]}}}]}',
+        '{"format":"nanochat-conversations","conversations":[{"id":"__proto__","nodes":{"root":{"children":[]}}}]}',
+        '{"format":"nanochat-conversations","conversations":[{"id":"a","nodes":{"root":{"children":["constructor"]}}}]}',
+    ),
+)
+def test_a_wrong_import_changes_nothing(server, open_page, tmp_path, content):
+    page = open_page(server)
+    send(page, "hello")
+    (tmp_path / "wrong.json").write_text(content)
+    page.set_input_files("#file", tmp_path / "wrong.json")
+    page.wait_for_selector("#toast:has-text('no conversations')")
+    page.reload()
+    assert page.locator("#list .open").all_inner_texts() == ["hello"]
+
+
+def test_thirty_payloads_stay_text(browser, open_page):
+    """Without the policy of the server, so that the page stands alone."""
+    server = Script(policy=None)
+    server.models = [{"id": "<img src=x onerror=window.hurt=1>"}]
+    page = open_page(server)
+    outside: list[str] = []
+    page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
+    allowed = {
+        "ARTICLE",
+        "P",
+        "BR",
+        "EM",
+        "STRONG",
+        "DEL",
+        "CODE",
+        "PRE",
+        "UL",
+        "OL",
+        "LI",
+        "H2",
+        "H3",
+        "H4",
+        "HR",
+        "A",
+        "B",
+    }
+    allowed |= {
+        "BLOCKQUOTE",
+        "TABLE",
+        "THEAD",
+        "TBODY",
+        "TR",
+        "TH",
+        "TD",
+        "DIV",
+        "HEADER",
+        "SPAN",
+        "BUTTON",
+        "svg",
+        "path",
+    }
+    assert len(PAYLOADS) >= 30
+    for number, payload in enumerate(PAYLOADS):
+        if number % 8 == 0:
+            page.click("#new")
+        send(page, "evil " + payload)
+        found = page.evaluate(
+            """() => [...document.querySelectorAll("#messages *")].flatMap((node) => [node.tagName,
+               ...[...node.attributes].map(({name}) => "@" + name).filter((name) => /^@(on|style$|src)/.test(name))])"""
+        )
+        assert set(found) <= allowed, payload
+        links = page.evaluate("[...document.querySelectorAll('#messages a')].map((a) => a.protocol)")
+        assert set(links) <= {"https:", "http:", "mailto:"}, payload
+        assert (
+            last(page).locator(".call").inner_text().count(payload.split("\n")[0].replace("\t", " ")[:12].strip()) >= 1
+        )
+    page.locator(".reply a, .said").last.hover()
+    server.errors.append((500, "<img src=x onerror=window.hurt=1>", {}))
+    send(page, "<svg onload=window.hurt=1>")
+    assert "<img src=x onerror=window.hurt=1>" in page.locator(".failure").inner_text()
+    page.reload()
+    page.wait_for_function("() => document.getElementById('model-name').textContent.includes('<img')")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hurt") is None and outside == []
+    assert page.evaluate("document.querySelectorAll('img, iframe, script:not(body > script:last-of-type)').length") == 0
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    (
+        ((429, "full", {"Retry_After": "7"}), "busy with other conversations. It expects room in 7 s"),
+        ((429, "full", {}), "busy with other conversations."),
+        ((503, "loading", {}), "still being loaded"),
+        ((500, "a bug in layer 3", {}), "a bug in layer 3"),
+        ((400, "the prompt has 900 tokens, the context 512", {}), "the prompt has 900 tokens, the context 512"),
+    ),
+)
+def test_errors_are_told_and_tried_again(server, open_page, error, words):
+    page = open_page(server)
+    server.errors.append(error)
+    send(page, "hello")
+    assert words in page.locator(".failure[role=alert]").inner_text()
+    page.reload()
+    page.click("[data-act=retry]")
+    done(page)
+    assert "hello" in last(page).locator(".prose").inner_text() and not page.locator(".failure").count()
+    assert not last(page).locator(".count").count()  # a failed try leaves no variant behind
+
+
+@pytest.mark.parametrize(("question", "words"), (("break", "connection broke off"), ("fail", "the device is gone")))
+def test_a_reply_that_breaks_off_keeps_what_came(server, open_page, question, words):
+    page = open_page(server)
+    send(page, question)
+    assert words in page.locator(".failure").inner_text() and "half" in last(page).locator(".prose").inner_text()
+
+
+def test_offline_and_a_server_that_is_gone(server, open_page):
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    page.context.set_offline(True)
+    page.wait_for_selector("#dot[data-state=away]")
+    send(page, "hello")
+    assert "You are offline" in page.locator(".failure").inner_text()
+    page.context.set_offline(False)
+    page.wait_for_selector("#dot[data-state=ready]")
+    page.click("[data-act=retry]")
+    done(page)
+    server.shutdown()
+    server.server_close()
+    send(page, "hello again")
+    assert "does not answer" in page.locator(".failure").inner_text()
+
+
+def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page):
+    server.key = "secret-1"
+    page = open_page(server, "?key=secret-1")
+    assert page.url == server.url
+    send(page, "hello")
+    assert "hello" in last(page).locator(".prose").inner_text()
+    page.reload()
+    send(page, "again")
+    assert "again" in last(page).locator(".prose").inner_text()
+    assert "secret-1" not in page.evaluate("JSON.stringify(localStorage)")
+    stranger = open_page(server)
+    stranger.wait_for_selector("#dot[data-state=locked]")
+    send(stranger, "hello")
+    assert "asks for an API key" in stranger.locator(".failure").inner_text()
+    stranger.click("[data-act=key]")
+    stranger.keyboard.type("secret-1")
+    stranger.keyboard.press("Tab")
+    stranger.wait_for_selector("#dot[data-state=ready]")
+    stranger.keyboard.press("Escape")
+    stranger.click("[data-act=retry]")
+    done(stranger)
+    assert "hello" in last(stranger).locator(".prose").inner_text()
+
+
+def test_by_keyboard_alone(server, open_page):
+    page = open_page(server)
+    keys = page.keyboard
+    assert page.evaluate("document.activeElement.id") == "input"
+    keys.type("one")
+    keys.press("Shift+Enter")
+    keys.type("two")
+    keys.press("Enter")
+    done(page)
+    assert server.bodies[-1]["messages"][-1]["content"] == "one\ntwo"
+
+    def reach(selector: str, by: str = "Tab") -> None:
+        for _ in range(40):
+            keys.press(by)
+            if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+                break
+        else:
+            raise AssertionError(f"{selector} is not reached by {by}")
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", f"{selector} does not show its focus"
+
+    reach(".reply [data-act=again]", "Shift+Tab")
+    keys.press("Enter")
+    done(page)
+    reach(".reply [data-act=previous]", "Shift+Tab")
+    keys.press("Enter")
+    assert last(page).locator(".count").inner_text() == "1/2"
+    assert page.evaluate("document.activeElement.dataset.act") == "next"
+    reach(".question [data-act=edit]", "Shift+Tab")
+    keys.press("Enter")
+    keys.press("End")
+    keys.type(" three")
+    keys.press("Escape")
+    assert page.locator(".question .said").all_inner_texts() == ["one\ntwo"]
+    assert page.evaluate("document.activeElement.dataset.act") == "edit"
+    reach("#open-settings", "Shift+Tab")
+    keys.press("Enter")
+    reach("#set-temperature")
+    keys.press("Home")
+    keys.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "open-settings"
+    reach("#list [data-act=rename]", "Shift+Tab")
+    reach("#new", "Shift+Tab")
+    keys.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "input"
+    keys.type("slow")
+    keys.press("Enter")
+    page.wait_for_selector(".caret")
+    assert server.bodies[-1]["temperature"] == 0
+    keys.press("Escape")
+    done(page)
+    assert page.locator("#live").inner_text() == "Stopped."
+    names = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea, select')].filter((node) => node.checkVisibility()"
+        " && !(node.ariaLabel || node.innerText || node.labels?.[0]?.innerText)).map((node) => node.outerHTML)"
+    )
+    assert names == []
+
+
+def test_an_input_method_takes_enter_for_itself(server, open_page):
+    page = open_page(server)
+    page.fill("#input", "ni hao")
+    page.evaluate(
+        "$('input').dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true }))"
+    )
+    assert server.bodies == [] and page.input_value("#input") == "ni hao"
+
+
+def test_a_phone(server, open_page):
+    page = open_page(server, width=360, height=720, has_touch=True, is_mobile=True)
+    assert page.locator("#empty").is_visible() and not page.locator("#side").is_visible()
+    page.locator("#ideas button").first.tap()
+    done(page)
+    send(
+        page,
+        "say " + "unbreakable" * 40 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + "a | " * 30 + "\n" + "|---" * 30 + "|",
+    )
+    send(page, "evil " + "9" * 200)
+    wide = "document.documentElement.scrollWidth > innerWidth || $('scroll').scrollWidth > $('scroll').clientWidth"
+    assert not page.evaluate(wide)
+    small = (
+        "[...document.querySelectorAll('#bar button, #foot button')].filter((b) => b.offsetWidth && b.offsetWidth < 36)"
+    )
+    assert page.evaluate(small) == []
+    page.tap("#show")
+    assert page.locator("#list li").count() == 1
+    page.mouse.click(340, 300)
+    assert not page.locator("#side").is_visible()
+    page.tap("#open-settings")
+    assert page.evaluate("$('settings').getBoundingClientRect().left >= 0") and not page.evaluate(wide)
+
+
+def test_dark_light_and_two_languages(server, open_page):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page = open_page(server, color_scheme="dark")
+    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    page.click("#open-settings")
+    page.get_by_text("Dark", exact=True).click()
+    page.reload()
+    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    chinese = open_page(server, locale="zh-CN")
+    assert chinese.locator("html").get_attribute("lang") == "zh-CN"
+    assert chinese.locator("#empty h2").inner_text() == "今天聊点什么？"
+    assert chinese.locator("#send").get_attribute("aria-label") == "发送"
+    server.errors.append((429, "full", {"Retry_After": "4"}))
+    send(chinese, "你好")
+    assert "预计 4 秒后有空位" in chinese.locator(".failure").inner_text()
+    chinese.click("#open-settings")
+    chinese.get_by_text("English", exact=True).click()
+    assert chinese.locator("#settings-title").inner_text() == "Settings"
+    assert "It expects room in 4 s" in chinese.locator(".failure").inner_text()
+    chinese.reload()
+    assert chinese.locator("html").get_attribute("lang") == "en"
+
+
+def test_a_reload_in_the_middle_keeps_what_came(server, open_page):
+    page = open_page(server)
+    send(page, "slow", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply')?.innerText.includes('word9')")
+    page.reload()
+    assert "word9" in last(page).inner_text() and "closed before the reply was complete" in last(page).inner_text()
+
+
+def test_two_conversations_at_once(server, open_page):
+    page = open_page(server)
+    send(page, "slow one", wait=False)
+    page.wait_for_selector(".caret")
+    page.click("#new")
+    send(page, "hello")
+    assert page.locator(".question .said").all_inner_texts() == ["hello"]
+    page.locator("#list .open", has_text="slow one").click()
+    page.wait_for_selector(".caret")
+    before = last(page).inner_text()
+    page.wait_for_function("length => document.querySelector('.reply').innerText.length > length", arg=len(before))
+    page.click("#stop")
+    done(page)
+
+
+# ---------------------------------------------------------------------- the real server
+
+
+@contextmanager
+def chat_web(base: Path, key: str, *flags: str) -> Iterator[str]:
+    """`python -m scripts.chat_web` on a free port, until it is ready; ended by SIGTERM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": os.fspath(base), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "scripts.chat_web", f"--port={port}", "--device=cpu", f"--api_key={key}", *flags]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    probe.sendall(
+                        f"GET /ready HTTP/1.0\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+                    )
+                    if b" 200 " in probe.recv(64):
+                        break
+            time.sleep(0.3)
+        else:
+            process.kill()
+            raise AssertionError("the server did not become ready:\n" + process.communicate()[0][-2000:])
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+@pytest.mark.slow
+def test_with_the_real_server(open_page, tmp_path):
+    if not (DEMO / "checkpoints" / "rl").exists():
+        pytest.skip(
+            "THE PAGE IS NOT TESTED WITH THE REAL SERVER: NANOCHAT_DEMO_BASE names no base folder of a demo run"
+        )
+    for part in ("tokenizer", "checkpoints/rl"):
+        shutil.copytree(DEMO / part, tmp_path / "base" / part)
+    with chat_web(tmp_path / "base", "secret-2", "--source=rl") as url:
+        page = open_page(None)
+        page.goto(url + "?key=secret-2")
+        page.wait_for_selector("#dot[data-state=ready]")
+        page.locator("#ideas button").nth(1).click()
+        done(page)
+        assert "85" in last(page).inner_text()
+        assert page.locator(".call").inner_text().split()[-1] == "85"
+        send(page, "Tell me a story about a dragon named Ravi.")
+        assert "Ravi" in last(page).locator(".prose").inner_text()
+        assert re.search(r"\d+ tokens · ", last(page).inner_text())
+        last(page).locator("[data-act=again]").click()
+        page.wait_for_selector(".caret")
+        page.keyboard.press("Escape")
+        done(page)
+        assert last(page).locator(".count").inner_text() == "2/2"
+
+
+def take_pictures(url: str) -> None:
+    """docs/images/chat*.png from a running server with the demo model, with few enough colours to stay small."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    folder = ROOT / "docs" / "images"
+
+    def keep(page: Any, name: str) -> None:
+        page.mouse.move(600, 2)
+        page.wait_for_timeout(300)
+        page.screenshot(path=folder / name)
+        picture = Image.open(folder / name).convert("RGB")
+        picture.quantize(64, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+        print(name, picture.size, (folder / name).stat().st_size, "bytes")
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1200, "height": 800}, locale="en-GB", color_scheme="light")
+        page.goto(url)
+        for question in ("Who are you?", "Tell me a story about a fox named Pip."):
+            send(page, question)
+            page.click("#new")
+        send(page, "What is 47 + 38?")
+        send(page, "Tell me a story about a dragon named Ravi.")
+        last(page).locator("[data-act=again]").click()
+        done(page)
+        keep(page, "chat.png")
+        page.emulate_media(color_scheme="dark")
+        keep(page, "chat_dark.png")
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 360, "height": 720})
+        keep(page, "chat_phone.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    take_pictures(sys.argv[1])
