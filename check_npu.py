@@ -216,7 +216,9 @@ def find_program(root: Path, name: str) -> str | None:
 def run_program(command: list[str], timeout: float = 30) -> str:
     """What the program prints, also when it fails; why it could not run or did not end."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return answer.stdout + answer.stderr

@@ -140,6 +140,11 @@ PYTHON
   fi
 fi
 
+# A .venv that will be removed cannot make the next one: the interpreter that it came from does.
+if [[ $state == other && $python -ef $venv/bin/python && $python == "$venv"/* ]]; then
+  python=$("$python" -c 'import sys; print(sys._base_executable)')
+fi
+
 show() { say plan "$1"; }
 if [[ $state == ready ]]; then
   say ready "$venv is up to date; nothing to install"

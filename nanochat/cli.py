@@ -39,7 +39,11 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         argv = argv[1:]
     module = sys.modules[config_type.__module__]
     script = config_type.__module__ if module.__spec__ is None else module.__spec__.name
-    argv = [*argv, *shlex.split(os.environ.get(f"NANOCHAT_{script.rpartition('.')[2].upper()}", ""))]
+    variable = f"NANOCHAT_{script.rpartition('.')[2].upper()}"
+    try:
+        argv = [*argv, *shlex.split(os.environ.get(variable, ""))]
+    except ValueError as error:
+        fail(f"{variable} in the environment holds flags as a shell would read them: {error}", code=2)
     command = f"python -m {module.__spec__.name}" if module.__spec__ else Path(sys.argv[0]).name
     said = io.StringIO()
     try:

@@ -251,11 +251,15 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
         if local_rank >= module.device_count():
             raise UserError(
                 f"process {local_rank} has no device: {module.device_count()} found; lower --nproc_per_node"
+                if world_size > 1
+                else f"--device {kind}:{local_rank}: there are {module.device_count()}, counted from 0"
             )
         module.set_device(local_rank)
 
     if explain not in explainers:
         explainers.append(explain)
+    if kind == "npu" and world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
+        raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
     if world_size > 1 and not dist.is_initialized():
         device_id = None if kind == "cpu" else torch.device(kind, local_rank)
         dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id)

@@ -77,10 +77,10 @@ def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
     return advantages
 
 
-def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray) -> PolicyBatch:
+def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray, device: Device) -> PolicyBatch:
     """A micro-batch (a part of the packed samples, on the device) with its samples' advantages (Q, G)."""
     lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
-    by_sample = torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)).to(rows.inputs.device)
+    by_sample = device.to_device(torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)))
     if not samples.ids:  # a rank without a question has a row of padding, which is of no sample
         by_sample = by_sample.new_zeros(2, 1)
     of_targets = (rows.targets != IGNORE) * by_sample[:, rows.source]  # (2, N, T)
@@ -96,18 +96,20 @@ def logp_of(model: torch.nn.Module, rows: Rows, device: Device) -> torch.Tensor:
 
 def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Device) -> float:
     """Nats a token that the model has moved away from the reference, on the samples, over all ranks."""
-    total = targets = 0.0
+    totals = torch.zeros(2, device=device.torch_device)
     for batch in batches:
         assert batch.reference_logp is not None
-        total += kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum().item()
-        targets += (batch.rows.targets != IGNORE).sum().item()
+        moved = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
+        totals += torch.stack((moved, (batch.rows.targets != IGNORE).sum().float()))
+    total, targets = totals.tolist()
     return mean_over_ranks([total], targets, device)[0]
 
 
 def mean_over_ranks(values: Sequence[float], count: float, device: Device) -> list[float]:
     """Sums over this rank's `count` items -> means over all ranks' items."""
-    totals = torch.tensor([*values, count], dtype=torch.float32, device=device.torch_device)
+    *sums, items = (*values, count)
     if device.world_size > 1:
+        totals = torch.tensor([*values, count], dtype=torch.float32, device=device.torch_device)
         dist.all_reduce(totals)
-    *sums, items = totals.tolist()
+        *sums, items = totals.tolist()
     return [value / max(items, 1.0) for value in sums]

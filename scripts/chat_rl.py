@@ -161,7 +161,7 @@ def main(config: Config) -> None:
             advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
             rows = pack(drawn.ids, drawn.masks, row_tokens)
             batches = [
-                rollout.policy_batch(micro, drawn, advantages)
+                rollout.policy_batch(micro, drawn, advantages, device)
                 for micro in rows.micro_batches(config.device_batch_size, device)
             ]
             if config.updates_per_step > 1:  # with one update the samples are the present policy's own

@@ -82,7 +82,7 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
 def test_a_batch_carries_each_samples_advantage_and_share():
     samples = rollout.Samples([[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], np.zeros((1, 2)), ["", ""])
     rows = pack(samples.ids, samples.masks, 8)
-    batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]))
+    batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]), cpu_device())
     of = {(s, t): (a, w) for s, t, a, w in zip(
         rows.source.flatten().tolist(), rows.targets.flatten().tolist(),
         batch.advantages.flatten().tolist(), batch.sample_share.flatten().tolist(), strict=True,
@@ -96,5 +96,5 @@ def test_no_question_is_no_sample(engine):
     assert drawn.rewards.size == 0 and drawn.ids == []
     rows = pack(drawn.ids, drawn.masks, 8)
     assert (rows.targets == IGNORE).all()
-    batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True))
+    batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True), cpu_device())
     assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0

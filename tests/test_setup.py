@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -502,3 +503,16 @@ def test_a_finished_setup_is_left_alone(machine: FakeMachine):
     _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
     assert plan_of(lines)[:2] == [f"plan rm -r VENV # made for cuda with Python {version}", "plan PYTHON -m venv VENV"]
     assert plan_of(lines)[-1].endswith("-e . # torch==2.13.0")  # the old folder's extras went with it
+
+
+def test_a_venv_of_another_kind_does_not_make_the_one_that_replaces_it(machine: FakeMachine):
+    """Its interpreter goes with it; the one it came from stays."""
+    venv.create(machine.venv, with_pip=False)
+    (machine.venv / "nanochat_setup.txt").write_text(
+        f"project x\nkind cpu\npython {sys.version_info[0]}.{sys.version_info[1]}\n"
+    )
+    code, lines, error = machine.with_npus().with_cann("8.5.0").setup(PYTHON="")
+    assert code == 0, error
+    removal = next(i for i, line in enumerate(lines) if line.startswith("plan rm -r VENV"))
+    maker = lines[removal + 1].removeprefix("plan ").removesuffix(" -m venv VENV")
+    assert Path(maker).is_file() and not maker.startswith("VENV")

@@ -55,6 +55,20 @@ def environment(
     `memory` is bytes a device, with KiB, MiB or GiB. `counts` is a JSON file to write, or "-" to print only;
     `counts_step` is FILE.py:FUNCTION[,...]. The faults are OPERATION:N@RANK.
     Raises Unavailable: when the wheel or a compiler cannot be had."""
+    if not 1 <= devices <= 64:
+        raise ValueError(f"{devices} devices: from 1 to 64")
+    if not 0 < parse_size(memory) < 1 << 50:
+        raise ValueError(f"{memory} of memory: more than nothing, less than a PiB")
+    for fault in filter(None, f"{hccl_fail or ''},{hccl_hang or ''}".split(",")):
+        match = re.fullmatch(r"(\w+):(\d+)(?:@(\d+))?", fault)
+        if not match or match[1] not in _collectives() or int(match[2]) < 1 or int(match[3] or 0) >= devices:
+            raise ValueError(
+                f"{fault!r}: such as all_reduce:3@1, the third on rank 1 of {devices}; "
+                f"kinds: {', '.join(_collectives())}"
+            )
+    for step in filter(None, (counts_step or "").split(",")):
+        if not re.fullmatch(r"[\w/]+\.py:\w+", step):
+            raise ValueError(f"{step!r}: such as nanochat/train.py:train_step")
     wheel, libraries = build()
     home = libraries / "home"
     variables = {
@@ -79,6 +93,13 @@ def environment(
         "SIMNPU_HCCL_HANG": hccl_hang,
     }
     return variables | {name: value for name, value in optional.items() if value is not None}
+
+
+def _collectives() -> list[str]:
+    """The kinds that hccl.c counts, by their names there."""
+    text = (HERE / "hccl.c").read_text()
+    table = text[text.index("KIND[KINDS] = {") :]
+    return re.findall(r'\] = "(\w+)"', table[: table.index("};")])
 
 
 def parse_size(text: str) -> int:
@@ -142,6 +163,8 @@ def _wheel() -> Path:
                 )
                 raise Unavailable(f"no torch_npu {version} wheel for {python} on {platform.machine()}: {last.strip()}")
             archive = found[0]
+        if not zipfile.is_zipfile(archive) or not archive.name.startswith(f"torch_npu-{version}"):
+            raise Unavailable(f"{archive} is not a wheel of torch_npu {version}")
         unpacked = Path(temporary) / "unpacked"
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(unpacked)
@@ -185,6 +208,12 @@ def _compile(wheel: Path, source: Path, target: Path, *options: str) -> None:
     command += [f"-I{include}/hccl/inc", str(source), "-o", str(target), f"-Wl,-soname,{target.name}", "-pthread"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     if done.returncode:
+        hello = subprocess.run(
+            ["gcc", "-xc", "-", "-shared", "-fPIC", "-o", str(target)], input="#include <stdio.h>\n", text=True,
+            capture_output=True,
+        )  # fmt: skip
+        if hello.returncode:
+            raise Unavailable(f"gcc compiles nothing here, not even stdio.h: {hello.stderr.strip()[-300:]}")
         raise RuntimeError(f"{source.name} does not compile:\n{done.stderr}")
 
 

@@ -208,10 +208,11 @@ def launches(device: str) -> dict[str, list[int]]:
     sizes = {"n_layer": 12, "sequence_len": 128, "n_kv_head": 4, "window_pattern": "SSSL"}
     model = _model(found, "fast", **sizes)
     optimizer = make_optimizer(model, _rates(), found)
-    batch = tuple(found.to_device(torch.randint(0, 100, (1, 128))) for _ in range(2))
+    rows = [torch.randint(0, 100, (1, 128)) for _ in range(2)]
     meter = Meter(Progress(), found)
 
     def step(lr: float) -> StepStats:
+        batch = tuple(found.to_device(row) for row in rows)
         stats = train_step(model, optimizer, [batch], next_token_loss, device=found, lr=lr)
         meter.add(stats, 128)
         return stats
