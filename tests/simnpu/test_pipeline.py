@@ -210,9 +210,10 @@ def documented() -> list[str]:
     theirs = "torchrun --standalone --nproc_per_node=8 -m scripts"
     return [
         f"{theirs}.base_train -- --depth=12 --device_batch_size=16 --total_batch_size=262144",
+        *(command for command in ours if "mid_train" in command),  # before what goes on from it
         f"{theirs}.chat_sft -- --device_batch_size=8 --target_examples_per_step=32",
         f"{theirs}.chat_rl -- --device_batch_size=4 --examples_per_step=16",
-        *(command for command in ours if "mid_train" in command or "--graphs" in command),
+        *(command for command in ours if "--graphs" in command),
     ]
 
 
