@@ -176,6 +176,16 @@ class Device:
         """Whether decoding does better with the whole cache, in place and of one shape, than with its filled part."""
         return self.kind == "npu"
 
+    @property
+    def packs_weights(self) -> bool:
+        """Whether decoding does better with weights laid out for oneDNN's products."""
+        if self.kind != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        operators = torch.ops.mkldnn
+        if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+            return False
+        return self.dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
+
     def check_capture(self) -> None:
         """Raises UserError: when this device cannot record launches."""
         if self.kind == "cpu":

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import device as devices
@@ -27,6 +26,7 @@ from nanochat.attention import KVCache
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT
+from nanochat.packed import PackedLinear, pack
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import calculate
 
@@ -52,10 +52,7 @@ class Engine:
         if graphs:
             self.device.check_capture()
         self.tokenizer = tokenizer
-        # bf16 weights halve what a decoded token reads
-        self.model = (
-            model if self.device.dtype == torch.float32 else copy.deepcopy(model).to(self.device.dtype)
-        ).eval()
+        self.model = self._snapshot(model)
         self.call_start, self.call_end, self.answer_start, self.answer_end = (
             tokenizer.encode_special(f"<|{mark}|>")
             for mark in ("python_start", "python_end", "output_start", "output_end")
@@ -63,10 +60,21 @@ class Engine:
         # Its end, and all that is not the assistant's to write: nobody but the tool answers a call.
         self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
 
+    def _snapshot(self, model: GPT) -> GPT:
+        if model.packed_head is not None:  # another engine's
+            return model
+        if self.device.packs_weights:
+            return pack(copy.deepcopy(model).to(self.device.dtype)).eval()
+        if self.device.dtype == torch.float32:
+            return model.eval()
+        return copy.deepcopy(model).to(self.device.dtype).eval()  # bf16 weights halve what a decoded token reads
+
     @torch.no_grad()
     def update(self, model: GPT) -> None:
         """Take over a model's weights as they are now."""
-        if self.model is not model:
+        if self.device.packs_weights:
+            self.model = self._snapshot(model)
+        elif self.model is not model:  # in place: recorded launches read them there
             for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
                 mine.copy_(theirs)
 
@@ -175,11 +183,16 @@ class Engine:
         largest = max(sizes)
         generator = torch.Generator().manual_seed(0)
         exact = set(sizes)
-        shapes = {tuple(one.weight.shape): one.weight for one in self.model.modules() if isinstance(one, nn.Linear)}
-        for weight in (*shapes.values(), self.model.head_weight()):
-            rows = torch.randn(largest, weight.size(1), generator=generator).to(weight.device, weight.dtype)
-            expected = F.linear(rows, weight)
-            exact -= {size for size in exact if not torch.equal(F.linear(rows[:size], weight), expected[:size])}
+        products: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {
+            (one.in_features, one.out_features): one
+            for one in self.model.modules()
+            if isinstance(one, nn.Linear | PackedLinear)
+        }
+        products[self.model.config.width, self.model.config.vocab_size] = self.model.logits
+        for (width, _), product in products.items():
+            rows = torch.randn(largest, width, generator=generator).to(self.model.device, self.device.dtype)
+            expected = product(rows)
+            exact -= {size for size in exact if not torch.equal(product(rows[:size]), expected[:size])}
         return tuple(sorted(exact))
 
     def follow_call(self, row: "Call", token: int) -> None:

@@ -188,6 +188,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(C, config)
         self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
+        self.packed_head: nn.Module | None = None  # in its place where the model is packed, see packed.py
         kv_width = config.n_kv_head * config.head_dim
         self.value_embeddings = nn.ModuleDict(
             {str(i): nn.Embedding(V, kv_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
@@ -309,7 +310,11 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""
-        return soft_cap(F.linear(hidden, self.head_weight().to(hidden.dtype)).float(), self.config.logit_cap)
+        if self.packed_head is not None:
+            logits = self.packed_head(hidden)
+        else:
+            logits = F.linear(hidden, self.head_weight().to(hidden.dtype))
+        return soft_cap(logits.float(), self.config.logit_cap)
 
     def head_weight(self) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanochat import engine as engines
 from nanochat.cli import UserError
+from nanochat.device import Device
 from nanochat.engine import Engine, Sampling, Slots, check_sampling, sample, sample_rows, uniforms
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
@@ -358,10 +359,10 @@ def test_the_sizes_that_are_chosen_give_the_largest_ones_bits() -> None:
     engine = make_engine()
     sizes = engine.exact_sizes({1, 2, 4, 8, 16})
     assert sizes == tuple(sorted(sizes)) and sizes[-1] == 16
-    weight = engine.model.head_weight().detach()
-    rows = torch.randn(16, weight.size(1))
-    for size in sizes:
-        assert torch.equal(rows[:size] @ weight.T, (rows @ weight.T)[:size])
+    rows = torch.randn(16, engine.model.config.width)
+    with torch.inference_mode():
+        for size in sizes:
+            assert torch.equal(engine.model.logits(rows[:size]), engine.model.logits(rows)[:size])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -473,6 +474,18 @@ def test_update_takes_over_the_weights_as_they_are_now():
     assert not torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())
     engine.update(model)
     assert torch.equal(engine.model.embedding.weight, model.embedding.weight.bfloat16())
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_update_takes_over_every_matrix_packed_or_not(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "packs_weights", property(lambda self: packs and torch.backends.mkldnn.is_available()))
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
+    engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=torch.float32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.update(model)
+    assert greedy(engine.model, prompt_of(9), 20) == greedy(model, prompt_of(9), 20)
 
 
 def test_rows_that_have_ended_leave_the_batch_and_the_others_notice_nothing(monkeypatch):

@@ -19,7 +19,20 @@ ORDER = (
     *("cli", "paths", "log", "kernels_npu", "device", "profile", "tokenizer"),
     *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.rows", "data.loader"),
     *("tools", "sandbox", "conversation", "tasks.*"),
-    *("attention", "cross_entropy", "packing", "lora", "gpt", "hf", "scaling", "optim", "parallel", "train", "losses"),
+    *(
+        "attention",
+        "cross_entropy",
+        "packing",
+        "lora",
+        "gpt",
+        "packed",
+        "hf",
+        "scaling",
+        "optim",
+        "parallel",
+        "train",
+        "losses",
+    ),
     *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}

@@ -38,18 +38,27 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         self._chunks: deque[tuple[int, Chunk]] = deque()
         self._arrived = asyncio.Event()
+        self._woken = False
         for number, stream in enumerate(streams):
             stream.listen(partial(self._put, number))
 
     def _put(self, number: int, chunk: Chunk) -> None:  # on the device's thread
         self._chunks.append((number, chunk))
+        if self._woken:
+            return
+        self._woken = True
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
             self._loop.call_soon_threadsafe(self._arrived.set)
 
-    async def take(self) -> list[tuple[int, Chunk]]:
-        """What has come since the last time, as few chunks as may be: a reader who is slow gets larger ones."""
-        await self._arrived.wait()
+    async def take(self, seconds: float) -> list[tuple[int, Chunk]]:
+        """What has come since the last time, as few chunks as may be: a reader who is slow gets larger ones. An empty
+        list where nothing comes for so long."""
+        if not self._chunks:
+            timer = self._loop.call_later(seconds, self._arrived.set)
+            await self._arrived.wait()
+            timer.cancel()
         self._arrived.clear()
+        self._woken = False  # before the chunks are taken: one that comes meanwhile wakes again
         taken: list[tuple[int, Chunk]] = []
         last: dict[int, int] = {}  # the place of a stream's last chunk
         while self._chunks:
@@ -188,10 +197,7 @@ class Reply:
         """
         open_streams = len(self.mailbox.streams)
         while open_streams:
-            try:
-                taken = await asyncio.wait_for(self.mailbox.take(), HEARTBEAT_SECONDS)
-            except asyncio.TimeoutError:
-                taken = []
+            taken = await self.mailbox.take(HEARTBEAT_SECONDS)
             for _, chunk in taken:
                 if chunk.finish_reason == "cancelled":
                     raise ApiError(503, "the server is closing: the reply is not whole", code="cancelled")
@@ -239,8 +245,11 @@ class Reply:
         yield b"data: [DONE]\n\n"
 
 
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it is called for each token
+
+
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _compact(body).encode() + b"\n\n"
 
 
 class EventStream(Response):

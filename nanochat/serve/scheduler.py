@@ -20,6 +20,7 @@ from nanochat.engine import Call, Engine, Sampling, Slots, check_sampling
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histograms
 STALL_STEPS = 2.0  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs
 SMOOTHING = 0.2  # weight of the newest in a running mean
+FEW_ROWS = 4  # a batch of so many takes hardly longer to decode than one row alone
 SHORTEST_MATCH = 8  # tokens; copying fewer is not worth it
 
 
@@ -409,7 +410,7 @@ class Scheduler:
         source, shared = self._best_match(row)
         # A low slot keeps the decoded batch small.
         busy = [place for place, one in enumerate(self.rows) if one is not None]
-        limit = max(self.slots.rows_for(len(busy) + 1), *(place + 1 for place in busy), 0)
+        limit = max(self._rows_worth(len(busy) + 1), *(place + 1 for place in busy), 0)
         free = [place for place in range(min(limit, len(self.rows))) if self.rows[place] is None]
         extends = shared == len(self.contents[source])  # taking that slot itself loses nothing
         if shared and source in free and (extends or len(free) == 1):
@@ -422,6 +423,10 @@ class Scheduler:
         self.used[slot] = self.taken
         self.tokens_prompt += len(row.request.prompt)
         self.filling.append(row)
+
+    def _rows_worth(self, busy: int) -> int:
+        """The smallest batch worth making room for, where what the low slots hold might be lost."""
+        return self.slots.rows_for(min(max(busy, FEW_ROWS), len(self.rows)))
 
     def _best_match(self, row: _Row) -> tuple[int, int]:
         """The slot that has read the most of a request's prompt, and how many tokens; 0 where it is not worth it."""
@@ -502,8 +507,8 @@ class Scheduler:
     def _close_ranks(self, running: list[_Row]) -> None:
         """Where all who are in a slot fit a smaller batch, move the highest down, so that it is decoded as such."""
         busy = [row for row in self.rows if row is not None]
-        size = self.slots.rows_for(len(busy))
-        if self.slots.rows_for(max(row.slot for row in running) + 1) == size:
+        size = self._rows_worth(len(busy))
+        if max(row.slot for row in running) < size:
             return
         for row in running:
             if row.slot >= size:

@@ -1,0 +1,33 @@
+"""Packed weights: the model computes what it did, and a row the same bits in any company."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from tiny import SHAPES, cpu_device, lively_model, tiny_config
+
+from nanochat.packed import PackedLinear, pack
+
+pytestmark = pytest.mark.skipif(not cpu_device(dtype=torch.float32).packs_weights, reason="this torch packs nothing")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_packed_model_computes_what_it_did(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape])).eval()
+    packed = pack(copy.deepcopy(model))
+    tokens = torch.randint(model.config.vocab_size, (3, 17))
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(module, nn.Linear) for module in packed.modules())
+    assert any(isinstance(module, nn.Linear) for module in model.modules()), "the model itself stays as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs, inputs", [(768, 256), (256, 1024), (267, 192), (2, 32)])
+def test_a_row_has_the_same_bits_however_many_stand_beside_it(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, rows = torch.randn(outputs, inputs, dtype=dtype), torch.randn(64, inputs, dtype=dtype)
+    product = PackedLinear(weight, torch.randn(outputs, dtype=dtype))
+    with torch.inference_mode():
+        for count in (1, 2, 3, 5, 16, 33):
+            assert torch.equal(product(rows[:count]), product(rows)[:count])
