@@ -3,7 +3,7 @@
 Legend: Q questions, G samples a question, S = Q x G samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,32 +40,60 @@ def sample_replies(
     rows: int,
     top_k: int = 0,
 ) -> Samples:
-    """`samples` replies to each question, at most `rows` at once, each rewarded by its task.
+    """`samples` replies to each question, each rewarded by its task; all ranks together, and each has all of them.
 
-    A reply that is cut off by `max_tokens` or by the context keeps what it has; its task decides what that is worth.
+    A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
+    whoever is done takes the next one. What is sampled does not depend on who does. A reply that is cut off by
+    `max_tokens` or by the context keeps what it has; its task decides what that is worth.
     """
-    tokenizer = engine.tokenizer
+    tokenizer, device = engine.tokenizer, engine.device
     room = engine.model.config.sequence_len - 1
     prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths decode together
-    rows_of = [i for i in order for _ in range(samples)]
-    new: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in order}
-    for start in range(0, len(rows_of), rows):
-        batch = rows_of[start : start + rows]
+    wanted = [(i, g) for i in order for g in range(samples)]
+    rows = min(rows, max(1, -(-len(wanted) // device.world_size)))
+    mine: list[_Reply] = []
+    for batch in _whoever_is_free(-(-len(wanted) // rows), device):
+        members = wanted[batch * rows : (batch + 1) * rows]
         tokens, masks = engine.generate(
-            [prompts[i] for i in batch],
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + start, keep_stop=True,
+            [prompts[i] for i, _ in members],
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + batch * rows, keep_stop=True,
         )  # fmt: skip
-        for i, sequence, mask in zip(batch, tokens, masks, strict=True):
-            new[i].append((sequence, mask))
-    ids, masks, rewards, replies = [], [], np.zeros((len(questions), samples)), []
-    for i, (task, example) in enumerate(questions):
-        for g, (sequence, mask) in enumerate(new[i]):
-            ids.append(prompts[i] + sequence)
-            masks.append([0] * len(prompts[i]) + mask)
-            rewards[i, g] = task.reward(example, parse_reply(tokenizer, sequence))
-            replies.append(tokenizer.decode(sequence))
+        for (i, g), sequence, mask in zip(members, tokens, masks, strict=True):
+            task, example = questions[i]
+            mine.append(((i, g), sequence, mask, task.reward(example, parse_reply(tokenizer, sequence))))
+    ids, masks, replies, rewards = [], [], [], np.zeros((len(questions), samples))
+    for (i, g), sequence, mask, reward in sorted(_of_all_ranks(mine, device)):
+        ids.append(prompts[i] + sequence)
+        masks.append([0] * len(prompts[i]) + mask)
+        rewards[i, g] = reward
+        replies.append(tokenizer.decode(sequence))
     return Samples(ids, masks, rewards, replies)
+
+
+_Reply = tuple[tuple[int, int], list[int], list[int], float]  # question and sample, tokens, mask, reward
+_handed_out = 0  # numbers that all ranks together have drawn from the store so far
+
+
+def _whoever_is_free(count: int, device: Device) -> Iterator[int]:
+    """The numbers below `count`, each to one rank: the next one to whoever asks first. All ranks go through it, and
+    meet in a collective before they do so again."""
+    global _handed_out
+    if device.world_size == 1:
+        yield from range(count)
+        return
+    first, store = _handed_out, dist.distributed_c10d._get_default_store()
+    _handed_out += count + device.world_size  # each rank also draws the number that tells it to stop
+    while (number := store.add("rollout", 1) - 1 - first) < count:
+        yield number
+
+
+def _of_all_ranks(mine: list[_Reply], device: Device) -> list[_Reply]:
+    if device.world_size == 1:
+        return mine
+    shares: list[list[_Reply]] = [[] for _ in range(device.world_size)]
+    dist.all_gather_object(shares, mine)
+    return [reply for share in shares for reply in share]
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
@@ -101,15 +129,7 @@ def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Devi
         assert batch.reference_logp is not None
         moved = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
         totals += torch.stack((moved, (batch.rows.targets != IGNORE).sum().float()))
-    total, targets = totals.tolist()
-    return mean_over_ranks([total], targets, device)[0]
-
-
-def mean_over_ranks(values: Sequence[float], count: float, device: Device) -> list[float]:
-    """Sums over this rank's `count` items -> means over all ranks' items."""
-    *sums, items = (*values, count)
     if device.world_size > 1:
-        totals = torch.tensor([*values, count], dtype=torch.float32, device=device.torch_device)
         dist.all_reduce(totals)
-        *sums, items = totals.tolist()
-    return [value / max(items, 1.0) for value in sums]
+    total, targets = totals.tolist()
+    return total / max(targets, 1.0)

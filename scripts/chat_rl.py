@@ -65,6 +65,7 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import copy
 
+    import numpy as np
     import torch
 
     from nanochat import checkpoint_manager, losses, rollout, scaling
@@ -121,8 +122,8 @@ def main(config: Config) -> None:
     engine = Engine(model, tokenizer, device, config.graphs)
 
     def questions(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
-        """This rank's share of `count` questions from number `first` on, without those that the context cannot hold."""
-        drawn = (mixture.draw(i) for i in range(first + device.rank, first + count, device.world_size))
+        """`count` questions from number `first` on, without those that the context cannot hold."""
+        drawn = (mixture.draw(i) for i in range(first, first + count))
         found = [(task, task.example(number)) for task, number in drawn]
         room = row_tokens - 1
         return [(t, e) for t, e in found if len(render_prompt(tokenizer, e.question)) <= room]
@@ -135,8 +136,8 @@ def main(config: Config) -> None:
 
     def held_out_reward() -> float:
         """Mean reward of one reply to each held-out question, sampled as in training."""
-        drawn = sample(held_out, 0, config.eval_examples, 1, config.seed)
-        return rollout.mean_over_ranks([drawn.rewards.sum()], drawn.rewards.size, device)[0]
+        rewards = sample(held_out, 0, config.eval_examples, 1, config.seed).rewards
+        return rewards.sum() / max(1, rewards.size)
 
     # ------------------------------------------------------------------ train
     if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device)):
@@ -157,12 +158,12 @@ def main(config: Config) -> None:
             # ---- samples
             engine.update(model)
             first, count = step * config.examples_per_step, config.examples_per_step
-            drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step, device.rank))
+            drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
             advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
             rows = pack(drawn.ids, drawn.masks, row_tokens)
             batches = [
                 rollout.policy_batch(micro, drawn, advantages, device)
-                for micro in rows.micro_batches(config.device_batch_size, device)
+                for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
             ]
             if config.updates_per_step > 1:  # with one update the samples are the present policy's own
                 batches = [replace(b, old_logp=rollout.logp_of(model, b.rows, device)) for b in batches]
@@ -174,12 +175,7 @@ def main(config: Config) -> None:
                 stats = train_step(
                     model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0
                 )
-            tokens = sum(map(len, drawn.ids))
-            reward, response_tokens, lively, all_tokens = rollout.mean_over_ranks(
-                [drawn.rewards.sum(), sum(map(sum, drawn.masks)), (advantages != 0).sum(), tokens],
-                drawn.rewards.size, device,
-            )  # fmt: skip
-            meter.add(stats, round(all_tokens * count * config.num_samples))
+            meter.add(stats, sum(map(len, drawn.ids)))
             meter.clock += recorder.step()
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
@@ -187,10 +183,11 @@ def main(config: Config) -> None:
             if not (evaluate or save or step % config.log_every == 0):
                 continue
 
-            metrics = meter.read(stats)
+            metrics, replies = meter.read(stats), max(1, drawn.rewards.size)
             metrics |= {
-                "lr": rates.matrix * (1 - step / steps), "reward": reward, "response_tokens": response_tokens,
-                "with_advantage": lively,
+                "lr": rates.matrix * (1 - step / steps), "reward": drawn.rewards.sum() / replies,
+                "response_tokens": sum(map(sum, drawn.masks)) / replies,
+                "with_advantage": np.count_nonzero(advantages) / replies,
             }  # fmt: skip
             if step == 0:
                 metrics["reward_before"] = reward_before
@@ -218,9 +215,9 @@ def main(config: Config) -> None:
     devices.shutdown(device)
 
 
-def seed_of(*parts: int) -> int:
-    """A seed of its own for every step and rank."""
-    return zlib.crc32("/".join(map(str, parts)).encode())
+def seed_of(seed: int, step: int) -> int:
+    """A seed of its own for every step."""
+    return zlib.crc32(f"{seed}/{step}".encode())
 
 
 def check(config: Config) -> None:

@@ -1,13 +1,17 @@
 """Samples for RL: what was chosen and what the tool gave, rewards, advantages by hand."""
 
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
 from nanochat.conversation import parse_reply, text_of
 from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.packing import pack
 from nanochat.tasks.task import Example, Task
@@ -28,9 +32,13 @@ class Length(Task):
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
+    return make_engine(cpu_device())
+
+
+def make_engine(device: Device) -> Engine:
     tokenizer = tiny_tokenizer()
     model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=64))
-    return Engine(model, tokenizer, cpu_device())
+    return Engine(model, tokenizer, device)
 
 
 def questions(count: int, task: Task) -> list[tuple[Task, Example]]:
@@ -57,7 +65,7 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
         assert question.endswith(reply) and len(mask) == len(ids)
         text = text_of(parse_reply(engine.tokenizer, [t for t, m in zip(ids, mask, strict=True) if m]))
         assert drawn.rewards.flat[number] == len(text)
-    assert [answer for answer, _ in task.seen] == [i // 3 for i in range(15)]
+    assert sorted(answer for answer, _ in task.seen) == [i // 3 for i in range(15)], "each reply is graded once"
     assert len({tuple(ids) for ids in drawn.ids[:3]}) > 1  # samples differ
 
 
@@ -98,3 +106,35 @@ def test_no_question_is_no_sample(engine):
     assert (rows.targets == IGNORE).all()
     batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True), cpu_device())
     assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0
+
+
+def sampled_on_a_rank(device: Device) -> dict[str, Any]:
+    """Twice, in batches of one question; rank 0 is slow the first time, rank 1 the second time."""
+    engine, drawn, batches = make_engine(device), [], []
+    generate = engine.generate
+    for slow in (0, 1):
+        mine = []
+
+        def slowly(prompts: list[list[int]], slow: int = slow, mine: list[int] = mine, **settings: Any) -> Any:
+            mine.append(len(prompts))
+            time.sleep(0.3 if device.rank == slow else 0.01)
+            return generate(prompts, **settings)
+
+        engine.generate = slowly
+        own = rollout.sample_replies(
+            engine, questions(10, Length()), samples=2, max_tokens=8, temperature=1.0, seed=slow, rows=2
+        )
+        drawn.append((own.ids, own.masks, own.replies, own.rewards.tolist()))
+        batches.append(len(mine))
+    return {"drawn": drawn, "batches": batches}
+
+
+def test_whoever_is_free_samples_the_next_batch_and_all_ranks_have_all_samples() -> None:
+    ranks = run_ranks(sampled_on_a_rank)
+    alone = sampled_on_a_rank(cpu_device())
+    assert alone["batches"] == [10, 10]
+    for rank in ranks:
+        assert rank["drawn"] == alone["drawn"]
+    for slow in (0, 1):
+        assert sum(rank["batches"][slow] for rank in ranks) == 10, "each batch is one rank's"
+        assert ranks[slow]["batches"][slow] <= 3, "the slow one leaves the work to the other"
