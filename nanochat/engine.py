@@ -137,7 +137,7 @@ class Engine:
         else:
             logits, cache = self.prefill(prompts, capacity)
         rows = [_Row(number, most) for number, most in enumerate(room)]  # those in the batch
-        decoder = self._decoder(cache)
+        decoder = self._decoder(cache, len(rows))
         for made in range(1, max(room) + 1):
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
             column: list[int | None] = [None] * len(prompts)
@@ -165,16 +165,23 @@ class Engine:
             if 2 * len(running) <= len(rows):  # half the batch has ended: go on without it
                 index = self.device.to_device(torch.tensor(running))
                 rows, tokens, cache = [rows[place] for place in running], tokens[index], cache.select(index)
-                decoder = self._decoder(cache)
+                decoder = self._decoder(cache, len(rows))
             if not self.device.static_shapes:
                 cache.visible = min(capacity, _round_up(longest + made))
             logits = decoder(tokens)
 
-    def _decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """decode_one_token on this cache, recorded and replayed where that is asked for."""
-        if self.graphs:
-            return _RecordedDecoder(self, cache)
-        return lambda tokens: self.decode_one_token(tokens, cache)
+    def _decoder(self, cache: KVCache, batch: int) -> Callable[[Tensor], Tensor]:
+        """decode_one_token for `batch` rows on this cache, recorded and replayed where that is asked for."""
+        if not self.graphs:
+            return lambda tokens: self.decode_one_token(tokens, cache)
+        static = torch.zeros(batch, dtype=torch.long, device=self.model.device)  # what a replay reads
+        recorded = Recorded(self.device, lambda: self.decode_one_token(static, cache))
+
+        def decode(tokens: Tensor) -> Tensor:
+            static.copy_(tokens)
+            return recorded(cache.visible)
+
+        return decode
 
     @torch.inference_mode()
     def exact_sizes(self, sizes: set[int]) -> tuple[int, ...]:
@@ -247,29 +254,24 @@ class Engine:
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
 
 
-class _RecordedDecoder:
-    """One token a row against one cache: run as usual the first time for a size of the cache's visible part, recorded
-    the second time, replayed from then on."""
+class Recorded:
+    """A function of tensors that stay where they are, such as a decoded token: it runs as usual the first time for a
+    shape, is recorded the second time, and replayed from then on. Only the last shape's record is kept."""
 
-    def __init__(self, engine: Engine, cache: KVCache):
-        self.engine, self.cache = engine, cache
-        self.tokens: Tensor | None = None  # what a replay reads
-        self.visible = 0
+    def __init__(self, device: Device, function: Callable[[], Tensor]):
+        self.device, self.function = device, function
+        self.shape: int | None = None
         self.replay: Callable[[], None] | None = None
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        engine, cache = self.engine, self.cache
-        if cache.visible != self.visible:
-            self.visible, self.replay = cache.visible, None
-            self.tokens = tokens.clone()
-            return engine.decode_one_token(self.tokens, cache)
-        assert self.tokens is not None
-        self.tokens.copy_(tokens)
+    def __call__(self, shape: int) -> Tensor:
+        """`shape` is whatever the tensors' shapes depend on."""
+        if shape != self.shape:
+            self.shape, self.replay = shape, None
+            return self.function()
         if self.replay is None:
-            static = self.tokens
-            self.replay, self.logits = engine.device.capture(lambda: engine.decode_one_token(static, cache))
+            self.replay, self.result = self.device.capture(self.function)
         self.replay()
-        return self.logits
+        return self.result
 
 
 @dataclass(kw_only=True, eq=False)
@@ -348,6 +350,7 @@ class Slots:
         self.sampling: list[Sampling | None] = [None] * slots  # of the active rows
         self.settings: dict[int, RowSettings] = {}  # by number of rows; anew when a row comes or goes
         self.prefill_chunk = prefill_chunk
+        self.logits: dict[int, Recorded] = {}  # by number of rows, where the device records what it launches
         self.row_sizes: tuple[int, ...] = (slots,)
         self.chunk_sizes: tuple[int, ...] = (prefill_chunk,)
 
@@ -433,17 +436,14 @@ class Slots:
 
         With `logprobs` n, 0 or more, also (rows) lists of 1 + 2n numbers: the token's logprob, those of the n best
         tokens, and their ids."""
-        model, cache = self.engine.model, self.cache.view(0, rows)
-        if not self.engine.device.static_shapes:
-            cache.visible = min(cache.capacity, _round_up(longest + 1))
-        settings = self._settings(rows)
-        noise = self.noise[:rows].gather(1, cache.position[:, None]) if settings.any_drawn else self.noise[:rows, :1]
-        logits = model.logits(model.hidden(self.last[:rows, None], cache)[:, 0])  # (B, V)
+        position, settings = self.cache.position[:rows], self._settings(rows)
+        noise = self.noise[:rows].gather(1, position[:, None]) if settings.any_drawn else self.noise[:rows, :1]
+        logits = self._logits(rows, longest)  # (B, V)
         if settings.any_penalty:
             self.seen[:rows].scatter_(1, self.last[:rows, None], True)
         tokens = sample_rows(logits, settings, noise, self.seen[:rows])
         self.last[:rows] = tokens
-        cache.position.add_(self.active[:rows])
+        position.add_(self.active[:rows])
         if logprobs < 0:
             return tokens.tolist(), []
         logprob = logits.log_softmax(dim=-1)
@@ -452,6 +452,19 @@ class Slots:
         # ids below 2**24 are exact in fp32, and one tensor is one wait
         table = torch.cat((tokens[:, None].float(), chosen, best.values, best.indices.float()), dim=1).tolist()
         return [int(row[0]) for row in table], [row[1:] for row in table]
+
+    def _logits(self, rows: int, longest: int) -> Tensor:
+        """Those behind the last token of each of the first `rows` slots; with graphs, against the whole cache."""
+        model, cache = self.engine.model, self.cache.view(0, rows)
+
+        def logits() -> Tensor:
+            return model.logits(model.hidden(self.last[:rows, None], cache)[:, 0])
+
+        if self.engine.graphs:
+            return self.logits.setdefault(rows, Recorded(self.engine.device, logits))(rows)
+        if not self.engine.device.static_shapes:
+            cache.visible = min(cache.capacity, _round_up(longest + 1))
+        return logits()
 
     @torch.inference_mode()
     def give(self, tokens: dict[int, int]) -> None:

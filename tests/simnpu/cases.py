@@ -19,6 +19,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.losses import masked_loss
 from nanochat.packing import Rows
+from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
 
 # ---------------------------------------------------------------------- planted mistakes
@@ -198,6 +199,25 @@ def sampled_tokens(
         model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
         return engine_.generate([[5, 6, 7]] * 4, max_tokens=20, temperature=1.0, top_k=50, top_p=0.9, seed=seed)[0]
+
+
+def served_tokens(device: str, graphs: bool = False) -> list[list[int]]:
+    """Greedy replies of the scheduler to requests that come and go, some with settings of their own."""
+    found = devices.init(device, "float32")
+    model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
+    engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+    engine_.stop_ids = set()
+    scheduler = Scheduler(engine_, slots=4, prefill_chunk=16)
+    scheduler.start()
+    prompts = [(5, 6, 7), (9,) * 12, tuple(range(20, 57)), (9,) * 12 + (4,), (8, 3), (5, 6, 7, 8)]
+    settings = [{}, {"repetition_penalty": 1.3}, {}, {"logprobs": 2}, {}, {"temperature": 0.8, "top_k": 1}]
+    streams = [
+        scheduler.submit(Request(prompt, 20 + 7 * number, **{"temperature": 0.0, **one}))
+        for number, (prompt, one) in enumerate(zip(prompts, settings, strict=True))
+    ]
+    replies = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+    scheduler.close()
+    return replies
 
 
 def launches(device: str) -> dict[str, list[int]]:

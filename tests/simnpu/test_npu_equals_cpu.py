@@ -103,6 +103,11 @@ def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
     assert simulated("sampled_tokens", graphs=True) == simulated("sampled_tokens")
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, graphs: bool):
+    assert simulated("served_tokens", graphs=graphs) == cases.served_tokens("cpu")
+
+
 def test_greedy_replies_in_bfloat16(simulated: On):
     """Rounding may part a reply late."""
     ours, theirs = simulated("greedy_tokens", dtype="bfloat16"), cases.greedy_tokens("cpu", dtype="bfloat16")
