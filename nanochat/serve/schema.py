@@ -7,7 +7,7 @@ fields that change nothing here (`user`, `metadata`, ...) are taken and ignored.
 """
 
 import secrets
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,7 +17,12 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 SEED_BITS = 62  # what the samplers take
 
+MOST_ERRORS = 100  # of one body that are looked at: collecting a hundred thousand would take seconds
+
 Body = TypeVar("Body", bound=BaseModel)
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]  # the first wrong item is the last one looked at
+Choices = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_CHOICES)]
 
 
 class ApiError(Exception):
@@ -63,12 +68,12 @@ class ContentPart(Strict):
 
 
 class Reply(Strict):
-    parts: list[ContentPart]
+    parts: Listed[ContentPart]
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None  # None: an assistant's empty reply
+    content: str | Listed[ContentPart] | None = None  # None: an assistant's empty reply
     nanochat: Reply | None = None  # an earlier reply handed back as it came, with its calls: goes before content
     # Of no meaning here.
     name: str | None = None
@@ -95,13 +100,13 @@ class Sampling(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Taken where they ask for nothing, refused where they would change the answer.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
     # Of no meaning here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -147,7 +152,7 @@ class Sampling(Strict):
 class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Listed[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     truncation: Literal["auto", "disabled"] | None = None  # auto: leave out the oldest turns where all are too long
     logprobs: bool | None = None
@@ -159,7 +164,7 @@ class ChatBody(Sampling):
     function_call: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Listed[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
@@ -204,7 +209,7 @@ class ChatBody(Sampling):
 class CompletionBody(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Choices[str] | Listed[int] | Choices[Listed[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = None
@@ -214,7 +219,7 @@ class CompletionBody(Sampling):
     def _check_completion(self) -> "CompletionBody":
         if self.echo or self.suffix or (self.best_of is not None and self.best_of != self.choices):
             raise ValueError("echo, suffix and best_of are not served here")
-        if len(self.prompts) > MAX_CHOICES or not self.prompts:
+        if not self.prompts:
             raise ValueError(f"prompt is one text, or 1 to {MAX_CHOICES} of them")
         return self
 
@@ -244,6 +249,8 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
     try:
         return body_type.model_validate_json(content)
     except ValidationError as error:
+        if error.error_count() > MOST_ERRORS:
+            raise ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value") from None
         # Of a choice between types every branch complains: the one that got furthest knows best.
         wrong = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     if wrong["type"] == "json_invalid":
