@@ -9,6 +9,7 @@ Rows are shared out as torch.chunk does: ceil(rows / ranks) to each rank, and wh
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ class Layout:
     replica: int = 0  # which such group this is
     replicas: int = 1
     mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None on one process
+
+    def __str__(self) -> str:
+        if not self.sharded:
+            return "one process" if self.ranks == 1 else "ddp"
+        return f"fsdp over {self.ranks}" + (f", {self.replicas} replicas" if self.replicas > 1 else "")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -99,6 +105,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
             block.forward = functools.partial(_recomputed, block.forward)
     if not layout.sharded:
         return
+    # The residual that a value embedding hands through is one, and nothing is added to it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     low = None if device.dtype == torch.float32 else device.dtype
     blocks = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     tables = list(model.value_embeddings.values())
@@ -127,14 +135,18 @@ def synchronize_gradients(model: Any, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, over the same memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All rows of a tensor, on every rank; all ranks call it together."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def held_rows(tensor: Tensor) -> slice:
