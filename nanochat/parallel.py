@@ -84,8 +84,13 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
     if device.world_size == 1:
         return Layout()  # nothing to shard
     ranks = device.world_size // replicate
-    shape, names = ((ranks,), ("shard",)) if replicate == 1 else ((replicate, ranks), ("replicate", "shard"))
-    mesh = init_device_mesh(device.kind, shape, mesh_dim_names=names)
+    if replicate == 1:
+        mesh = init_device_mesh(device.kind, (ranks,), mesh_dim_names=("shard",))
+    else:  # init_device_mesh would split the group of all, which not every backend can
+        table = torch.arange(device.world_size).view(replicate, ranks)
+        across, _ = dist.new_subgroups_by_enumeration(table.T.tolist())
+        within, _ = dist.new_subgroups_by_enumeration(table.tolist())
+        mesh = DeviceMesh.from_group([across, within], device.kind, table, mesh_dim_names=("replicate", "shard"))
     replica, rank = divmod(device.rank, ranks)
     return Layout(parallel == "fsdp", rank, ranks, replica, replicate, mesh)
 

@@ -41,7 +41,7 @@ def make_run(
     device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
     recompute: bool = False, compiled: bool = False,
 ) -> Run:  # fmt: skip
-    model, layout = lively_model(config), lay_out(device, how, replicate)
+    model, layout = lively_model(config).to(device.torch_device), lay_out(device, how, replicate)
     shard(model, layout, device, recompute)
     optimizer = make_optimizer(model, RATES, device, matrices, layout)
     return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
@@ -53,7 +53,8 @@ def steps(run: Run, device: Device, count: int = STEPS) -> list[tuple[float, ...
     figures = []
     for step in range(count):
         parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
-        figures.append(numbers(train_step(*run, iter(parts), next_token_loss, device=device, momentum=0.9)))
+        batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
+        figures.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9)))
     return figures
 
 
