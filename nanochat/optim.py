@@ -274,15 +274,16 @@ class _ShardedMuonPlan(_MuonPlan):
     def __init__(self, group: ParameterGroup, optimizer: Optimizer):
         super().__init__(group, optimizer)
         self.routes = {shape: _Route(shape, pieces, self.layout) for shape, pieces in self.stacks.items()}
+        self._nothing = torch.zeros(0, device=group.parameters[0][1].device)
         self.received: dict[Shape, Tensor] = {}
         self.steps: dict[Shape, tuple[Tensor, float]] = {}  # rate and decay of what is on its way
 
     def reduce(self) -> None:
         for shape, route in self.routes.items():
-            rows = [_grad(p)[a:b].flatten() for p, a, b in route.held]
-            self._send(
-                shape, rows or [_grad(self.stacks[shape][0][0])[:0].flatten()], route.from_owner, route.from_rank
-            )
+            rows = [_grad(p)[a:b].flatten() for p, a, b in route.held] or [self._nothing]
+            self._send(shape, rows, route.from_owner, route.from_rank)
+        for _, parameter in self.group.parameters:
+            parameter.grad = None  # on its way
 
     def _send(self, shape: Shape, parts: list[Tensor], counts: list[int], incoming: list[int]) -> None:
         """Send so many elements to each rank, and receive as many from each."""

@@ -1,5 +1,5 @@
-"""What each process of `torchrun sharded_worker.py FOLDER` does for test_sharded.py: the training step under each layout
-over the real HCCL process group, and its memory; written to FOLDER/<rank>.json."""
+"""What each process of `torchrun sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
+layout over the real HCCL process group, and its memory; written to FOLDER/<rank>.json."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float
 def memory(device: devices.Device) -> dict[str, int]:
     """Bytes: the most that this rank's allocator held from the empty model to the end of three steps, and what the
     whole model's parameters, gradients and optimizer state are."""
-    config = tiny_config(n_layer=12, width=128, n_head=4, n_kv_head=4, vocab_size=2048, sequence_len=64)
+    config = tiny_config(n_layer=12, width=256, n_head=4, n_kv_head=4, vocab_size=2048, sequence_len=16)
     device.module.empty_cache()
     device.module.reset_peak_memory_stats()
     begin = device.module.memory_allocated()
@@ -35,7 +35,7 @@ def memory(device: devices.Device) -> dict[str, int]:
     model.init_weights()
     optimizer = make_optimizer(model, RATES, device, layout=layout)
     for step in range(3):
-        tokens = torch.randint(0, 2048, (1, 65), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(0, 2048, (1, 17), generator=torch.Generator().manual_seed(step))
         batch = device.to_device(tokens[:, :-1].contiguous()), device.to_device(tokens[:, 1:].contiguous())
         train_step(model, optimizer, [batch], next_token_loss, device=device)
     device.synchronize()
