@@ -35,6 +35,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
+from nanochat.parallel import load_whole, local, whole_weights
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
@@ -82,13 +83,13 @@ def save(
     final = folder / f"step_{step:06d}"
     needed = sum(t.nbytes for t in model.state_dict().values())
     if training is not None:
-        needed += sum(t.nbytes for t in training.to_tensors().values()) * device.world_size
+        needed += sum(local(t).nbytes for t in training.to_tensors().values()) * device.world_size
     unfinished, replaced = _unfinished(final), final.with_name(final.name + ".old")
     with _full_disk_told(final, needed):
+        weights = dict(whole_weights(model))
         if device.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            weights = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
             if needed * 1.02 > shutil.disk_usage(final.parent).free:
                 raise UserError(_disk_is_full(final.parent, needed))
             save_file(weights, unfinished / "model.safetensors")
@@ -104,7 +105,7 @@ def save(
             (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         if training is not None:
             _barrier(device)  # the folder is there
-            tensors = {name: t.detach().cpu().contiguous() for name, t in training.to_tensors().items()}
+            tensors = {name: local(t).cpu().contiguous() for name, t in training.to_tensors().items()}
             save_file(tensors, unfinished / f"training.rank{device.rank}.safetensors")
             _barrier(device)  # every rank's share is there
         if device.is_main:
@@ -187,8 +188,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy a verified checkpoint's weights into a model of the same config."""
     try:
-        model.load_state_dict(load_file(step_folder / "model.safetensors"))
-    except (SafetensorError, RuntimeError) as error:
+        load_whole(model, step_folder / "model.safetensors")
+    except (SafetensorError, ValueError) as error:
         raise DamagedCheckpoint(f"{step_folder}/model.safetensors cannot be used ({error})") from error
 
 

@@ -27,6 +27,7 @@ from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.packed import PackedLinear, pack
+from nanochat.parallel import is_sharded, whole
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import calculate
 
@@ -41,7 +42,8 @@ MASK = 2**64 - 1  # whole numbers of 64 bits
 
 
 class Engine:
-    """Generates with a snapshot of a model's weights, cast once to the device's dtype.
+    """Generates with a snapshot of a model's weights, cast once to the device's dtype. Of a sharded model all ranks
+    take it together, and update it together.
 
     With `graphs` an accelerator records what a decoded token launches and launches it as one from then on.
     Raises UserError: when it is asked for on a CPU."""
@@ -63,11 +65,21 @@ class Engine:
     def _snapshot(self, model: GPT) -> GPT:
         if model.packed_head is not None:  # another engine's
             return model
+        if is_sharded(model):
+            model = self._gathered(model)
         if self.device.packs_weights:
             return pack(copy.deepcopy(model).to(self.device.dtype)).eval()
         if self.device.dtype == torch.float32:
             return model.eval()
         return copy.deepcopy(model).to(self.device.dtype).eval()  # bf16 weights halve what a decoded token reads
+
+    def _gathered(self, model: GPT) -> GPT:
+        """A whole copy of a sharded model; one parameter at a time is whole in fp32."""
+        with torch.device("meta"):
+            copied = GPT(model.config).to(self.device.dtype)
+        copied.to_empty(device=self.device.torch_device).fill_rotary()
+        _copy_weights(copied, model)
+        return copied
 
     @torch.no_grad()
     def update(self, model: GPT) -> None:
@@ -75,8 +87,7 @@ class Engine:
         if self.device.packs_weights:
             self.model = self._snapshot(model)
         elif self.model is not model:  # in place: recorded launches read them there
-            for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-                mine.copy_(theirs)
+            _copy_weights(self.model, model)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[Tensor, KVCache]:
@@ -491,6 +502,12 @@ class Slots:
                 any_penalty=any(one.repetition_penalty != 1 for one in busy),
             )
         return self.settings[rows]
+
+
+@torch.no_grad()
+def _copy_weights(copied: GPT, model: GPT) -> None:
+    for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
+        mine.copy_(whole(theirs))
 
 
 def check_sampling(

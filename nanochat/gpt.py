@@ -8,9 +8,9 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -20,6 +20,7 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments, causal_attention
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
+from nanochat.parallel import fill
 
 GATE_INPUTS = 32  # the first channels of the residual stream drive the value gates
 
@@ -178,6 +179,20 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class ValueEmbedding(nn.Embedding):
+    """Hands the residual x through: once x has its gradient, the table has its own, and a sharded one lets go of it."""
+
+    def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(tokens), x
+
+
+class Head(nn.Linear):
+    """The output head; what reads its weight (V, C) runs inside its forward, where a sharded one is whole."""
+
+    def forward(self, hidden: Tensor, read: Callable[..., Tensor], vocab: int, *inputs: Any) -> Tensor:
+        return read(hidden, self.weight[:vocab], *inputs)
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -187,11 +202,11 @@ class GPT(nn.Module):
         self.embedding_norm = Norm(C, config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(C, config)
-        self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
+        self.head = None if config.tied_head else Head(C, V, bias=False)
         self.packed_head: nn.Module | None = None  # in its place where the model is packed, see packed.py
         kv_width = config.n_kv_head * config.head_dim
         self.value_embeddings = nn.ModuleDict(
-            {str(i): nn.Embedding(V, kv_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
+            {str(i): ValueEmbedding(V, kv_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
         )
         if config.residual_scales:
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
@@ -227,11 +242,11 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(parameter: Tensor, std: float) -> None:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            fill(parameter, torch.randn(parameter.shape, generator=generator) * std)
 
         def uniform(parameter: Tensor, std: float) -> None:
             bound = std * math.sqrt(3)
-            parameter.copy_((torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound)
+            fill(parameter, (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound)
 
         std = 1 / math.sqrt(self.config.width)
         normal(self.embedding.weight, 0.8)
@@ -255,8 +270,8 @@ class GPT(nn.Module):
         if self.config.residual_scales:
             last = max(self.config.n_layer - 1, 1)
             depth = torch.arange(self.config.n_layer) / last  # 0 at the first layer, 1 at the last
-            self.residual_scales.copy_(1.15 - 0.10 * depth)
-            self.embedding_scales.copy_(0.20 - 0.15 * depth)
+            fill(self.residual_scales, 1.15 - 0.10 * depth)
+            fill(self.embedding_scales, 0.20 - 0.15 * depth)
         self.fill_rotary()
 
     def forward(
@@ -273,12 +288,12 @@ class GPT(nn.Module):
         x = self.hidden(tokens, cache, segments)
         if targets is None:
             return self.logits(x)
-        return linear_cross_entropy(x.flatten(0, 1), self.head_weight(), targets.flatten(), self.config.logit_cap)
+        return self._read_head(linear_cross_entropy, x.flatten(0, 1), targets.flatten(), self.config.logit_cap)
 
     def losses(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
         """Per-token cross-entropy in nats, (B, T), 0 where the target is IGNORE."""
         x = self.hidden(tokens, None, segments).flatten(0, 1)
-        return token_losses(x, self.head_weight(), targets.flatten(), self.config.logit_cap).view_as(targets)
+        return self._read_head(token_losses, x, targets.flatten(), self.config.logit_cap).view_as(targets)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
@@ -304,17 +319,24 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if scales:
                 x = scales[i][0] * x + scales[i][1] * first
-            value = self.value_embeddings[str(i)](tokens).to(x.dtype) if str(i) in self.value_embeddings else None
+            value = None
+            if str(i) in self.value_embeddings:
+                value, x = self.value_embeddings[str(i)](tokens, x)
+                value = value.to(x.dtype)
             x = block(x, value, rotary, cached, documents)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""
-        if self.packed_head is not None:
-            logits = self.packed_head(hidden)
-        else:
-            logits = F.linear(hidden, self.head_weight().to(hidden.dtype))
+        packed = self.packed_head
+        logits = self._read_head(_product, hidden) if packed is None else packed(hidden)
         return soft_cap(logits.float(), self.config.logit_cap)
+
+    def _read_head(self, read: Callable[..., Tensor], hidden: Tensor, *inputs: Any) -> Tensor:
+        """read(hidden, weight (V, C), *inputs)."""
+        if self.head is None:
+            return read(hidden, self.head_weight(), *inputs)
+        return self.head(hidden, read, self.config.vocab_size, *inputs)
 
     def head_weight(self) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
@@ -359,6 +381,10 @@ class Cached:
         if self.alone:
             return causal_attention(q, k, v, scale=scale, window=window)
         return self.cache.attend(layer, q, scale=scale, mask=self.masks[window])
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

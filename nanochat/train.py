@@ -6,7 +6,7 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.parallel import Layout, lay_out, synchronize_gradients
 from nanochat.scaling import Rates
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
@@ -133,8 +134,17 @@ class StepStats:
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
 
 
-def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["muon", "adamw"] = "muon") -> Optimizer:
-    """The recipe's optimizer of a model: Muon (or AdamW) for the blocks' matrices, AdamW for all else."""
+def make_optimizer(
+    model: GPT,
+    rates: Rates,
+    device: Device,
+    matrices: Literal["muon", "adamw"] = "muon",
+    layout: Layout | None = None,
+) -> Optimizer:
+    """The recipe's optimizer of a model: Muon (or AdamW) for the blocks' matrices, AdamW for all else.
+
+    `layout` is the one that the model was sharded by; without one every rank holds all of it.
+    """
     roles, c = model.parameter_groups(), model.config
     qkv_rows = tuple(heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
     decay, betas = rates.weight_decay, (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
@@ -152,8 +162,7 @@ def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["
                 for role in ("vector", "residual_scale")
             ),
         ],
-        rank=device.rank,
-        world_size=device.world_size,
+        layout=layout or lay_out(device),
         dtype=device.dtype,
     )
 
@@ -172,10 +181,12 @@ def train_step(
     """Forward and backward over the micro-batches, one reduction over the ranks, one update.
 
     A step whose loss or gradients are not finite on any rank, or that has no target at all, changes
-    nothing on any rank. The host never waits for the device here.
+    nothing on any rank. The host never waits for the device here. Of a sharded model every rank must
+    have equally many micro-batches.
     """
     totals = torch.zeros(3, device=device.torch_device)  # loss, targets, squared gradients
-    for batch in batches:
+    for batch, last in _with_last(batches):
+        synchronize_gradients(model, last)
         with device.autocast():
             loss, targets = loss_fn(model, batch)
         loss.backward()
@@ -191,9 +202,21 @@ def train_step(
     return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
 
 
+def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each one, and whether it is the last."""
+    ahead = iter(batches)
+    for batch in ahead:
+        for following in ahead:
+            yield batch, False
+            batch = following
+        yield batch, True
+
+
 @torch.no_grad()
 def mean_loss(model: Any, batches: Iterable[Any], loss_fn: LossFunction, device: Device) -> float:
-    """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target."""
+    """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
+
+    Of a sharded model every rank must have equally many batches."""
     totals = torch.zeros(2, device=device.torch_device)
     for batch in batches:
         with device.autocast():

@@ -54,6 +54,10 @@ class Config:
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
     resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
+    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -66,7 +70,7 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, scaling
+    from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
     from nanochat.checkpoint_manager import Training
     from nanochat.data.loader import Loader, LoaderState
@@ -83,7 +87,8 @@ def main(config: Config) -> None:
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    print0(f"device: {device}")
+    layout = parallel.lay_out(device, config.parallel, config.replicate)
+    print0(f"device: {device}; {layout}")
 
     # ------------------------------------------------------------------ model
     model_config = scaling.model_config(
@@ -92,6 +97,7 @@ def main(config: Config) -> None:
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     with torch.device("meta"):
         model = GPT(model_config)
+    parallel.shard(model, layout, device, config.activation_checkpointing)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.seed)
     counts = scaling.parameter_counts(model)
@@ -107,7 +113,7 @@ def main(config: Config) -> None:
     chosen = {f"{role}_lr": role for role in ("matrix", "embedding", "value_embedding", "head")}
     given = {role: getattr(config, flag) for flag, role in chosen.items()} | {"weight_decay": config.weight_decay}
     rates = dataclasses.replace(rates, **{role: value for role, value in given.items() if value is not None})
-    optimizer = make_optimizer(model, rates, device, config.optimizer)
+    optimizer = make_optimizer(model, rates, device, config.optimizer, layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(
         f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), "
@@ -192,7 +198,7 @@ def main(config: Config) -> None:
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
-    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
+    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards replicate", 1)
     require(config, "eval_every save_every profile", 0)
     require(config, "dataloader_num_workers", 0, 256)
     require(config, "seed", 0, 2**63 - 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanochat.device import Device
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
+from nanochat.parallel import Layout
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())
@@ -181,7 +182,7 @@ def make_optimizer(rank: int = 0, world_size: int = 1) -> tuple[Optimizer, dict[
         ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits=(8, 4, 4)),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
-    return Optimizer(groups, rank=rank, world_size=world_size, dtype=torch.float32), parameters
+    return Optimizer(groups, layout=Layout(rank=rank, ranks=world_size), dtype=torch.float32), parameters
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
@@ -336,7 +337,7 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
         matrices = [(f"m{i}", nn.Parameter(torch.zeros(32, 32))) for i in range(4)]
         tables = [("table", nn.Parameter(torch.zeros(256, 32)))]
         groups = [ParameterGroup("muon", matrices, 0.1), ParameterGroup("adamw", tables, 0.1)]
-        return Optimizer(groups, rank=rank, world_size=world_size)
+        return Optimizer(groups, layout=Layout(rank=rank, ranks=world_size))
 
     whole = state_elements(make(0, 1))
     assert whole == 4 * (32 * 32 + 32) + 2 * 256 * 32 + 1

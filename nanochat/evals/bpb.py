@@ -35,7 +35,7 @@ def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, ma
     return torch.from_numpy(np.lib.stride_tricks.sliding_window_view(padded, row_tokens + 1)[::row_tokens].copy())
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a sharded model gathers here it will want gradients of
 def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int, device: Device) -> float:
     """Mean bits a byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
 
@@ -44,7 +44,8 @@ def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int
     totals = torch.zeros(2, dtype=torch.float32, device=device.torch_device)  # nats, bytes
     weights = token_bytes.to(device.torch_device)
     mine = rows[device.rank :: device.world_size]
-    for batch in mine.split(batch_rows):
+    for first in range(0, -(-len(rows) // device.world_size), batch_rows):  # equally often on every rank
+        batch = mine[first : first + batch_rows]
         missing = batch_rows - len(batch)
         batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all
         batch = device.to_device(batch)

@@ -1,0 +1,58 @@
+"""What each process of `torchrun sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
+layout over the real HCCL process group, and its memory; written to FOLDER/<rank>.json."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from test_parallel import RATES, make_run, steps
+from tiny import tiny_config
+
+from nanochat import device as devices
+from nanochat import parallel
+from nanochat.gpt import GPT
+from nanochat.train import make_optimizer, next_token_loss, train_step
+
+
+def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
+    return steps(make_run(device, how, replicate), device, 6)
+
+
+def memory(device: devices.Device) -> dict[str, int]:
+    """Bytes: the most that this rank's allocator held from the empty model to the end of three steps, and what the
+    whole model's parameters, gradients and optimizer state are."""
+    config = tiny_config(n_layer=12, width=256, n_head=4, n_kv_head=4, vocab_size=2048, sequence_len=16)
+    device.module.empty_cache()
+    device.module.reset_peak_memory_stats()
+    begin = device.module.memory_allocated()
+    layout = parallel.lay_out(device, "fsdp")
+    with torch.device("meta"):
+        model = GPT(config)
+    parallel.shard(model, layout, device)
+    model.to_empty(device=device.torch_device)
+    model.init_weights()
+    optimizer = make_optimizer(model, RATES, device, layout=layout)
+    for step in range(3):
+        tokens = torch.randint(0, 2048, (1, 17), generator=torch.Generator().manual_seed(step))
+        batch = device.to_device(tokens[:, :-1].contiguous()), device.to_device(tokens[:, 1:].contiguous())
+        train_step(model, optimizer, [batch], next_token_loss, device=device)
+    device.synchronize()
+    weights = sum(p.numel() for p in model.parameters())
+    whole = 4 * (2 * weights + sum(t.numel() for t in optimizer.state_dict().values()))
+    return {"peak": device.module.max_memory_allocated() - begin, "whole": whole}
+
+
+def main(folder: Path) -> None:
+    device = devices.init("npu", "float32")
+    results: dict[str, Any] = {"ddp": losses(device, "ddp", 1), "fsdp": losses(device, "fsdp", 1)}
+    if device.world_size == 4:
+        results["hybrid"] = losses(device, "fsdp", 2)
+    results["memory"] = memory(device)
+    (folder / f"{device.rank}.json").write_text(json.dumps(results))
+    devices.shutdown(device)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

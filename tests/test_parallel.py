@@ -1,0 +1,320 @@
+"""Sharding changes nothing: ddp, fsdp and hybrid against one process on the same global batch."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_scripts import TINY, base, call, losses, process, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
+from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
+from tiny import SHAPES, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nanochat import parallel
+from nanochat.cli import UserError
+from nanochat.device import Device
+from nanochat.engine import Engine
+from nanochat.evals.bpb import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizer
+from nanochat.parallel import Layout, lay_out, load_whole, shard, whole, whole_weights
+from nanochat.train import make_optimizer, next_token_loss, train_step
+
+CONFIG = tiny_config(sequence_len=16)
+STEPS = 20
+LAYOUTS = {  # processes, --parallel, --replicate
+    "ddp 2": (2, "ddp", 1),
+    "fsdp 2": (2, "fsdp", 1),
+    "fsdp 4": (4, "fsdp", 1),
+    "hybrid 2 x 2": (4, "fsdp", 2),
+}
+slow = pytest.mark.slow
+Run = tuple[GPT, Optimizer]
+
+
+def make_run(
+    device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
+    recompute: bool = False, compiled: bool = False,
+) -> Run:  # fmt: skip
+    model, layout = lively_model(config).to(device.torch_device), lay_out(device, how, replicate)
+    shard(model, layout, device, recompute)
+    optimizer = make_optimizer(model, RATES, device, matrices, layout)
+    return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
+
+
+def steps(run: Run, device: Device, count: int = STEPS) -> list[tuple[float, ...]]:
+    """Each rank's rows of every batch, in two micro-batches."""
+    ranks = device.world_size
+    figures = []
+    for step in range(count):
+        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
+        batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
+        figures.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9)))
+    return figures
+
+
+def weights(model: GPT) -> dict[str, Tensor]:
+    return {name.removeprefix("_orig_mod."): whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def state(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {name: whole(tensor).clone() for name, tensor in optimizer.state_dict().items()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n].view(torch.int32), other[n].view(torch.int32)) for n in one
+    )
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def trained(device: Device, how: str, replicate: int, variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    results = []
+    for options in variants:
+        run = make_run(device, how, replicate, **options)
+        results.append({"figures": steps(run, device), "weights": weights(run[0]), "state": state(run[1])})
+    return results
+
+
+def compare(layout: str, *variants: dict[str, Any]) -> None:
+    ranks, how, replicate = LAYOUTS[layout]
+    check_equal(run_ranks(trained, how, replicate, list(variants), world_size=ranks), *variants)
+
+
+def check_equal(everywhere: list[list[dict[str, Any]]], *variants: dict[str, Any]) -> None:
+    """What the ranks' runs came to against the same runs in this process."""
+    for i, alone in enumerate(trained(cpu_device(), "ddp", 1, list(variants))):
+        for rank in (variant := [results[i] for results in everywhere]):
+            for step, (expected, got) in enumerate(zip(alone["figures"], rank["figures"], strict=True)):
+                assert got == pytest.approx(expected, rel=1e-5), step
+            assert rank["figures"] == variant[0]["figures"]
+            assert same_bits(rank["weights"], variant[0]["weights"])
+            for part in ("weights", "state"):
+                assert rank[part].keys() == alone[part].keys()
+                for name, value in alone[part].items():
+                    assert rank[part][name].shape == value.shape, name
+                    assert torch.allclose(rank[part][name], value, rtol=1e-3, atol=1e-4), name
+
+
+@slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_process(layout: str) -> None:
+    compare(layout, {"matrices": "muon"}, {"matrices": "adamw", "recompute": True})
+
+
+@slow
+@pytest.mark.parametrize("layout", ["fsdp 2", "hybrid 2 x 2"])
+def test_models_of_every_shape_shard(layout: str) -> None:
+    compare(layout, *({"config": tiny_config(sequence_len=16, **changes)} for changes in SHAPES.values()))
+
+
+@slow
+def test_compiled_it_learns_the_same() -> None:
+    compare("fsdp 2", {"compiled": True, "recompute": True})
+
+
+# ---------------------------------------------------------------------- the rest, on two ranks
+
+
+def recomputed(device: Device, how: str) -> bool:
+    """Whether three steps with activation checkpointing end with the same bits as without."""
+    plain, saving = make_run(device, how), make_run(device, how, recompute=True)
+    figures = steps(plain, device, 3), steps(saving, device, 3)
+    return figures[0] == figures[1] and same_bits(weights(plain[0]), weights(saving[0]))
+
+
+def skipped(device: Device) -> list[Any]:
+    """Of a step that is bad on the last rank alone: what it reports, whether no byte changed, and whether the next
+    step, which only that rank has targets for, changes some."""
+    run = make_run(device, "fsdp")
+    steps(run, device, 2)
+    before = {**weights(run[0]), **state(run[1])}
+    last_rank = device.rank == device.world_size - 1
+    factors = (1.0, math.nan, 1.0) if last_rank else (1.0, 1.0, 1.0)
+    batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
+    bad = train_step(*run, batches, poisoned_loss, device=device)
+    unchanged = same_bits({**weights(run[0]), **state(run[1])}, before)
+    good = train_step(*run, [make_batch(3) if last_rank else masked(make_batch(3))], next_token_loss, device=device)
+    changed = not same_bits({**weights(run[0]), **state(run[1])}, before)
+    return [bad.updated.item(), bad.finite.item(), unchanged, good.updated.item(), changed]
+
+
+def weights_in_and_out(device: Device) -> bool:
+    """Initial weights are one process's, and pass through a file of whole weights unchanged."""
+    layout = lay_out(device, "fsdp")
+    with torch.device("meta"):
+        model, other = GPT(CONFIG), GPT(CONFIG)
+    for each, seed in ((model, 3), (other, 4)):
+        shard(each, layout, device)
+        each.to_empty(device="cpu")
+        each.init_weights(seed)
+    reference = GPT(CONFIG)
+    reference.init_weights(3)
+    gathered = dict(whole_weights(model))
+    if device.is_main:
+        assert same_bits(gathered, reference.state_dict())  # type: ignore[arg-type]
+    else:
+        assert not any(tensor.numel() for tensor in gathered.values())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(reference.state_dict(), path)
+        assert not same_bits(weights(other), weights(model))
+        load_whole(other, path)
+        save_file({**reference.state_dict(), "head.weight": torch.zeros(64, 32)}, path)
+        with pytest.raises(ValueError, match="head.weight is \\[64, 32\\], the model's is \\[128, 32\\]"):
+            load_whole(other, path)
+        save_file({"odd": torch.zeros(1)}, path)
+        with pytest.raises(ValueError, match="belongs to another model"):
+            load_whole(other, path)
+    return same_bits(weights(other), weights(model))
+
+
+def evaluated(device: Device, how: str) -> list[float]:
+    """Bits per byte before and after a step: 5 rows in batches of 2 make two passes on rank 0, one on rank 1."""
+    run, rows = make_run(device, how), make_batch(9, rows=5)
+    inputs = torch.cat((rows[0], rows[0][:, :1]), dim=1)
+    token_bytes = torch.arange(CONFIG.vocab_size) % 4
+    before = bits_per_byte(run[0], inputs, token_bytes, 2, device)
+    steps(run, device, 1)
+    return [before, bits_per_byte(run[0], inputs, token_bytes, 2, device)]
+
+
+def generated(device: Device, how: str) -> list[list[int]]:
+    """Greedy tokens of the model as it is, and after three steps more."""
+    config = tiny_config(vocab_size=280, sequence_len=64)
+    run = make_run(device, how, config=config)
+    engine = Engine(run[0], tiny_tokenizer(), device)
+    drawn = []
+    for _ in range(2):
+        drawn += engine.generate([[5, 6, 7]], max_tokens=12, temperature=0.0)[0]
+        steps(run, device, 3)
+        engine.update(run[0])
+    return drawn
+
+
+def shares(device: Device) -> list[Any]:
+    """What a rank holds of parameters and state, in elements, against the whole."""
+    run = make_run(device, "fsdp")
+    tensors = [*run[0].parameters(), *run[1].state_dict().values()]
+    assert all(isinstance(t, DTensor) for t in tensors if t.numel() > 1)
+    return [sum(parallel.local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
+
+
+def everything(device: Device) -> dict[str, Any]:
+    return {
+        "trained": trained(device, "fsdp", 1, [{}]),
+        "recomputed": recomputed(device, "fsdp"),
+        "skipped": skipped(device),
+        "weights": weights_in_and_out(device),
+        "evaluated": evaluated(device, "fsdp"),
+        "generated": generated(device, "fsdp"),
+        "shares": shares(device),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything)
+
+
+def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    check_equal([rank["trained"] for rank in two_ranks], {})
+
+
+def test_activation_checkpointing_changes_no_bit(two_ranks: list[dict[str, Any]]) -> None:
+    assert recomputed(cpu_device(), "ddp")
+    assert [rank["recomputed"] for rank in two_ranks] == [True, True]
+
+
+def test_a_bad_batch_on_one_rank_changes_no_byte(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["skipped"] for rank in two_ranks] == [[0.0, 0.0, True, 1.0, True]] * 2
+
+
+def test_whole_weights_go_in_and_out(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["weights"] for rank in two_ranks] == [True, True]
+
+
+def test_ranks_with_fewer_rows_evaluate_along(two_ranks: list[dict[str, Any]]) -> None:
+    expected = evaluated(cpu_device(), "ddp")
+    assert expected[0] != expected[1]
+    for rank in two_ranks:
+        assert rank["evaluated"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_engine_follows_a_sharded_model(two_ranks: list[dict[str, Any]]) -> None:
+    expected = generated(cpu_device(), "ddp")
+    assert expected[0] != expected[1]
+    assert [rank["generated"] for rank in two_ranks] == [expected, expected]
+
+
+def test_each_rank_holds_its_share(two_ranks: list[dict[str, Any]]) -> None:
+    held, sizes = zip(*(rank["shares"] for rank in two_ranks), strict=True)
+    counts = sizes[0]
+    assert sizes == (counts, counts)
+    for elements in held:  # each rank counts the steps, of five groups; an odd number of matrices has no half
+        assert elements == pytest.approx(counts / 2, rel=0.15)
+    assert sum(held) == counts + 5
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+def test_rows_are_shared_out_as_torch_does() -> None:
+    for size in range(12):
+        for ranks in (1, 2, 3, 4, 7):
+            rows = torch.arange(size)
+            chunks = [c.tolist() for c in rows.chunk(ranks)] if size else []
+            chunks += [[]] * (ranks - len(chunks))
+            assert [rows[share].tolist() for share in Layout(ranks=ranks).shares(size)] == chunks
+
+
+def test_one_process_has_nothing_to_shard() -> None:
+    model = lively_model(CONFIG)
+    assert lay_out(cpu_device(), "fsdp") == Layout()
+    shard(model, Layout(), cpu_device())
+    assert type(model) is GPT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "replicate", "says"),
+    [
+        (4, "ddp", 2, "--replicate 2 goes with --parallel fsdp"),
+        (4, "fsdp", 3, "--replicate 3 does not divide the 4 processes"),
+        (4, "fsdp", 4, "use --parallel ddp"),
+        (1, "fsdp", 2, "--replicate 2 does not divide the 1 processes"),
+    ],
+)
+def test_impossible_layouts_are_refused(ranks: int, how: Any, replicate: int, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        lay_out(cpu_device(world_size=ranks), how, replicate)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@slow
+@pytest.mark.usefixtures("tokenizer")
+def test_base_train_shards(base: Path) -> None:  # noqa: F811
+    flags = (*TINY, "--depth=2", "--num_iterations=8", "--save_every=4", "--model_tag=one")
+    call("base_train", *flags)
+
+    def torchrun(processes: int, *options: str) -> None:
+        words = ("--standalone", f"--nproc_per_node={processes}", "-m", "scripts.base_train", "--", *flags[:-1])
+        result = process("torch.distributed.run", *words, "--device_batch_size=1", *options)
+        assert result.returncode == 0, result.stderr
+
+    torchrun(2, "--parallel=fsdp", "--activation_checkpointing", "--model_tag=fsdp")
+    torchrun(4, "--parallel=fsdp", "--replicate=2", "--model_tag=hybrid")
+    for tag in ("fsdp", "hybrid"):
+        assert losses(base, tag) == pytest.approx(losses(base, "one"), rel=1e-5)
+        names = [base / f"checkpoints/base/{t}/step_000008/model.safetensors" for t in (tag, "one")]
+        assert names[0].stat().st_size == names[1].stat().st_size
+    last = [json.loads(line) for line in (base / "runs/base/fsdp/metrics.jsonl").read_text().splitlines()][-1]
+    assert last["val_bpb"] > 0
