@@ -548,7 +548,14 @@ def load_model(
         load_weights(model, chosen)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:  # damaged, or not ours
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:  # damaged, or not ours
         message = error if isinstance(error, DamagedCheckpoint) else f"{chosen} cannot be used ({error!r})"
         raise UserError(f"{message}: train it again, or name an older --step") from error
     if not isinstance(device, Device):
