@@ -123,9 +123,10 @@ class Saver:
         with _full_disk_told(final, needed, device):
             if device.is_main:
                 shutil.rmtree(_unfinished(final), ignore_errors=True)
-                _unfinished(final).mkdir(parents=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 if needed * 1.02 > shutil.disk_usage(self.folder).free:
                     raise UserError(_disk_is_full(self.folder, needed))
+                _unfinished(final).mkdir()
         if training is not None:
             _barrier(device)  # the folder is there
         elif not device.is_main:
