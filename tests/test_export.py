@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import checkpoint_manager, cli, paths
 from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPTConfig
 from scripts import chat_cli, export
-from tests.tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import cpu_device, run_ranks
 
 from nanochat import checkpoint_manager, paths, storage
 from nanochat.checkpoint_manager import Saver, Training, load_training, mend, newest, steps
@@ -33,7 +34,6 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.scaling import Rates
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer, next_token_loss, train_step
-from tests.tiny import cpu_device, run_ranks
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 CONFIG = GPTConfig(vocab_size=TOKENIZER.vocab_size, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanochat import storage
 from nanochat.device import Device
-from tests.tiny import run_ranks
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),
