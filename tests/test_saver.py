@@ -402,6 +402,28 @@ def test_two_ranks_save_one_checkpoint(folder, monkeypatch):
     assert usable(folder) == (2, 2) and steps(folder) == [1, 2]
 
 
+def test_everything_reaches_the_disk_before_the_rename_and_the_rename_after(folder, monkeypatch):
+    flushed, at_rename = [], []
+    rename = os.rename
+
+    def record_rename(source, target, **options):
+        if Path(source).name == "step_000001.tmp":
+            at_rename[:] = [len(flushed), {file.stat().st_ino for file in (Path(source), *Path(source).iterdir())}]
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
+    monkeypatch.setattr(os, "rename", record_rename)
+    savers = two_savers(folder, monkeypatch)
+    for saver in savers:
+        begin(saver, 1, seed=1)
+    for saver in savers:
+        saver.wait()
+    before, inodes = at_rename
+    assert len(inodes) == 1 + len(FILES) + 2
+    assert inodes <= set(flushed[:before])
+    assert folder.stat().st_ino in flushed[before:]
+
+
 @pytest.mark.parametrize("room", [0, 50, 600])
 def test_a_disk_that_is_full_for_one_rank_is_told_by_both(folder, monkeypatch, room):
     save_step(folder, 1, seed=1)
