@@ -127,13 +127,12 @@ class Saver:
                 if needed * 1.02 > shutil.disk_usage(self.folder).free:
                     raise UserError(_disk_is_full(self.folder, needed))
                 _unfinished(final).mkdir()
-        if training is not None:
-            _barrier(device)  # the folder is there
-        elif not device.is_main:
-            return final
+        _barrier(device)  # the folder is there
         weights = {name: _to_host(tensor) for name, tensor in _whole_weights(model) if device.is_main}
         shares = {name: _to_host(tensor) for name, tensor in shares.items()}
         device.synchronize()
+        if training is None and not device.is_main:
+            return final
         meta = {
             "version": FORMAT_VERSION,
             "step": step,
@@ -638,8 +637,8 @@ def _holds_plain_shares(optimizer: dict[str, Tensor], device: Device) -> bool:
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy in the host's memory, there once the device was synchronised."""
     tensor = tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
-    return copy.copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return host.copy_(tensor, non_blocking=True)
 
 
 @contextlib.contextmanager
