@@ -38,6 +38,7 @@ from nanochat.train import make_optimizer, next_token_loss, train_step
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 CONFIG = GPTConfig(vocab_size=TOKENIZER.vocab_size, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1)
 FILES = {"manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"}
+ROOT = Path(__file__).resolve().parent.parent
 KILLED, FAILED = 9, 3  # exit codes
 
 
@@ -720,11 +721,11 @@ def test_a_resume_that_cannot_be_is_one_line(tmp_path):
 def test_a_failed_last_save_ends_the_process_with_an_error(tmp_path):
     """A whole process, on a disk of its own that fills up: one line, and not exit code 0."""
     code = (
-        "import os, errno\nfrom nanochat.cli import fail, UserError\nimport tests.test_saver as t\n"
+        "import os, errno\nfrom nanochat.cli import fail, UserError\nimport test_saver as t\n"
         "from pathlib import Path\n"
         "t.os.write = t.FullDisk(100)\n"
         f"try:\n    t.save_step(Path({str(tmp_path)!r}), 1)\nexcept UserError as error:\n    fail(str(error))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "error: the disk is full" in done.stderr
