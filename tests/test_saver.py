@@ -5,6 +5,7 @@ A kill is real: a forked process ends by os._exit before, or in the middle of, i
 
 import dataclasses
 import errno
+import gc
 import io
 import json
 import multiprocessing
@@ -506,6 +507,21 @@ def test_a_save_waits_for_the_one_before(folder, gate):
     assert steps(folder) == [1]
     saver.wait()
     assert steps(folder) == [1, 2]
+
+
+def test_saving_leaves_no_thread_file_or_copy_behind(folder):
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), tensors
+
+    saver, model, training = Saver(folder, cpu_device(), keep_last=2), new_model(), new_training()
+    counts = []
+    for step in range(1, 21):
+        saver.save(step, model, TOKENIZER, {"stage": "base"}, training)
+        saver.wait()
+        counts.append(held())
+    assert counts[1:] == [counts[1]] * 19
 
 
 @pytest.mark.parametrize("how", ["wait", "save", "with"])
