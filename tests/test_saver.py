@@ -396,6 +396,16 @@ def two_savers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Saver]:
 
 
 def test_two_ranks_save_one_checkpoint(folder, monkeypatch):
+    write = os.write
+
+    def slowly(handle: int, data: Any) -> int:
+        if threading.current_thread().name == "save-rank1":
+            data = data[: len(data) // 2 + 1]
+            time.sleep(2 * checkpoint_manager.POLL_SECONDS)  # so that rank 0 looks at whatever is half written
+        return write(handle, data)
+
+    monkeypatch.setattr(checkpoint_manager, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(os, "write", slowly)
     savers = two_savers(folder, monkeypatch)
     for step in (1, 2):
         assert [begin(saver, step, seed=step) for saver in savers] == [folder / f"step_{step:06d}"] * 2
