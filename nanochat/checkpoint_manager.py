@@ -3,33 +3,37 @@
 A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON, never pickle:
 
     model.safetensors  meta.json  tokenizer.json     what a later stage or the engine needs
-    training.rank<r>.safetensors                     what only a resume needs: each rank's share of the optimizer's
-                                                     state, its loader's state and its random generators
+    training.json  training.rank<r>.safetensors      what only a resume needs, at any number of ranks (storage.py):
+                                                     the optimizer's state, the loader's, the random generators'
     manifest.json                                    size and sha256 of every other file; written last
 
-The folder is written as `step_<n>.tmp`, flushed to the disk, and renamed by rank 0 once all ranks are done.
+The folder is written as `step_<n>.tmp`, every file flushed to the disk, and renamed by rank 0 once all ranks are done.
+Training stops only while its state is copied to the host's memory (`Saver`).
 """
 
 import contextlib
+import copy
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import paths
+from nanochat import paths, storage
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
@@ -39,7 +43,10 @@ from nanochat.parallel import load_whole, local, whole_weights
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+WEIGHTS_VERSIONS = (1, 2)  # 1 kept the training state in another way
+PATIENCE_SECONDS = 900.0  # from when rank 0 has written its share until all others must have
+POLL_SECONDS = 0.02
 
 
 class DamagedCheckpoint(ValueError):
@@ -50,21 +57,177 @@ class DamagedCheckpoint(ValueError):
 class Training:
     """What only a resume needs, as one rank holds it."""
 
-    optimizer: dict[str, Tensor]
+    optimizer: dict[str, Tensor]  # DTensors are shares, what is not one is alike on all ranks
     loader: dict[str, Tensor]
     rng: dict[str, Tensor]
 
-    def to_tensors(self) -> dict[str, Tensor]:
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+    def to_state(self, device: Device) -> dict[str, Tensor]:
+        """All under names that no other rank uses for something else."""
+        own = f"rank{device.rank}/"
+        # Until the optimizer hands out DTensors: several ranks' plain tensors are shares of each rank's own.
+        optimizer = f"{own}optimizer/" if _holds_plain_shares(self.optimizer, device) else "optimizer/"
+        parts = {optimizer: self.optimizer, f"{own}loader/": self.loader, f"{own}rng/": self.rng}
+        return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Training":
-        parts: dict[str, dict[str, Tensor]] = {f.name: {} for f in fields(cls)}
-        for key, tensor in tensors.items():
-            part, _, name = key.partition("/")
-            parts[part][name] = tensor
-        return cls(**parts)
+
+class Saver:
+    """Saves a run's checkpoints while its training goes on; all ranks make one and call it alike.
+
+    `save` copies to the host's memory, the rest is a thread's work. The threads use no collective, which would run
+    into training's: what rank r has written it says in the unfinished folder's `rank<r>.done`, which rank 0 waits for.
+    Whatever goes wrong is raised by the next `save` or `wait`, or when the `with` block ends, and never harms an older
+    checkpoint.
+
+    Of a folder's steps the newest `keep_last` stay (0: all), and those that `keep_every` divides (0: none).
+    """
+
+    def __init__(self, folder: Path, device: Device, *, keep_last: int = 0, keep_every: int = 0):
+        self.folder, self.device, self.keep_last, self.keep_every = folder, device, keep_last, keep_every
+        self.patience_seconds = PATIENCE_SECONDS
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.wait()
+            return
+        self.patience_seconds = min(self.patience_seconds, 10.0)  # the others may never come
+        try:
+            self.wait()
+        except Exception as failure:
+            warn(f"the last checkpoint was not saved: {failure}")
+
+    def wait(self) -> None:
+        """Until the save under way is done. Raises what it failed with: UserError for a full disk or a lost rank."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def save(
+        self, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any], training: Training | None
+    ) -> Path:
+        """Begin to write `step_<n>`, and return what will be its folder; the model may change right after.
+
+        Raises UserError: when the disk cannot hold it, or the save before this one failed.
+        """
+        self.wait()
+        final, device = self.folder / f"step_{step:06d}", self.device
+        state = training.to_state(device) if training is not None else {}
+        needed = sum(t.nbytes for t in model.state_dict().values())
+        shares, entries = storage.share_of(state, device.rank) if training is not None else ({}, {})
+        needed += sum(t.nbytes for t in shares.values()) * device.world_size
+        with _full_disk_told(final, needed, device):
+            if device.is_main:
+                shutil.rmtree(_unfinished(final), ignore_errors=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if needed * 1.02 > shutil.disk_usage(self.folder).free:
+                    raise UserError(_disk_is_full(self.folder, needed))
+                _unfinished(final).mkdir()
+        _barrier(device)  # the folder is there
+        weights = {name: _to_host(tensor) for name, tensor in _whole_weights(model) if device.is_main}
+        shares = {name: _to_host(tensor) for name, tensor in shares.items()}
+        device.synchronize()
+        if training is None and not device.is_main:
+            return final
+        meta = {
+            "version": FORMAT_VERSION,
+            "step": step,
+            "model": asdict(model.config),
+            "tokenizer": tokenizer.fingerprint(),
+            "world_size": device.world_size if training is not None else 0,
+            **copy.deepcopy(meta),
+        }
+
+        def write() -> None:
+            try:
+                with _full_disk_told(final, needed, device):
+                    if device.is_main:
+                        files = write_model(_unfinished(final), weights, tokenizer, meta)
+                        if training is not None:
+                            files |= self._write_training(final, shares, entries)
+                        commit(_unfinished(final), final, files)
+                        self._retire(final)
+                    else:
+                        self._write_share(final, shares, entries)
+            except BaseException as error:  # kept for the thread that trains
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name=f"save-rank{device.rank}")
+        self._thread.start()
+        return final
+
+    def _write_share(self, final: Path, shares: dict[str, Tensor], entries: dict[str, Any]) -> None:
+        """What a rank that is not the first does, and its word to the first."""
+        folder, name = _unfinished(final), storage.share_name(self.device.rank)
+        try:
+            report = {"file": storage.write_tensors(folder / name, shares), "entries": entries}
+            self._report(folder, report)
+        except OSError as error:
+            if not folder.is_dir():
+                raise UserError(f"{final} was given up by rank 0: see its error") from error
+            with contextlib.suppress(OSError):
+                (folder / name).unlink(missing_ok=True)  # room for the word
+                self._report(folder, {"error": f"rank {self.device.rank}: {error}"})
+            raise
+
+    def _report(self, folder: Path, report: dict[str, Any]) -> None:
+        word = folder / f"rank{self.device.rank}.done"
+        storage.write_json(word.with_suffix(".part"), report)
+        word.with_suffix(".part").rename(word)
+
+    def _write_training(self, final: Path, shares: dict[str, Tensor], entries: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's share, the others' words and the index; returns the files."""
+        folder = _unfinished(final)
+        files = {storage.share_name(0): storage.write_tensors(folder / storage.share_name(0), shares)}
+        all_entries, began, missing = [entries], time.monotonic(), set(range(1, self.device.world_size))
+        while missing:
+            for rank in sorted(missing):
+                word = folder / f"rank{rank}.done"
+                if not word.exists():
+                    continue
+                report = json.loads(word.read_text(encoding="utf-8"))
+                if "error" in report:
+                    raise UserError(f"{final} could not be saved: {report['error']}")
+                word.unlink()
+                files[storage.share_name(rank)] = report["file"]
+                all_entries.append(report["entries"])
+                missing.remove(rank)
+            if missing and time.monotonic() - began > self.patience_seconds:
+                raise UserError(
+                    f"{final} was given up: no share of rank {', '.join(map(str, sorted(missing)))} after "
+                    f"{self.patience_seconds:.0f} s; older checkpoints are whole: look at that rank, then --resume"
+                )
+            if missing:
+                time.sleep(POLL_SECONDS)
+        files["training.json"] = storage.write_json(folder / "training.json", storage.merge(all_entries))
+        return files
+
+    def _retire(self, final: Path) -> None:
+        """Delete the steps that are not to be kept, once the one just saved is whole when read back."""
+        there, newest_step = steps(self.folder), int(final.name.removeprefix("step_"))
+        kept = {
+            newest_step,
+            *there[-self.keep_last :],
+            *(s for s in there if self.keep_every and not s % self.keep_every),
+        }
+        if not self.keep_last or kept >= set(there):
+            return
+        if not is_whole(final):
+            warn(f"{final} is damaged as soon as it is saved: older steps are all kept, look at the disk")
+            return
+        for step in sorted(set(there) - kept):
+            path = self.folder / f"step_{step:06d}"
+            try:
+                shutil.rmtree(_replaced(path), ignore_errors=True)
+                path.rename(_replaced(path))  # in one move, so that no half of it looks whole
+                shutil.rmtree(_replaced(path))
+            except OSError as error:
+                warn(f"--keep_last: {path} could not be deleted ({error})")
 
 
 def save(
@@ -76,52 +239,51 @@ def save(
     training: Training | None,
     device: Device,
 ) -> Path:
-    """Write `folder/step_<n>`, all ranks together, and return it.
+    """Write `folder/step_<n>`, all ranks together, and return it once it is there.
 
     Raises UserError: when the disk cannot hold it; older checkpoints stay as they are.
     """
-    final = folder / f"step_{step:06d}"
-    needed = sum(t.nbytes for t in model.state_dict().values())
-    if training is not None:
-        needed += sum(local(t).nbytes for t in training.to_tensors().values()) * device.world_size
-    unfinished, replaced = _unfinished(final), final.with_name(final.name + ".old")
-    with _full_disk_told(final, needed):
-        weights = dict(whole_weights(model))
-        if device.is_main:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            if needed * 1.02 > shutil.disk_usage(final.parent).free:
-                raise UserError(_disk_is_full(final.parent, needed))
-            save_file(weights, unfinished / "model.safetensors")
-            tokenizer.save(unfinished)
-            meta = {
-                "version": FORMAT_VERSION,
-                "step": step,
-                "model": asdict(model.config),
-                "tokenizer": tokenizer.fingerprint(),
-                "world_size": device.world_size if training else 0,
-                **meta,
-            }
-            (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        if training is not None:
-            _barrier(device)  # the folder is there
-            tensors = {name: local(t).cpu().contiguous() for name, t in training.to_tensors().items()}
-            save_file(tensors, unfinished / f"training.rank{device.rank}.safetensors")
-            _barrier(device)  # every rank's share is there
-        if device.is_main:
-            files = sorted(path for path in unfinished.iterdir())
-            manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-            (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            for path in (*files, unfinished / "manifest.json", unfinished):
-                _flush_to_disk(path)
-            shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
-                final.rename(replaced)
-            unfinished.rename(final)
-            _flush_to_disk(final.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
-        _barrier(device)
+    with Saver(folder, device) as saver:
+        final = saver.save(step, model, tokenizer, meta, training)
+    _barrier(device)
     return final
+
+
+def write_model(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, meta: dict[str, Any]) -> dict[str, Any]:
+    """Write what a later stage or the engine needs into a folder; returns the files for its manifest."""
+    about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
+    return {
+        "model.safetensors": storage.write_tensors(folder / "model.safetensors", weights, about),
+        "meta.json": storage.write_json(folder / "meta.json", meta),
+        "tokenizer.json": _facts(tokenizer.save(folder)),  # flushed already
+    }
+
+
+def commit(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
+    """Write the manifest of a folder whose files are all on the disk, and give the folder its name."""
+    storage.write_json(unfinished / "manifest.json", files)
+    _flush_to_disk(unfinished)
+    shutil.rmtree(_replaced(final), ignore_errors=True)
+    if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
+        final.rename(_replaced(final))
+    unfinished.rename(final)
+    _flush_to_disk(final.parent)
+    shutil.rmtree(_replaced(final), ignore_errors=True)
+
+
+def mend(folder: Path) -> None:
+    """Tidy up behind a run that was killed while it saved; one process calls it, while none saves.
+
+    A checkpoint that lacked its last rename alone gets its name, other leftovers go.
+    """
+    leftovers = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+\.(tmp|old)", path.name)]
+    for path in sorted(leftovers, reverse=True):  # of a step, .tmp before .old: the newer one
+        final = path.with_suffix("")
+        if not final.exists() and is_whole(path):
+            path.rename(final)
+            _flush_to_disk(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(folder: Path) -> list[int]:
@@ -135,7 +297,7 @@ def steps(folder: Path) -> list[int]:
 def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
     """Before a run from the beginning: move an earlier run's checkpoints and metrics to `<tag>.<n>`, so that none is
     lost and none is taken for the new run's. Returns where the checkpoints are now, None if there were none."""
-    there = steps(folder)
+    there = any(folder.glob("step_*"))  # an unfinished one of a killed run too
     _barrier(device)  # every rank has looked
     if not there:
         return None
@@ -160,18 +322,29 @@ def verify(step_folder: Path) -> dict[str, Any]:
             path = step_folder / Path(name).name
             if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{path} is damaged")
+        meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+        version, ranks = meta.get("version"), meta.get("world_size", 0)
         needed = {"model.safetensors", "meta.json", "tokenizer.json"}
+        if version == FORMAT_VERSION and ranks:
+            needed |= {"training.json", *map(storage.share_name, range(ranks))}
         if missing := needed - set(manifest):
             raise DamagedCheckpoint(f"{step_folder} is damaged (its manifest has no {', '.join(sorted(missing))})")
-        meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
-        version = meta.get("version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(f"{step_folder} is damaged ({error})") from error
-    if version != FORMAT_VERSION:
+    if version not in WEIGHTS_VERSIONS:
         raise UserError(f"{step_folder} has format version {version}, this code reads {FORMAT_VERSION}")
     return meta
+
+
+def is_whole(step_folder: Path) -> bool:
+    """Whether every file is what the manifest says."""
+    try:
+        verify(step_folder)
+    except ValueError:
+        return False
+    return True
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -193,12 +366,42 @@ def load_weights(model: GPT, step_folder: Path) -> None:
         raise DamagedCheckpoint(f"{step_folder}/model.safetensors cannot be used ({error})") from error
 
 
-def load_training(step_folder: Path, meta: dict[str, Any]) -> list[Training]:
-    """Every rank's training state, in rank order."""
-    if not meta["world_size"]:
-        raise UserError(f"{step_folder} holds weights only: it cannot be resumed")
-    ranks = range(meta["world_size"])
-    return [Training.from_tensors(load_file(step_folder / f"training.rank{r}.safetensors")) for r in ranks]
+def load_training(
+    step_folder: Path, meta: dict[str, Any], optimizer: Optimizer, device: Device
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Load the optimizer's state in place; returns the loader's and the generators' states of every rank that saved.
+
+    Raises UserError: for weights alone. Raises ValueError: when the state is of another model or optimizer;
+    DamagedCheckpoint: when the files cannot be read.
+    """
+    if not meta["world_size"] or meta["version"] != FORMAT_VERSION:
+        raise UserError(f"{step_folder} holds weights only: it cannot be resumed; train from it with --source")
+    try:
+        index = storage.check(json.loads((step_folder / "training.json").read_text(encoding="utf-8")))
+        rest = {
+            name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+            for name, entry in index.items()
+            if name.startswith("rank")
+        }
+        storage.read(step_folder, index, rest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{step_folder} is damaged ({error})") from error
+
+    def of_each_rank(part: str) -> list[dict[str, Tensor]]:
+        prefixes = [f"rank{rank}/{part}/" for rank in range(meta["world_size"])]
+        return [{k.removeprefix(p): t for k, t in rest.items() if k.startswith(p)} for p in prefixes]
+
+    state, shares = optimizer.state_dict(), of_each_rank("optimizer")
+    if not any(shares) and not _holds_plain_shares(state, device):
+        storage.read(step_folder, index, {f"optimizer/{name}": tensor for name, tensor in state.items()})
+    else:  # until the optimizer hands out DTensors
+        if not any(shares):
+            saved = {k.removeprefix("optimizer/"): e for k, e in index.items() if k.startswith("optimizer/")}
+            whole = {k: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for k, e in saved.items()}
+            storage.read(step_folder, index, {f"optimizer/{name}": tensor for name, tensor in whole.items()})
+            shares = [whole]
+        optimizer.load_state_dict(shares)
+    return of_each_rank("loader"), of_each_rank("rng")
 
 
 def resume(
@@ -219,13 +422,11 @@ def resume(
     began from. Raises UserError: when they, the sizes or the tokenizer are others than the checkpoint's, when it is
     beyond `steps_asked`, when none is whole.
     """
-    found = newest(folder)
-    if found is None:
-        if steps(folder):
-            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+    step_folder = _newest_for_all(folder, device)
+    if step_folder is None:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
         return Progress(), []
-    step_folder, meta = found
+    meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
     for flag in flags.split():
         if meta["config"].get(flag) != getattr(config, flag):
             raise UserError(
@@ -249,15 +450,40 @@ def resume(
         raise UserError(
             f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
         )
-    shares = load_training(step_folder, meta)
-    load_weights(model, step_folder)
     try:
-        optimizer.load_state_dict([share.optimizer for share in shares])
+        load_weights(model, step_folder)
+        loader, rng = load_training(step_folder, meta, optimizer, device)
+    except DamagedCheckpoint as error:
+        raise UserError(f"--resume: {error}: move it away to go on from the step before it") from error
+    except UserError:
+        raise
     except ValueError as error:  # --optimizer is not the one it was trained with
         raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
-    device.set_rng_state(shares[device.rank % len(shares)].rng)
+    device.set_rng_state(rng[device.rank % len(rng)])
     print0(f"resumed from {step_folder}")
-    return Progress(**meta["progress"]), [share.loader for share in shares]
+    return Progress(**meta["progress"]), loader
+
+
+def _newest_for_all(folder: Path, device: Device) -> Path | None:
+    """The newest whole step, which rank 0 looks for and all take; None where nothing was saved yet.
+
+    Raises UserError: when none is whole.
+    """
+    nothing, none_whole = -1, -2
+    step = none_whole
+    try:
+        if device.is_main:
+            mend(folder)
+            found = newest(folder)
+            step = found[1]["step"] if found else none_whole if steps(folder) else nothing
+    finally:  # the others are told even when this fails
+        if device.world_size > 1:
+            word = torch.tensor([step], device=device.torch_device)
+            dist.broadcast(word, 0)
+            step = int(word.item())
+    if step == none_whole:
+        raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+    return None if step == nothing else folder / f"step_{step:06d}"
 
 
 def find_source(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
@@ -323,12 +549,51 @@ def load_model(
         load_weights(model, chosen)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:  # damaged, or not ours
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:  # damaged, or not ours
         message = error if isinstance(error, DamagedCheckpoint) else f"{chosen} cannot be used ({error!r})"
         raise UserError(f"{message}: train it again, or name an older --step") from error
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
     return model.to(device.torch_device).eval(), tokenizer, {**meta, "folder": str(chosen)}
+
+
+def export(source: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Write a checkpoint's weights, config and tokenizer, without what only training needs, as a folder that
+    `load_model` takes; returns its files.
+
+    Raises UserError: when the folder is there already, cannot be made or does not fit on the disk.
+    """
+    device = devices.init("cpu")
+    model, tokenizer, meta = load_model(source, device)
+    weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    final, unfinished = out.absolute(), _unfinished(out.absolute())
+    if final.exists():
+        raise UserError(f"--out {out} is there already: name another folder, or remove it")
+    with _full_disk_told(final, sum(t.nbytes for t in weights.values()), device):
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"--out {out} cannot be made ({error.strerror}): name another folder") from error
+        kept = "step stage source pretraining"  # nothing of the machine it was trained on
+        meta = {
+            "version": FORMAT_VERSION, "model": meta["model"], "tokenizer": meta["tokenizer"], "world_size": 0,
+            "exported_from": short_name(source), **{key: meta[key] for key in kept.split() if key in meta},
+        }  # fmt: skip
+        config = {"model_type": "nanochat", "dtype": storage.dtype_name(next(iter(weights.values()))), **meta["model"]}
+        files = write_model(unfinished, weights, tokenizer, meta)
+        files["config.json"] = storage.write_json(unfinished / "config.json", config)
+        commit(unfinished, final, files)
+    return files
 
 
 def _newest_tag(stage: str) -> Path:
@@ -357,22 +622,44 @@ def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
 
+def _replaced(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
+
+
+def _whole_weights(model: GPT) -> Iterable[tuple[str, Tensor]]:
+    """Stand-in for parallel.whole_weights, where the parameters are plain tensors."""
+    return model.state_dict().items()
+
+
+def _holds_plain_shares(optimizer: dict[str, Tensor], device: Device) -> bool:
+    return device.world_size > 1 and not any(hasattr(tensor, "placements") for tensor in optimizer.values())
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, there once the device was synchronised."""
+    tensor = tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return host.copy_(tensor, non_blocking=True)
+
+
 @contextlib.contextmanager
-def _full_disk_told(final: Path, needed: int) -> Iterator[None]:
+def _full_disk_told(final: Path, needed: int, device: Device) -> Iterator[None]:
     """Turn a disk that fills up while saving into one line, and clear away what was begun."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # safetensors passes the system's error on in words only
-        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         message = _disk_is_full(final.parent, needed)  # counted before the unfinished folder goes
-        shutil.rmtree(_unfinished(final), ignore_errors=True)
+        if device.is_main:
+            shutil.rmtree(_unfinished(final), ignore_errors=True)
         raise UserError(message) from error
 
 
 def _disk_is_full(folder: Path, needed: int) -> str:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     return (
-        f"the disk is full: a checkpoint needs {needed:,} bytes, {folder} has {shutil.disk_usage(folder).free:,} "
+        f"the disk is full: a checkpoint needs {needed:,} bytes, {folder} has {shutil.disk_usage(there).free:,} "
         f"free; make room, or point NANOCHAT_BASE_DIR elsewhere"
     )
 
@@ -380,6 +667,10 @@ def _disk_is_full(folder: Path, needed: int) -> str:
 def _barrier(device: Device) -> None:
     if device.world_size > 1:
         dist.barrier()
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -33,7 +33,7 @@ ORDER = (
         "train",
         "losses",
     ),
-    *("checkpoint_manager", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
+    *("storage", "checkpoint_manager", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
 

@@ -1,0 +1,91 @@
+"""scripts.export: a folder that stands by itself, exact in fp32, loaded and chatted with by its path."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
+
+from nanochat import checkpoint_manager, cli, paths
+from nanochat.checkpoint_manager import load_model
+from nanochat.gpt import GPTConfig
+from scripts import chat_cli, export
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
+    meta = {"stage": "sft", "config": {"data": "/home/me/text"}, "pretraining": {"data": "demo"}}
+    folder = paths.checkpoint_dir("sft", "tiny")
+    checkpoint_manager.save(folder, 7, model, tiny_tokenizer(), meta, None, cpu_device())
+    return tmp_path
+
+
+def call(module, *argv: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", *argv])
+        cli.run(module.main, module.Config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_folder_is_a_model(base, capsys, dtype):
+    out = base / "made" / "here"
+    call(export, "--to", "safetensors", "--source", "sft", "--out", str(out), "--dtype", dtype)
+    files = {path.name for path in out.iterdir()}
+    assert files == {"model.safetensors", "config.json", "tokenizer.json", "meta.json", "manifest.json"}
+    assert not out.with_name("here.tmp").exists()
+    size = sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
+    assert f"{size:,} bytes" in capsys.readouterr().out
+    original, _, meta = load_model("sft", "cpu")
+    exact = getattr(torch, dtype)
+    weights = load_file(out / "model.safetensors")
+    assert all(weights[name].dtype == exact for name in weights)
+    model, tokenizer, meta = load_model(str(out), "cpu")
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor.to(exact).float()), name
+    assert tokenizer.fingerprint() == tiny_tokenizer().fingerprint()
+    assert (meta["step"], meta["stage"], meta["exported_from"]) == (7, "sft", "sft/tiny/step_000007")
+    assert "/home/me" not in "".join(path.read_text() for path in out.glob("*.json"))
+    config = json.loads((out / "config.json").read_text())
+    assert (config.pop("model_type"), config.pop("dtype")) == ("nanochat", dtype)
+    assert GPTConfig(**config) == model.config
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "7", "tokenizer": tiny_tokenizer().fingerprint()}
+    call(chat_cli, "--source", str(out), "--device=cpu", "--max_tokens=4", "-p", "hello")
+
+
+def test_an_exported_folder_is_verified(base):
+    out = base / "out"
+    call(export, "--out", str(out))
+    data = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(cli.UserError, match="model.safetensors is damaged"):
+        load_model(str(out), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--out", "{base}"], 1, "is there already"),
+        (["--out", "/proc/nothing"], 1, "cannot be made"),
+        (["--out", "{base}/file/below"], 1, "cannot be made"),
+        (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),
+        (["--out", "{base}/x", "--source", "sft", "--step", "8"], 1, "no step 8"),
+        (["--out", "{base}/x", "--to", "pickle"], 2, "--to"),
+        ([], 2, "--out"),
+    ],
+)
+def test_a_mistake_costs_one_line(base, capsys, argv, code, says):
+    (base / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        call(export, *(word.format(base=base) for word in argv))
+    err = capsys.readouterr().err
+    assert stopped.value.code == code and says in err and "Traceback" not in err
+    if code == 1:
+        assert err.count("\n") == 1
+    assert not (base / "x").exists()
