@@ -70,6 +70,7 @@ class Progress:
     seconds: float = 0.0  # of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
     best_val_bpb: float | None = None
+    pending: dict[str, Any] | None = None  # a log line whose evaluation was broken off: a resume makes up for it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,6 +132,7 @@ class StepStats:
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
+    computed: Any = None  # the device's mark behind the last backward, before ranks wait for each other
 
 
 def make_optimizer(model: GPT, rates: Rates, device: Device, matrices: Literal["muon", "adamw"] = "muon") -> Optimizer:
@@ -180,6 +182,7 @@ def train_step(
             loss, targets = loss_fn(model, batch)
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
+    computed = device.mark()
     totals[2] = optimizer.reduce()
     if device.world_size > 1:
         dist.all_reduce(totals)
@@ -188,7 +191,7 @@ def train_step(
     updated = finite * (target_count > 0)
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
-    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
+    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite, computed)
 
 
 @torch.no_grad()

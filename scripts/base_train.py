@@ -54,6 +54,8 @@ class Config:
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
     resume: bool = False  # go on from the newest whole checkpoint of this tag
+    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
+    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -72,6 +74,7 @@ def main(config: Config) -> None:
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.faults import Faults, Interrupted, require_agreement
     from nanochat.gpt import GPT
     from nanochat.profile import Recorder
     from nanochat.tokenizer import Tokenizer
@@ -137,13 +140,31 @@ def main(config: Config) -> None:
         print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
     log = RunLog(
         "base", run_dir("base", tag), steps, run=config.run, trackers=config.track,
-        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step - bool(progress.pending),
     )  # fmt: skip
 
+    def log_evaluated() -> None:
+        """Log the line that is pending, once the weights of its step are evaluated. Raises Interrupted."""
+        assert progress.pending is not None
+        with faults.phase("evaluation"):
+            val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, faults.asked)
+        if not math.isfinite(val_bpb):
+            raise UserError(f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates")
+        log.step(progress.pending | {"val_bpb": val_bpb})
+        progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
+        progress.pending = None
+
     recorder = Recorder(config.profile, steps - progress.step, device, run_dir("base", tag) / "profile", log.message)
-    with log, recorder:
+    faults = Faults(device, progress.step, config.hang_seconds)
+    saved, stop = folder / f"step_{progress.step:06d}", False
+    with faults, log, recorder:
+        if progress.pending:  # the run was stopped before it could evaluate
+            try:
+                log_evaluated()
+            except Interrupted:
+                stop = True
         meter = Meter(progress, device, token_flops)
-        for step in range(progress.step, steps):
+        for step in range(progress.step, 0 if stop else steps):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
             stats = train_step(
@@ -154,34 +175,43 @@ def main(config: Config) -> None:
             )  # fmt: skip
             meter.add(stats, batch_tokens)
             meter.clock += recorder.step()
+            stop = faults.boundary(progress.step, stats.computed)
             last = progress.step == steps
             evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
             save = last or (config.save_every and progress.step % config.save_every == 0)
-            if not (evaluate or save or step % config.log_every == 0):
+            due = evaluate or save or step % config.log_every == 0
+            if not (due or stop):
                 continue
 
             metrics = meter.read(stats)
             metrics |= {"lr": rates.matrix * schedule.lr(step), "epoch": micro[-1].epoch}
             if evaluate:
-                val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
-                if not math.isfinite(val_bpb):
-                    message = (
-                        f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates"
-                    )
-                    raise UserError(message)
-                metrics["val_bpb"] = val_bpb
-                progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
-            log.step(metrics)
-            if save:
+                progress.pending = metrics
+                try:
+                    if not stop:
+                        log_evaluated()
+                except Interrupted:
+                    stop = True
+            elif due:
+                log.step(metrics)
+            if save or stop or step % config.agree_every == 0:
+                require_agreement(model.parameters(), device, lambda: max(checkpoint_manager.steps(folder), default=0))
+            if save or stop:
                 training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
                 meta = {
                     "stage": "base", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
                     "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
                 }  # fmt: skip
-                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
+                with faults.phase("saving"):
+                    saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
                 log.message(f"saved {saved}")
+            if stop:
+                break
             meter.restart()
     loader.close()
+    if stop:
+        devices.shutdown(device)
+        faults.leave(saved)
     if progress.best_val_bpb is not None:
         best = f"best validation {progress.best_val_bpb:.4f} bits per byte"
         print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, {best}")
@@ -194,6 +224,7 @@ def check(config: Config) -> None:
     require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
     require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
     require(config, "eval_every save_every profile", 0)
+    require(config, "hang_seconds agree_every", 1)
     require(config, "dataloader_num_workers", 0, 256)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)
