@@ -47,7 +47,7 @@ STORE_SECONDS = 20.0  # for the store to answer a request that it can answer
 START_SECONDS = 1800.0  # the first two steps may compile, and wait for all ranks to come up
 STILL_SECONDS = 5.0  # that this process stood still itself, by Ctrl-Z perhaps: no time that others were silent
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C later than this is meant as one, not sent twice for one key
-WINDOW = 10  # steps whose middle is compared
+WINDOW = 10  # steps whose middle is compared, twice in a row
 SLOW_RATIO, SLOW_SECONDS = 1.5, 0.005  # slower than the middle rank by both: worth a line
 CHUNK = 1 << 22  # elements summed at once
 
@@ -72,7 +72,7 @@ class Faults:
         self._phase, self._patience, self._ticks = "training", 0.0, 0
         self._began = device.mark()
         self._marks: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=4 * WINDOW)
-        self._work: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._work: collections.deque[float] = collections.deque(maxlen=2 * WINDOW)
         self._closed, self._wake = threading.Event(), threading.Event()
         self._main = threading.main_thread().ident
         self._asked_at = self._held_at = self._beat_at = 0.0
@@ -236,7 +236,7 @@ class Faults:
         except (RuntimeError, ValueError) as error:  # torch's DistError among them
             if not self._closed.wait(2):  # the others may be leaving, and their store with them
                 line = str(error).splitlines()[0]
-                self._end(f"rank {self.device.rank} on {self.host} lost {_store_name()}: its host ended ({line})")
+                self._end(f"rank {self.device.rank} on {self.host} lost {_store_name()}: that ended ({line})")
 
     def _follow_stop(self, number: int, last: str) -> None:
         """One look at a stop that is being agreed on."""
@@ -261,8 +261,9 @@ class Faults:
     def _publish(self, store: Store) -> None:
         self._beats += 1
         patience = self._patience if self._passed >= self._start + 2 else START_SECONDS
-        work = statistics.median(self._work) if len(self._work) == WINDOW else None
-        beat = [self._beats, self.host, self._passed, self._phase, self._ticks, self._place(), patience, work]
+        work = list(self._work)
+        halves = [statistics.median(half) for half in (work[:WINDOW], work[WINDOW:])] if len(work) == 2 * WINDOW else []
+        beat = [self._beats, self.host, self._passed, self._phase, self._ticks, self._place(), patience, halves]
         store.set(f"beat/{self.device.rank}", json.dumps(beat))
 
     def _place(self) -> str:
@@ -314,19 +315,18 @@ class Faults:
         os._exit(128 + self.signal if status == 1 and self.signal else status)
 
 
-def slow_ranks(work: dict[int, tuple[str, float | None]]) -> Iterator[tuple[int, str]]:
-    """The ranks whose own work in a step takes clearly longer than the middle rank's, with a line on each; `work` is
-    rank -> (host, seconds a step)."""
-    seconds = {rank: value for rank, (_, value) in work.items() if value is not None}
-    if len(seconds) < len(work):
+def slow_ranks(work: dict[int, tuple[str, list[float]]]) -> Iterator[tuple[int, str]]:
+    """The ranks whose own work in a step takes clearly longer than the middle rank's, with a line on each. `work` is
+    rank -> (host, seconds a step in the last ten steps but ten and in the last ten; none before there are so many)."""
+    if not all(seconds for _, seconds in work.values()):
         return
-    middle = statistics.median_low(seconds.values())
-    for rank, own in seconds.items():
-        if own > SLOW_RATIO * middle and own - middle > SLOW_SECONDS:
+    before, middle = (statistics.median_low(halves) for halves in zip(*(s for _, s in work.values()), strict=True))
+    for rank, (host, (earlier, own)) in work.items():
+        if min(earlier / before, own / middle) > SLOW_RATIO and min(earlier - before, own - middle) > SLOW_SECONDS:
             yield (
                 rank,
                 (
-                    f"rank {rank} on {work[rank][0]} takes {own / middle:.1f} times as long as the middle one: "
+                    f"rank {rank} on {host} takes {own / middle:.1f} times as long as the middle one: "
                     f"{own * 1e3:.1f} ms of its own work a step against {middle * 1e3:.1f} ms, all ranks wait for it"
                 ),
             )
@@ -400,4 +400,6 @@ def _line(frame: FrameType) -> str:
 
 
 def _store_name() -> str:
-    return f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return f"the job's store at {where}{', in the process of rank 0' if own else ''}"
