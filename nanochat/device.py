@@ -25,8 +25,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.cli import UserError, explainers
+from nanochat.log import warn
 
 KINDS = ("npu", "cuda", "cpu")
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -287,7 +289,9 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
         raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
     if world_size > 1 and not dist.is_initialized():
         device_id = None if kind == "cpu" else torch.device(kind, local_rank)
-        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id)
+        store = _store_of_this_start()
+        place = {"store": store, "rank": rank, "world_size": world_size} if store else {}
+        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id, **place)
 
     name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
@@ -314,6 +318,22 @@ def kernels(kind: str) -> ModuleType | None:
     if kind != "npu":
         return None
     return importlib.import_module("nanochat.kernels_npu")
+
+
+def _store_of_this_start() -> Store | None:
+    """A view of the store in torchrun's process; None where a worker holds the store.
+
+    It outlives the workers, and torch tells one start of them from the next by nothing: restarted processes were seen
+    to look for each other at the addresses of those that had died (torch 2.13).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts count their own starts
+        warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    whole = TCPStore(*address, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
+    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
 
 
 def shutdown(device: Device) -> None:
