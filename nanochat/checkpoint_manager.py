@@ -21,7 +21,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat import device as devices
@@ -39,7 +38,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
-from nanochat.parallel import load_whole, local, whole_weights
+from nanochat.parallel import load_whole, whole_weights
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
@@ -81,8 +80,17 @@ class Saver:
     Of a folder's steps the newest `keep_last` stay (0: all), and those that `keep_every` divides (0: none).
     """
 
-    def __init__(self, folder: Path, device: Device, *, keep_last: int = 0, keep_every: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        device: Device,
+        *,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        told: Callable[[Path], object] = lambda path: None,
+    ):
         self.folder, self.device, self.keep_last, self.keep_every = folder, device, keep_last, keep_every
+        self.told = told  # called on rank 0 with every step that is on the disk, on the thread that wrote it
         self.patience_seconds = PATIENCE_SECONDS
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -129,7 +137,7 @@ class Saver:
                     raise UserError(_disk_is_full(self.folder, needed))
                 _unfinished(final).mkdir()
         _barrier(device)  # the folder is there
-        weights = {name: _to_host(tensor) for name, tensor in _whole_weights(model) if device.is_main}
+        weights = {name: tensor for name, tensor in whole_weights(model) if device.is_main}
         shares = {name: _to_host(tensor) for name, tensor in shares.items()}
         device.synchronize()
         if training is None and not device.is_main:
@@ -151,6 +159,7 @@ class Saver:
                         if training is not None:
                             files |= self._write_training(final, shares, entries)
                         commit(_unfinished(final), final, files)
+                        self.told(final)
                         self._retire(final)
                     else:
                         self._write_share(final, shares, entries)
@@ -624,11 +633,6 @@ def _unfinished(final: Path) -> Path:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(final.name + ".old")
-
-
-def _whole_weights(model: GPT) -> Iterable[tuple[str, Tensor]]:
-    """Stand-in for parallel.whole_weights, where the parameters are plain tensors."""
-    return model.state_dict().items()
 
 
 def _holds_plain_shares(optimizer: dict[str, Tensor], device: Device) -> bool:

@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.cli import UserError, explainers
+from nanochat.log import warn
 
 KINDS = ("npu", "cuda", "cpu")
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -110,6 +113,20 @@ class Device:
         """Wait until everything launched so far has run."""
         if self.kind != "cpu":
             self.module.synchronize()
+
+    def mark(self) -> Any:
+        """A point in the stream of work launched so far; on a CPU, which does it at once, now. Never waits."""
+        if self.kind == "cpu":
+            return time.perf_counter()
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, began: Any, ended: Any) -> float | None:
+        """Between two marks; None while the device has not come to the second. Never waits."""
+        if self.kind == "cpu":
+            return ended - began
+        return began.elapsed_time(ended) * 1e-3 if ended.query() else None
 
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator held, on a CPU the most the process held."""
@@ -272,7 +289,9 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
         raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
     if world_size > 1 and not dist.is_initialized():
         device_id = None if kind == "cpu" else torch.device(kind, local_rank)
-        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id)
+        store = _store_of_this_start()
+        place = {"store": store, "rank": rank, "world_size": world_size} if store else {}
+        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id, **place)
 
     name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
@@ -299,6 +318,22 @@ def kernels(kind: str) -> ModuleType | None:
     if kind != "npu":
         return None
     return importlib.import_module("nanochat.kernels_npu")
+
+
+def _store_of_this_start() -> Store | None:
+    """A view of the store in torchrun's process; None where a worker holds the store.
+
+    It outlives the workers, and torch tells one start of them from the next by nothing: restarted processes were seen
+    to look for each other at the addresses of those that had died (torch 2.13).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts count their own starts
+        warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    whole = TCPStore(*address, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
+    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
 
 
 def shutdown(device: Device) -> None:

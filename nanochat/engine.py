@@ -25,6 +25,7 @@ from nanochat import device as devices
 from nanochat.attention import KVCache
 from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.faults import Interrupted
 from nanochat.gpt import GPT
 from nanochat.packed import PackedLinear, pack
 from nanochat.parallel import is_sharded, whole
@@ -121,6 +122,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         keep_stop: bool = False,
+        asked: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[list[int | None], list[bool]]]:
         """Yield one column of new tokens at a time: a token for each running row, None for each ended one; and
         whether the model chose it, or the tool gave it.
@@ -128,7 +130,8 @@ class Engine:
         Equal prompts are prefilled once. temperature 0 is greedy, top_k 0 and top_p 1 cut nothing off.
         Rows end with a stop token, which is handed out only with `keep_stop`, after `max_tokens` (the tool's among
         them), or where the context ends.
-        Raises UserError: when a setting is out of range, or a prompt fills the context.
+        Raises UserError: when a setting is out of range, or a prompt fills the context. Raises Interrupted: when
+        `asked`, before a token, says to break off.
         """
         check_sampling(temperature, top_k, top_p)
         context = self.model.config.sequence_len
@@ -150,6 +153,8 @@ class Engine:
         rows = [_Row(number, most) for number, most in enumerate(room)]  # those in the batch
         decoder = self._decoder(cache, len(rows))
         for made in range(1, max(room) + 1):
+            if asked():
+                raise Interrupted
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
             column: list[int | None] = [None] * len(prompts)
             chosen = [True] * len(prompts)

@@ -3,7 +3,7 @@
 Legend: Q questions, G samples a question, S = Q x G samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine
+from nanochat.faults import Interrupted
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
 from nanochat.packing import Rows
 from nanochat.tasks.task import Example, Task
@@ -39,12 +40,15 @@ def sample_replies(
     seed: int,
     rows: int,
     top_k: int = 0,
+    asked: Callable[[], bool] = lambda: False,
 ) -> Samples:
     """`samples` replies to each question, each rewarded by its task; all ranks together, and each has all of them.
 
     A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
     whoever is done takes the next one. What is sampled does not depend on who does. A reply that is cut off by
-    `max_tokens` or by the context keeps what it has; its task decides what that is worth.
+    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `asked` says, before each
+    token, whether to break off.
+    Raises Interrupted: on every rank, when any of them broke off.
     """
     tokenizer, device = engine.tokenizer, engine.device
     room = engine.model.config.sequence_len - 1
@@ -52,13 +56,17 @@ def sample_replies(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths decode together
     wanted = [(i, g) for i in order for g in range(samples)]
     rows = min(rows, max(1, -(-len(wanted) // device.world_size)))
-    mine: list[_Reply] = []
+    mine: list[_Reply] | None = []
     for batch in _whoever_is_free(-(-len(wanted) // rows), device):
         members = wanted[batch * rows : (batch + 1) * rows]
-        tokens, masks = engine.generate(
-            [prompts[i] for i, _ in members],
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + batch * rows, keep_stop=True,
-        )  # fmt: skip
+        try:
+            tokens, masks = engine.generate(
+                [prompts[i] for i, _ in members], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
+                seed=seed + batch * rows, keep_stop=True, asked=asked,
+            )  # fmt: skip
+        except Interrupted:
+            mine = None
+            break
         for (i, g), sequence, mask in zip(members, tokens, masks, strict=True):
             task, example = questions[i]
             mine.append(((i, g), sequence, mask, task.reward(example, parse_reply(tokenizer, sequence))))
@@ -88,12 +96,14 @@ def _whoever_is_free(count: int, device: Device) -> Iterator[int]:
         yield number
 
 
-def _of_all_ranks(mine: list[_Reply], device: Device) -> list[_Reply]:
-    if device.world_size == 1:
-        return mine
-    shares: list[list[_Reply]] = [[] for _ in range(device.world_size)]
-    dist.all_gather_object(shares, mine)
-    return [reply for share in shares for reply in share]
+def _of_all_ranks(mine: list[_Reply] | None, device: Device) -> list[_Reply]:
+    """Raises Interrupted: when a rank has None."""
+    shares: list[list[_Reply] | None] = [mine] * device.world_size
+    if device.world_size > 1:
+        dist.all_gather_object(shares, mine)
+    if any(share is None for share in shares):
+        raise Interrupted
+    return [reply for share in shares for reply in share or ()]
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:

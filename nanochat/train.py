@@ -17,6 +17,7 @@ from torch import Tensor
 from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.faults import Interrupted
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel import Layout, lay_out, synchronize_gradients
@@ -71,6 +72,7 @@ class Progress:
     seconds: float = 0.0  # of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
     best_val_bpb: float | None = None
+    pending: dict[str, Any] | None = None  # a log line whose evaluation was broken off: a resume makes up for it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -132,6 +134,7 @@ class StepStats:
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
+    computed: Any = None  # the device's mark behind the last backward, before ranks wait for each other
 
 
 def make_optimizer(
@@ -191,6 +194,7 @@ def train_step(
             loss, targets = loss_fn(model, batch)
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
+    computed = device.mark()
     totals[2] = optimizer.reduce()
     if device.world_size > 1:
         dist.all_reduce(totals)
@@ -199,7 +203,7 @@ def train_step(
     updated = finite * (target_count > 0)
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
-    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
+    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite, computed)
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -213,18 +217,30 @@ def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 @torch.no_grad()
-def mean_loss(model: Any, batches: Iterable[Any], loss_fn: LossFunction, device: Device) -> float:
+def mean_loss(
+    model: Any,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    device: Device,
+    asked: Callable[[], bool] = lambda: False,
+) -> float:
     """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
 
-    Of a sharded model every rank must have equally many batches."""
-    totals = torch.zeros(2, device=device.torch_device)
+    Of a sharded model every rank must have equally many batches. `asked` says, before a batch, whether to break off.
+    Raises Interrupted: on every rank, when any of them broke off."""
+    totals = torch.zeros(3, device=device.torch_device)  # loss, targets, ranks that broke off
     for batch in batches:
+        if asked():
+            totals[2] = 1
+            break
         with device.autocast():
             loss, targets = loss_fn(model, batch)
-        totals += torch.stack((loss.float(), targets.float()))
+        totals[:2] += torch.stack((loss.float(), targets.float()))
     if device.world_size > 1:
         dist.all_reduce(totals)
-    loss_sum, target_count = totals.tolist()
+    loss_sum, target_count, broken_off = totals.tolist()
+    if broken_off:
+        raise Interrupted
     return loss_sum / target_count if target_count else math.nan
 
 

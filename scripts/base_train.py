@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import RunLog, check_trackers, print0, record
-from nanochat.paths import checkpoint_dir, run_dir, safe_tag, tokenizer_dir
+from nanochat.log import check_trackers, print0, record
+from nanochat.paths import checkpoint_dir, safe_tag, tokenizer_dir
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Config:
     eval_tokens: int = 1_048_576  # of validation text
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: int = 0  # steps whose multiples stay as well
     profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
@@ -58,6 +60,8 @@ class Config:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
     replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
+    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
+    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -72,12 +76,11 @@ def main(config: Config) -> None:
 
     from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import Training
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
-    from nanochat.profile import Recorder
+    from nanochat.stage import Stage
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -139,17 +142,25 @@ def main(config: Config) -> None:
     print0(f"step: {how}; kernels: {device.kernels}")
     rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("base", tag), device)):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
-    log = RunLog(
-        "base", run_dir("base", tag), steps, run=config.run, trackers=config.track,
-        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
-    )  # fmt: skip
 
-    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("base", tag) / "profile", log.message)
-    with log, recorder:
+    def evaluate() -> dict[str, float]:
+        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.asked)
+        if not math.isfinite(val_bpb):
+            raise UserError(f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates")
+        progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
+        return {"val_bpb": val_bpb}
+
+    stage = Stage(
+        "base", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
+        evaluate=evaluate,
+        loader_state=lambda: micro[-1].state.to_tensors(),
+        meta=lambda: {
+            "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
+        },
+    )  # fmt: skip
+    with stage:
         meter = Meter(progress, device, token_flops)
-        for step in range(progress.step, steps):
+        for step in stage.steps(meter):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
             stats = train_step(
@@ -159,47 +170,22 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             meter.add(stats, batch_tokens)
-            meter.clock += recorder.step()
-            last = progress.step == steps
-            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
-            save = last or (config.save_every and progress.step % config.save_every == 0)
-            if not (evaluate or save or step % config.log_every == 0):
-                continue
-
-            metrics = meter.read(stats)
-            metrics |= {"lr": rates.matrix * schedule.lr(step), "epoch": micro[-1].epoch}
-            if evaluate:
-                val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
-                if not math.isfinite(val_bpb):
-                    message = (
-                        f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates"
-                    )
-                    raise UserError(message)
-                metrics["val_bpb"] = val_bpb
-                progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
-            log.step(metrics)
-            if save:
-                training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
-                meta = {
-                    "stage": "base", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
-                }  # fmt: skip
-                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
-                log.message(f"saved {saved}")
-            meter.restart()
+            if stage.due(stats):
+                stage.report(meter.read(stats) | {"lr": rates.matrix * schedule.lr(step), "epoch": micro[-1].epoch})
     loader.close()
+    stage.finish()
     if progress.best_val_bpb is not None:
         best = f"best validation {progress.best_val_bpb:.4f} bits per byte"
         print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, {best}")
     record("base", tag, began, device)
-    devices.shutdown(device)
 
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
-    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards replicate", 1)
-    require(config, "eval_every save_every profile", 0)
+    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
+    require(config, "replicate hang_seconds agree_every", 1)
+    require(config, "eval_every save_every keep_last keep_every profile", 0)
     require(config, "dataloader_num_workers", 0, 256)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)

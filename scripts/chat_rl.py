@@ -5,16 +5,16 @@ python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
-import dataclasses
 import functools
+import math
 import time
 import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import RunLog, check_trackers, print0, record
-from nanochat.paths import checkpoint_dir, run_dir
+from nanochat.log import check_trackers, print0, record
+from nanochat.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,19 @@ class Config:
     eval_examples: int = 200  # held-out questions, one reply each
     log_every: int = 1  # steps between log lines
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: int = 0  # steps whose multiples stay as well
     profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
+    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
+    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
+    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -68,13 +76,13 @@ def main(config: Config) -> None:
     import numpy as np
     import torch
 
-    from nanochat import checkpoint_manager, losses, rollout, scaling
+    from nanochat import checkpoint_manager, losses, parallel, rollout, scaling
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import Training
     from nanochat.conversation import render_prompt
     from nanochat.engine import Engine, check_sampling
+    from nanochat.faults import Interrupted
     from nanochat.packing import pack
-    from nanochat.profile import Recorder
+    from nanochat.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
@@ -88,8 +96,12 @@ def main(config: Config) -> None:
     source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
     reference = copy.deepcopy(model) if config.kl else None
+    layout = parallel.lay_out(device, config.parallel, config.replicate)
+    parallel.shard(model, layout, device, config.activation_checkpointing)
+    if reference is not None:
+        parallel.shard(reference, layout, device)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device}")
+    print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, loss, optimizer
@@ -107,7 +119,7 @@ def main(config: Config) -> None:
         "dr_grpo": functools.partial(losses.dr_grpo_loss, max_tokens=config.max_tokens, **clips),
     }[config.loss]
     rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale, config.table_lr_scale)
-    optimizer = make_optimizer(model, rates, device)
+    optimizer = make_optimizer(model, rates, device, layout=layout)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {config.examples_per_step} questions, {config.num_samples} replies to each")
 
@@ -132,33 +144,45 @@ def main(config: Config) -> None:
         return rollout.sample_replies(
             engine, questions(mixture, first, count), samples=samples, max_tokens=config.max_tokens,
             temperature=config.temperature, top_k=config.top_k, seed=seed, rows=config.rollout_rows,
+            asked=stage.faults.asked,
         )  # fmt: skip
 
     def held_out_reward() -> float:
         """Mean reward of one reply to each held-out question, sampled as in training."""
+        engine.update(model)
         rewards = sample(held_out, 0, config.eval_examples, 1, config.seed).rewards
         return rewards.sum() / max(1, rewards.size)
 
     # ------------------------------------------------------------------ train
-    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("rl", tag), device)):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
-    log = RunLog(
-        "rl", run_dir("rl", tag), steps, run=config.run, trackers=config.track,
-        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+    reward = {"before": math.nan, "after": math.nan}  # held-out
+    if shares:
+        reward = {when: shares[0][f"reward_{when}"].item() for when in reward}
+
+    def evaluate() -> dict[str, float]:
+        reward["after"] = held_out_reward()
+        return {"eval_reward": reward["after"]}
+
+    stage = Stage(
+        "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
+        evaluate=evaluate,
+        loader_state=lambda: {f"reward_{when}": torch.tensor(value) for when, value in reward.items()},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
     )  # fmt: skip
-    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("rl", tag) / "profile", log.message)
-    with log, recorder:
-        if shares:
-            reward_before, reward_after = (shares[0][f"reward_{when}"].item() for when in ("before", "after"))
-        else:
-            reward_before = reward_after = held_out_reward()
-        log.message(f"held-out reward at the beginning: {reward_before:.3f}")
+    with stage:
         meter = Meter(progress, device)
-        for step in range(progress.step, steps):
+        for step in stage.steps(meter):
             # ---- samples
-            engine.update(model)
-            first, count = step * config.examples_per_step, config.examples_per_step
-            drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
+            try:
+                if math.isnan(reward["before"]):
+                    reward["before"] = reward["after"] = held_out_reward()
+                    stage.log.message(f"held-out reward at the beginning: {reward['before']:.3f}")
+                    meter.restart()
+                engine.update(model)
+                first, count = step * config.examples_per_step, config.examples_per_step
+                drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
+            except Interrupted:
+                stage.stop()
+                break
             advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
             rows = pack(drawn.ids, drawn.masks, row_tokens)
             batches = [
@@ -176,13 +200,8 @@ def main(config: Config) -> None:
                     model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0
                 )
             meter.add(stats, sum(map(len, drawn.ids)))
-            meter.clock += recorder.step()
-            last = progress.step == steps
-            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
-            save = last or (config.save_every and progress.step % config.save_every == 0)
-            if not (evaluate or save or step % config.log_every == 0):
+            if not stage.due(stats):
                 continue
-
             metrics, replies = meter.read(stats), max(1, drawn.rewards.size)
             metrics |= {
                 "lr": rates.matrix * (1 - step / steps), "reward": drawn.rewards.sum() / replies,
@@ -190,29 +209,15 @@ def main(config: Config) -> None:
                 "with_advantage": np.count_nonzero(advantages) / replies,
             }  # fmt: skip
             if step == 0:
-                metrics["reward_before"] = reward_before
+                metrics["reward_before"] = reward["before"]
             if reference is not None:
                 metrics["kl"] = rollout.mean_kl(model, batches, device)
-            if evaluate:
-                engine.update(model)
-                metrics["eval_reward"] = held_out_reward()
-                reward_after = metrics["eval_reward"]
-            log.step(metrics)
-            if evaluate and drawn.replies:
-                log.message(f"a reply, reward {drawn.rewards.flat[0]:g}: {drawn.replies[0]!r}")
-            if save:
-                state = {"reward_before": torch.tensor(reward_before), "reward_after": torch.tensor(reward_after)}
-                training = Training(optimizer.state_dict(), state, device.rng_state())
-                meta = {
-                    "stage": "rl", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
-                }  # fmt: skip
-                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
-                log.message(f"saved {saved}")
-            meter.restart()
-    print0(f"done: {progress.step:,} steps, held-out reward {reward_before:.3f} -> {reward_after:.3f}")
+            stage.report(metrics)
+            if stage.evaluates and drawn.replies:
+                stage.log.message(f"a reply, reward {drawn.rewards.flat[0]:g}: {drawn.replies[0]!r}")
+    stage.finish()
+    print0(f"done: {progress.step:,} steps, held-out reward {reward['before']:.3f} -> {reward['after']:.3f}")
     record("rl", tag, began, device)
-    devices.shutdown(device)
 
 
 def seed_of(seed: int, step: int) -> int:
@@ -225,7 +230,8 @@ def check(config: Config) -> None:
     require(config, "num_iterations examples_per_step max_tokens rollout_rows device_batch_size updates_per_step", 1)
     require(config, "eval_examples log_every", 1)
     require(config, "num_samples", 2)  # an advantage is over the others of the group
-    require(config, "eval_every save_every profile", 0)
+    require(config, "replicate hang_seconds agree_every", 1)
+    require(config, "eval_every save_every keep_last keep_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "clip_low", 0, 1)
     require(config, "clip_high kl lr_scale table_lr_scale", 0, 100)

@@ -5,15 +5,14 @@ python -m scripts.chat_sft --device_batch_size=4
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
 """
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.cli import require, run
-from nanochat.log import RunLog, check_trackers, print0, record
-from nanochat.paths import checkpoint_dir, run_dir
+from nanochat.log import check_trackers, print0, record
+from nanochat.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,19 @@ class Config:
     eval_examples: int = 256  # held-out conversations
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: int = 0  # steps whose multiples stay as well
     profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
+    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
+    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
+    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -51,13 +58,12 @@ class Config:
 def main(config: Config) -> None:
     began = time.time()
     # The heavy imports stand here so that --help answers at once.
-    from nanochat import checkpoint_manager, scaling
+    from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import Training
     from nanochat.conversation import Rendered, render
     from nanochat.losses import masked_loss
     from nanochat.packing import Rows, pack
-    from nanochat.profile import Recorder
+    from nanochat.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
 
@@ -67,9 +73,10 @@ def main(config: Config) -> None:
     device.seed(config.seed)
     source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
-    model.train()
+    layout = parallel.lay_out(device, config.parallel, config.replicate)
+    parallel.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device}")
+    print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, horizon, optimizer
@@ -85,7 +92,7 @@ def main(config: Config) -> None:
         return pack([r.ids for r in learned], [r.mask for r in learned], row_tokens), rendered
 
     rates = scaling.rates(model.config, examples * row_tokens, steps * examples * row_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device)
+    optimizer = make_optimizer(model, rates, device, layout=layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} conversations")
@@ -105,17 +112,22 @@ def main(config: Config) -> None:
     held_out_rows, _ = packed(held_out, 0, min(config.eval_examples, sum(map(len, held_out.tasks))))
     compiled, how = device.compile(model, config.compile, token_flops * about_tokens * (steps - progress.step))
     print0(f"step: {how}; kernels: {device.kernels}")
-    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("sft", tag), device)):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
-    log = RunLog(
-        "sft", run_dir("sft", tag), steps, run=config.run, trackers=config.track,
-        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+
+    def evaluate() -> dict[str, float]:
+        mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
+        val_loss = mean_loss(model, mine, masked_loss, device, stage.asked)
+        return {"val_loss": val_loss} if math.isfinite(val_loss) else {}  # nothing held out may be a target
+
+    stage = Stage(
+        "sft", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
+        evaluate=evaluate,
+        loader_state=dict,
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
     )  # fmt: skip
     no_target = cut = 0  # conversations since the last log line
-    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("sft", tag) / "profile", log.message)
-    with log, recorder:
+    with stage:
         meter = Meter(progress, device, token_flops)
-        for step in range(progress.step, steps):
+        for step in stage.steps(meter):
             rows, rendered = packed(train, step * examples, examples)
             stats = train_step(
                 compiled if step else model, optimizer,
@@ -123,42 +135,23 @@ def main(config: Config) -> None:
                 device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             meter.add(stats, sum(len(r.ids) for r in rendered))
-            meter.clock += recorder.step()
             no_target += sum(r.target_count == 0 for r in rendered)
             cut += sum(r.cut for r in rendered)
-            last = progress.step == steps
-            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
-            save = last or (config.save_every and progress.step % config.save_every == 0)
-            if not (evaluate or save or step % config.log_every == 0):
-                continue
-
-            metrics = meter.read(stats)
-            metrics |= {"lr": rates.matrix * schedule.lr(step), "no_target": no_target, "cut": cut}
-            no_target = cut = 0
-            if evaluate:
-                mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
-                val_loss = mean_loss(model, mine, masked_loss, device)
-                if math.isfinite(val_loss):  # not where nothing held out is a target
-                    metrics["val_loss"] = val_loss
-            log.step(metrics)
-            if save:
-                training = Training(optimizer.state_dict(), {}, device.rng_state())
-                meta = {
-                    "stage": "sft", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
-                }  # fmt: skip
-                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
-                log.message(f"saved {saved}")
-            meter.restart()
+            if stage.due(stats):
+                stage.report(
+                    meter.read(stats) | {"lr": rates.matrix * schedule.lr(step), "no_target": no_target, "cut": cut}
+                )
+                no_target = cut = 0
+    stage.finish()
     print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
     record("sft", tag, began, device)
-    devices.shutdown(device)
 
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "device_batch_size log_every eval_examples num_iterations target_examples_per_step", 1)
-    require(config, "eval_every save_every profile", 0)
+    require(config, "replicate hang_seconds agree_every", 1)
+    require(config, "eval_every save_every keep_last keep_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)
     require(config, "lr_scale", 0, 100)

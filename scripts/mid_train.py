@@ -6,15 +6,14 @@ python -m scripts.mid_train --device_batch_size=8
 torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16 --tasks smoltalk:20,gsm8k:1
 """
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.cli import UserError, require, run
-from nanochat.log import RunLog, check_trackers, print0, record
-from nanochat.paths import checkpoint_dir, run_dir
+from nanochat.log import check_trackers, print0, record
+from nanochat.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,19 @@ class Config:
     eval_tokens: int = 262_144  # of held-out conversations
     log_every: int = 10  # steps between log lines; reading a loss waits for the device
     save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: int = 0  # steps whose multiples stay as well
     profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
+    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
+    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
+    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -54,12 +61,11 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, scaling
+    from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import Training
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.profile import Recorder
+    from nanochat.stage import Stage
     from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -69,9 +75,10 @@ def main(config: Config) -> None:
     device.seed(config.seed)
     source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
-    model.train()
+    layout = parallel.lay_out(device, config.parallel, config.replicate)
+    parallel.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device}")
+    print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
 
     # ------------------------------------------------------------------ data, horizon, batch, optimizer
@@ -92,7 +99,7 @@ def main(config: Config) -> None:
         )
     steps = config.num_iterations or max(1, round(pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device)
+    optimizer = make_optimizer(model, rates, device, layout=layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
@@ -116,16 +123,23 @@ def main(config: Config) -> None:
     print0(f"step: {how}; kernels: {device.kernels}")
     rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    if not config.resume and (aside := checkpoint_manager.set_aside(folder, run_dir("mid", tag), device)):
-        print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
-    log = RunLog(
-        "mid", run_dir("mid", tag), steps, run=config.run, trackers=config.track,
-        config=dataclasses.asdict(config), rank=device.rank, start_step=progress.step,
+
+    def evaluate() -> dict[str, float]:
+        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.asked)
+        if not math.isfinite(val_bpb):
+            raise UserError(f"validation is {val_bpb} at step {progress.step}: lower --lr_scale")
+        progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
+        return {"val_bpb": val_bpb}
+
+    stage = Stage(
+        "mid", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
+        evaluate=evaluate,
+        loader_state=lambda: micro[-1].state.to_tensors(),
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
     )  # fmt: skip
-    recorder = Recorder(config.profile, steps - progress.step, device, run_dir("mid", tag) / "profile", log.message)
-    with log, recorder:
+    with stage:
         meter = Meter(progress, device, token_flops)
-        for step in range(progress.step, steps):
+        for step in stage.steps(meter):
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
             stats = train_step(
@@ -133,41 +147,19 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             meter.add(stats, batch_tokens)
-            meter.clock += recorder.step()
-            last = progress.step == steps
-            evaluate = last or (config.eval_every and progress.step % config.eval_every == 0)
-            save = last or (config.save_every and progress.step % config.save_every == 0)
-            if not (evaluate or save or step % config.log_every == 0):
-                continue
-
-            metrics = meter.read(stats)
-            metrics["lr"] = rates.matrix * schedule.lr(step)
-            if evaluate:
-                val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
-                if not math.isfinite(val_bpb):
-                    raise UserError(f"validation is {val_bpb} at step {progress.step}: lower --lr_scale")
-                metrics["val_bpb"] = val_bpb
-                progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
-            log.step(metrics)
-            if save:
-                training = Training(optimizer.state_dict(), micro[-1].state.to_tensors(), device.rng_state())
-                meta = {
-                    "stage": "mid", "config": dataclasses.asdict(config), "progress": progress.to_dict(),
-                    "source": checkpoint_manager.short_name(source), "pretraining": pretraining,
-                }  # fmt: skip
-                saved = checkpoint_manager.save(folder, progress.step, model, tokenizer, meta, training, device)
-                log.message(f"saved {saved}")
-            meter.restart()
+            if stage.due(stats):
+                stage.report(meter.read(stats) | {"lr": rates.matrix * schedule.lr(step)})
     loader.close()
+    stage.finish()
     print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
     record("mid", tag, began, device)
-    devices.shutdown(device)
 
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
     require(config, "device_batch_size log_every eval_tokens num_iterations total_batch_size", 1)
-    require(config, "eval_every save_every profile", 0)
+    require(config, "replicate hang_seconds agree_every", 1)
+    require(config, "eval_every save_every keep_last keep_every profile", 0)
     require(config, "seed", 0, 2**63 - 1)
     require(config, "warmdown_fraction", 0, 1)
     require(config, "lr_scale", 0, 100)

@@ -211,3 +211,24 @@ def test_the_image_is_set_up_without_a_device(tmp_path):
     assert result.returncode == 0, result.stderr
     torch, torch_npu = check_npu.RELEASES["8.5.0"][0]
     assert f"torch=={torch}" in result.stdout and f"torch_npu=={torch_npu}" in result.stdout
+
+
+# ---------------------------------------------------------------------- several hosts
+
+
+def test_several_hosts_in_both_languages():
+    texts = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("multinode.md", "multinode.zh.md")]
+    code = [re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for text in texts]
+    assert code[0] == code[1] and len(code[0]) >= 1
+    for english, chinese in zip(*(text.splitlines() for text in texts), strict=True):
+        assert re.findall(r"^#+ |^- |^\|", english) == re.findall(r"^#+ |^- |^\|", chinese)
+        assert sorted(spans(english)) == sorted(spans(chinese))
+        figures = [sorted(re.findall(r"(?<![\w.])\d+(?:[.,]\d+)*(?![\w.])", line)) for line in (english, chinese)]
+        assert figures[0] == figures[1], english
+    for text in texts:
+        assert f"| {devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} |" in text
+        for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+            assert f"| {devices.NPU_ENVIRONMENT[name]} | `{name}` |" in text
+        source = (ROOT / "nanochat" / "faults.py").read_text(encoding="utf-8")
+        for words in ("has been silent for", "hangs in step", "times as long as the middle one", "go on with --resume"):
+            assert words in text and words in source

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Imports point up this list only. Modules of one starred package may import each other.
 ORDER = (
-    *("cli", "paths", "log", "kernels_npu", "device", "profile", "tokenizer"),
+    *("cli", "paths", "log", "kernels_npu", "device", "faults", "profile", "tokenizer"),
     *("data.demo_grammar", "data.demo", "data.hub", "data.sources", "data.rows", "data.loader"),
     *("tools", "sandbox", "conversation", "tasks.*"),
     *(
@@ -33,7 +33,7 @@ ORDER = (
         "train",
         "losses",
     ),
-    *("storage", "checkpoint_manager", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
+    *("storage", "checkpoint_manager", "stage", "engine", "rollout", "evals.*", "report", "report_page", "serve.*"),
 )
 PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
 

@@ -5,6 +5,7 @@ token is predicted once. The nats of all tokens that stand for text are divided 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.loader import Documents, tokenize
 from nanochat.device import Device
+from nanochat.faults import Interrupted
 from nanochat.tokenizer import Tokenizer
 
 
@@ -36,16 +38,28 @@ def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, ma
 
 
 @torch.no_grad()  # not inference_mode: what a sharded model gathers here it will want gradients of
-def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int, device: Device) -> float:
+def bits_per_byte(
+    model: Any,
+    rows: Tensor,
+    token_bytes: Tensor,
+    batch_rows: int,
+    device: Device,
+    asked: Callable[[], bool] | None = None,
+) -> float:
     """Mean bits a byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
 
     `token_bytes` (V,) counts each token's bytes of text, 0 for special tokens, whose prediction is left out.
+    `asked` says, before a batch, whether to break off.
+    Raises Interrupted: on every rank, when any of them broke off.
     """
-    totals = torch.zeros(2, dtype=torch.float32, device=device.torch_device)  # nats, bytes
+    totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that broke off
     weights = token_bytes.to(device.torch_device)
     mine = rows[device.rank :: device.world_size]
     for first in range(0, -(-len(rows) // device.world_size), batch_rows):  # equally often on every rank
         batch = mine[first : first + batch_rows]
+        if asked is not None and asked():
+            totals[2] = 1
+            break
         missing = batch_rows - len(batch)
         batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all
         batch = device.to_device(batch)
@@ -53,8 +67,10 @@ def bits_per_byte(model: Any, rows: Tensor, token_bytes: Tensor, batch_rows: int
         sizes = torch.where(targets == IGNORE, 0, weights[targets.clamp(min=0)])
         with device.autocast():
             losses = model.losses(batch[:, :-1].clamp(min=0), targets)
-        totals += torch.stack(((losses * (sizes > 0)).sum(), sizes.sum().float()))
+        totals[:2] += torch.stack(((losses * (sizes > 0)).sum(), sizes.sum().float()))
     if device.world_size > 1:
         dist.all_reduce(totals)
-    nats, text_bytes = totals.tolist()
+    nats, text_bytes, broken_off = totals.tolist()
+    if broken_off:
+        raise Interrupted
     return nats / (math.log(2) * text_bytes) if text_bytes else math.nan

@@ -1,0 +1,237 @@
+"""Real runs that end before their end, by signals and kills, go on to the bytes of a run that nothing disturbed; and a
+long one does not grow.
+
+`NANOCHAT_TRIALS=20 pytest -m soak tests/test_endings.py -k signal` is the long form.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import checkpoint_manager
+from nanochat.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 100
+RUN = (
+    *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
+    *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1", "--agree_every=10"),
+    *("--dtype=float32", "--device=cpu", "--compile=off", f"--num_iterations={STEPS}"),
+)
+
+
+def command(ranks: int, *flags: str, torchrun: tuple[str, ...] = ()) -> list[str]:
+    script = ["-m", "scripts.base_train"]
+    if ranks > 1:
+        script = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
+    return [sys.executable, *script, *RUN, *flags]
+
+
+def environment(base: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
+
+
+def start(base: Path, arguments: list[str]) -> tuple[subprocess.Popen, Path]:
+    """A run whose output goes to a file; Ctrl-C is not ignored, as it would be behind a shell's &."""
+    said = base.with_suffix(".txt")
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment(base), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+    return process, said
+
+
+def wait_for(said: Path, pattern: str, process: subprocess.Popen, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not re.search(pattern, said.read_text(), re.MULTILINE):
+        assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+        time.sleep(0.02)
+
+
+def result(base: Path) -> tuple[str, list[tuple[Any, ...]]]:
+    """The sha256 of the final weights, and what was logged that does not depend on time."""
+    weights = base / f"checkpoints/base/d1/step_{STEPS:06d}/model.safetensors"
+    lines = [json.loads(line) for line in (base / "runs/base/d1/metrics.jsonl").read_text().splitlines()]
+    kept = [(line["step"], line["loss"], line["grad_norm"], line["tokens"], line.get("val_bpb")) for line in lines]
+    return hashlib.sha256(weights.read_bytes()).hexdigest(), kept
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def kill(process: subprocess.Popen) -> None:
+    """What is left of a failed test."""
+    left = [] if process.poll() is not None else [*workers_of(process), process.pid]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A base folder with a tokenizer, to be copied."""
+    folder = tmp_path_factory.mktemp("home")
+    texts = [f"{word} {number}. Once upon a time " for number in range(300) for word in ("The boat", "A small fish")]
+    Tokenizer.train(texts, 320).save(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(home) -> Any:
+    """(ranks) -> result and seconds of a run that nothing disturbs."""
+    known: dict[int, tuple[Any, float]] = {}
+
+    def run(ranks: int) -> tuple[Any, float]:
+        if ranks not in known:
+            base = home.with_name(f"straight{ranks}")
+            shutil.copytree(home, base)
+            process, said = start(base, command(ranks))
+            wait_for(said, "^base +0/", process)
+            began = time.monotonic()
+            wait_for(said, f"^saved .*step_{STEPS:06d}", process)
+            seconds = time.monotonic() - began
+            assert process.wait(timeout=120) == 0, said.read_text()
+            known[ranks] = result(base), seconds
+        return known[ranks]
+
+    return run
+
+
+def trial(home: Path, base: Path, straight: Any, ranks: int, chance: random.Random) -> str:
+    """One signal at one moment; returns what it met."""
+    expected, seconds = straight(ranks)
+    shutil.copytree(home, base)
+    process, said = start(base, command(ranks))
+    number = chance.choice((signal.SIGTERM, signal.SIGINT))
+    try:
+        wait_for(said, "^base +0/", process)
+        time.sleep(chance.uniform(0, 0.8) * seconds)
+        workers = workers_of(process) if ranks > 1 else []
+        to = chance.choice([process.pid, *workers])
+        sent = time.monotonic()
+        assert process.poll() is None, said.read_text()
+        os.kill(to, number)
+        status = process.wait(timeout=30)
+        took = time.monotonic() - sent
+    finally:
+        kill(process)
+    text = said.read_text()
+    told = re.search(r"^stopped by (SIG\w+): saved (\S+); go on with --resume$", text, re.MULTILINE)
+    assert told and told[1] == number.name, text
+    folder = Path(told[2])
+    meta = checkpoint_manager.verify(folder)
+    assert took < 10, f"{took:.1f} s\n{text}"
+    assert folder == base / f"checkpoints/base/d1/step_{meta['step']:06d}"
+    assert checkpoint_manager.steps(folder.parent)[-1] == meta["step"]
+    assert not list(folder.parent.glob("*.tmp"))
+    assert status == (128 + number if ranks == 1 else 1)  # torchrun's own status says only that workers failed
+    if ranks > 1 and to != process.pid:
+        assert re.search(rf"exitcode\s*: {128 + number} ", text)
+
+    again, said = start(base, command(ranks, "--resume"))
+    try:
+        assert again.wait(timeout=120) == 0, said.read_text()
+    finally:
+        kill(again)
+    assert result(base) == expected
+    at = "evaluation" if meta["progress"]["pending"] else "training"
+    who = "all" if to == process.pid else f"worker {to}"
+    return f"{ranks} ranks, {number.name} to {who} at step {meta['step']} ({at}): {took:.1f} s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3)])
+def test_a_signal_at_any_moment_costs_nothing(home, straight, tmp_path, ranks, seed):
+    print(trial(home, tmp_path / "base", straight, ranks, random.Random(seed)))
+
+
+@pytest.mark.soak
+def test_many_signals_at_any_moment_cost_nothing(home, straight, tmp_path):
+    chance = random.Random(int(os.environ.get("NANOCHAT_SEED", "0")))
+    for index in range(int(os.environ.get("NANOCHAT_TRIALS", "20"))):
+        print(trial(home, tmp_path / f"base{index}", straight, 1 + index % 2, chance), flush=True)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_path):
+    expected, _ = straight(2)
+    base = tmp_path / "base"
+    shutil.copytree(home, base)
+    process, said = start(base, command(2, "--resume", torchrun=("--max-restarts=3",)))
+    try:
+        wait_for(said, "^saved .*step_000048", process)
+        ranks = workers_of(process)
+        killed = time.monotonic()
+        os.kill(ranks[1], signal.SIGKILL)
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() - killed < 30, said.read_text()
+            time.sleep(0.05)
+        gone = time.monotonic() - killed
+        assert process.wait(timeout=120) == 0, said.read_text()
+    finally:
+        kill(process)
+    print(f"all ranks gone after {gone:.1f} s")
+    assert "resumed from" in said.read_text()
+    assert result(base) == expected
+
+
+# ---------------------------------------------------------------------- long runs do not grow
+
+LEAK = """
+import os, sys
+sys.argv = ["base_train", *sys.argv[1:]]
+from nanochat import checkpoint_manager, cli
+from scripts import base_train
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+whole = checkpoint_manager.save
+def save(*arguments):
+    saved = whole(*arguments)
+    print("held", arguments[1], resident(), len(os.listdir("/proc/self/fd")), flush=True)
+    return saved
+
+checkpoint_manager.save = save
+cli.run(base_train.main, base_train.Config)
+"""
+
+
+def growth(home: Path, base: Path, steps: int, saves: int) -> tuple[float, set[int]]:
+    """How much the resident memory grows from a tenth of a run to its end, as a fraction; and counts of open files."""
+    shutil.copytree(home, base)
+    flags = (*RUN[:-1], f"--num_iterations={steps}", f"--save_every={steps // saves}", f"--eval_every={steps // saves}")
+    run = subprocess.run(
+        [sys.executable, "-c", LEAK, *flags], cwd=ROOT, env=environment(base), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    held = [tuple(map(int, line.split()[1:])) for line in run.stdout.splitlines() if line.startswith("held ")]
+    assert [step for step, _, _ in held] == list(range(steps // saves, steps + 1, steps // saves))
+    early = max(size for step, size, _ in held if step <= max(steps // 10, steps // saves))
+    print(f"{steps} steps, {saves} saves: {early / 2**20:.1f} -> {held[-1][1] / 2**20:.1f} MiB")
+    return held[-1][1] / early - 1, {files for _, _, files in held}
+
+
+@pytest.mark.slow
+def test_a_run_does_not_grow(home, tmp_path):
+    more, files = growth(home, tmp_path / "base", 600, 6)
+    assert more < 0.04 and len(files) == 1
+
+
+@pytest.mark.soak
+def test_a_long_run_does_not_grow(home, tmp_path):
+    more, files = growth(home, tmp_path / "base", 5000, 20)
+    assert more < 0.02 and len(files) == 1
