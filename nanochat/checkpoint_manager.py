@@ -15,6 +15,7 @@ import contextlib
 import copy
 import errno
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -83,6 +84,7 @@ class Saver:
     def __init__(self, folder: Path, device: Device, *, keep_last: int = 0, keep_every: int = 0):
         self.folder, self.device, self.keep_last, self.keep_every = folder, device, keep_last, keep_every
         self.patience_seconds = PATIENCE_SECONDS
+        importlib.import_module("torch.distributed.checkpoint.default_planner")  # now, not while training waits
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
