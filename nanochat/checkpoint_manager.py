@@ -15,6 +15,7 @@ import contextlib
 import copy
 import errno
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -92,6 +93,7 @@ class Saver:
         self.folder, self.device, self.keep_last, self.keep_every = folder, device, keep_last, keep_every
         self.told = told  # called on rank 0 with every step that is on the disk, on the thread that wrote it
         self.patience_seconds = PATIENCE_SECONDS
+        importlib.import_module("torch.distributed.checkpoint.default_planner")  # now, not while training waits
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

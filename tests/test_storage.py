@@ -209,3 +209,13 @@ def test_a_share_that_is_not_what_the_index_says_is_an_error(tmp_path):
         except ValueError:
             refused += 1
     assert refused > 150
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1, 1, 1), torch.zeros(6, 3, 2).long(), torch.zeros(7, 3, 2)[:, :2]])
+def test_a_share_of_another_shape_is_an_error(tmp_path, other):
+    """Where a copy would broadcast or convert it."""
+    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
+    index = storage.merge([write(tmp_path, one, dict(WHOLE))])
+    storage.write_tensors(tmp_path / storage.share_name(0), {"optimizer/even": other})
+    with pytest.raises(ValueError):
+        storage.read(tmp_path, index, {"optimizer/even": torch.zeros(6, 3, 2)})
