@@ -64,9 +64,7 @@ class Training:
     def to_state(self, device: Device) -> dict[str, Tensor]:
         """All under names that no other rank uses for something else."""
         own = f"rank{device.rank}/"
-        # Until the optimizer hands out DTensors: several ranks' plain tensors are shares of each rank's own.
-        optimizer = f"{own}optimizer/" if _holds_plain_shares(self.optimizer, device) else "optimizer/"
-        parts = {optimizer: self.optimizer, f"{own}loader/": self.loader, f"{own}rng/": self.rng}
+        parts = {"optimizer/": self.optimizer, f"{own}loader/": self.loader, f"{own}rng/": self.rng}
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
 
@@ -139,7 +137,7 @@ class Saver:
                     raise UserError(_disk_is_full(self.folder, needed))
                 _unfinished(final).mkdir()
         _barrier(device)  # the folder is there
-        weights = {name: tensor for name, tensor in whole_weights(model) if device.is_main}
+        weights = {name: _to_host(tensor) for name, tensor in whole_weights(model) if device.is_main}
         shares = {name: _to_host(tensor) for name, tensor in shares.items()}
         device.synchronize()
         if training is None and not device.is_main:
@@ -402,16 +400,8 @@ def load_training(
         prefixes = [f"rank{rank}/{part}/" for rank in range(meta["world_size"])]
         return [{k.removeprefix(p): t for k, t in rest.items() if k.startswith(p)} for p in prefixes]
 
-    state, shares = optimizer.state_dict(), of_each_rank("optimizer")
-    if not any(shares) and not _holds_plain_shares(state, device):
-        storage.read(step_folder, index, {f"optimizer/{name}": tensor for name, tensor in state.items()})
-    else:  # until the optimizer hands out DTensors
-        if not any(shares):
-            saved = {k.removeprefix("optimizer/"): e for k, e in index.items() if k.startswith("optimizer/")}
-            whole = {k: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for k, e in saved.items()}
-            storage.read(step_folder, index, {f"optimizer/{name}": tensor for name, tensor in whole.items()})
-            shares = [whole]
-        optimizer.load_state_dict(shares)
+    state = optimizer.state_dict()
+    storage.read(step_folder, index, {f"optimizer/{name}": tensor for name, tensor in state.items()})
     return of_each_rank("loader"), of_each_rank("rng")
 
 
@@ -635,10 +625,6 @@ def _unfinished(final: Path) -> Path:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(final.name + ".old")
-
-
-def _holds_plain_shares(optimizer: dict[str, Tensor], device: Device) -> bool:
-    return device.world_size > 1 and not any(hasattr(tensor, "placements") for tensor in optimizer.values())
 
 
 def _to_host(tensor: Tensor) -> Tensor:

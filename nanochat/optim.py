@@ -119,20 +119,6 @@ class Optimizer:
         state = {name: tensor for group in self.groups for name, tensor in group.state.items()}
         return {n: self.layout.as_share(t, self.shapes[n]) if n in self.shapes else t for n, t in state.items()}
 
-    def load_state_dict(self, shares: Sequence[dict[str, Tensor]]) -> None:
-        """Take this rank's share out of the shares of all ranks of a run of any world size.
-
-        Raises ValueError: when they were not made by an optimizer of the same groups.
-        """
-        for name, tensor in ((n, t) for group in self.groups for n, t in group.state.items()):
-            if any(name not in share for share in shares):
-                raise ValueError(f"the optimizer state has no {name}: it belongs to another model or optimizer")
-            shape, parts = self.shapes.get(name, tuple(tensor.shape)), [local(share[name]) for share in shares]
-            whole = parts[0] if parts[0].shape == shape else torch.cat(parts)
-            if whole.shape != shape:
-                raise ValueError(f"the optimizer state {name} has another shape: it belongs to another model")
-            tensor.copy_(whole[self.layout.share(len(whole))] if name in self.shapes else whole)
-
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace each matrix of (N, rows, columns) by about U V^T of its singular value decomposition."""

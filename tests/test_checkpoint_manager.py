@@ -82,10 +82,6 @@ class Holder:
     def state_dict(self) -> dict:
         return self.tensors
 
-    def load_state_dict(self, shares: list) -> None:
-        for name, tensor in self.tensors.items():
-            tensor.copy_(shares[0][name])
-
 
 def save_step(folder: Path, step: int, device, seed: int = 0, training: bool = True) -> Path:
     meta = {"stage": "base", "seed": seed}

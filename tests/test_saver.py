@@ -32,6 +32,7 @@ from nanochat.cli import UserError
 from nanochat.data.loader import Loader, LoaderState
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.parallel import lay_out, shard
 from nanochat.scaling import Rates
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer, next_token_loss, train_step
@@ -75,9 +76,6 @@ class Holder:
 
     def state_dict(self) -> dict:
         return self.tensors
-
-    def load_state_dict(self, shares: list) -> None:
-        self.tensors["a.momentum"].copy_(shares[0]["a.momentum"])
 
 
 def begin(saver: Saver, step: int, seed: int) -> Path:
@@ -650,12 +648,15 @@ class Flags:
     seed: int = 0
 
 
-def train(device: Device, base: str, until: int, save_every: int) -> dict[str, list[Any]]:
+def train(device: Device, base: str, until: int, save_every: int, layout: str = "ddp") -> dict[str, list[Any]]:
     """A run of a script in small: resume, train to step `until`, save; what every step saw, lost and drew."""
     folder, ranks = Path(base), device.world_size
     torch.manual_seed(device.rank)
     model = new_model(1)
-    optimizer = make_optimizer(model, Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1), device)
+    laid_out = lay_out(device, layout)  # type: ignore[arg-type]
+    shard(model, laid_out, device)
+    rates = Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1)
+    optimizer = make_optimizer(model, rates, device, layout=laid_out)
     progress, shares = checkpoint_manager.resume(folder, Flags(), "seed", until, model, TOKENIZER, optimizer, device)
     loader = Loader(
         Corpus(), TOKENIZER, 4 // ranks, 8, rank=device.rank, world_size=ranks,
@@ -708,11 +709,15 @@ def test_a_damaged_step_is_done_again(tmp_path, capsys):
     assert weights_sha256(tmp_path / "run", 20) == weights_sha256(tmp_path / "straight", 20)
 
 
+def fsdp_then_ddp(device: Device, base: str) -> dict[str, list[Any]]:
+    return joined([train(device, base, 15, 5, "fsdp"), train(device, base, 20, 5, "ddp")])
+
+
 def test_another_world_goes_on_with_the_same_documents(tmp_path):
-    """1 -> 2 -> 1 processes against one straight through."""
+    """1 process -> 2, sharded -> 2, replicated -> 1, against one straight through."""
     straight = train(cpu_device(), str(tmp_path / "straight"), 30, save_every=100)
     one = train(cpu_device(), str(tmp_path / "run"), 10, save_every=5)
-    two = run_ranks(train, str(tmp_path / "run"), 20, 5)
+    two = run_ranks(fsdp_then_ddp, str(tmp_path / "run"))
     three = train(cpu_device(), str(tmp_path / "run"), 30, save_every=5)
     assert two[0]["losses"] == two[1]["losses"]
     rows = [[row for pair in zip(*ranks, strict=True) for row in pair]

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanochat import storage
 from nanochat.device import Device
+from nanochat.optim import Optimizer, ParameterGroup
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),
@@ -219,3 +220,21 @@ def test_a_share_of_another_shape_is_an_error(tmp_path, other):
     storage.write_tensors(tmp_path / storage.share_name(0), {"optimizer/even": other})
     with pytest.raises(ValueError):
         storage.read(tmp_path, index, {"optimizer/even": torch.zeros(6, 3, 2)})
+
+
+def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    def state(kind: Any, *shapes: tuple[int, ...], name: str = "p") -> dict[str, Tensor]:
+        parameters = [(f"{name}{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+        return Optimizer([ParameterGroup(kind, parameters, 0.1)]).state_dict()
+
+    for kind, another in (("muon", "adamw"), ("adamw", "muon")):
+        tensors, entries = storage.share_of(state(kind, (4, 4), (4, 4)), 0)
+        storage.write_tensors(tmp_path / storage.share_name(0), tensors)
+        index = storage.merge([entries])
+        storage.read(tmp_path, index, state(kind, (4, 4), (4, 4)))
+        for other in (
+            state(kind, (4, 6), (4, 6)), state(kind, (4, 4), (4, 4), (4, 4)),
+            state(kind, (4, 4), (4, 4), name="other"), state(another, (4, 4), (4, 4)),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="belongs to another"):
+                storage.read(tmp_path, index, other)
