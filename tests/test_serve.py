@@ -438,7 +438,7 @@ def test_the_oldest_turns_are_left_out_where_that_is_asked_for():
         longest = scheduler.requests[-1]
         assert len(longest.prompt) <= CONTEXT // 2 and len(longest.prompt) + longest.max_tokens == CONTEXT
         # No turn is left out where a reply of open length has an eighth of the context, and a question may have more.
-        for lengths, kept in (((100, 100, 240), True), ((100, 100, 241), False), ((1, 1, 495), False)):
+        for lengths, kept in (((100, 100, 240), True), ((100, 100, 241), False), ((9, 9, 480), False)):
             sides = zip(("user", "assistant", "user"), lengths, "abc", strict=True)
             turns = [{"role": role, "content": letter * length} for role, length, letter in sides]
             asked = {"messages": turns, "truncation": "auto"}
