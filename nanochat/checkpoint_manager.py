@@ -508,7 +508,7 @@ def find_source(source: str, model_tag: str | None = None, step: int | None = No
                 tags = folder.parent.iterdir() if folder.parent.is_dir() else ()
                 there = sorted(path.name for path in tags if steps(path))
                 hint = f", or name one of the tags {', '.join(there)}" if there else ""
-                raise UserError(f"there is no whole checkpoint in {folder}: train one with `{_maker(source)}`{hint}")
+                raise UserError(f"there is no whole checkpoint in {folder}: {_mend(source)}{hint}")
             chosen = found[0]
     else:
         chosen = Path(source).expanduser()
@@ -601,7 +601,7 @@ def _newest_tag(stage: str) -> Path:
     folder = paths.base_dir() / "checkpoints" / stage
     tags = [path for path in folder.iterdir() if steps(path)] if folder.is_dir() else []
     if not tags:
-        raise UserError(f"there is no {stage} checkpoint in {folder}: train one with `{_maker(stage)}`")
+        raise UserError(f"there is no {stage} checkpoint in {folder}: {_mend(stage)}")
     return max(tags, key=lambda path: (path / f"step_{steps(path)[-1]:06d}").stat().st_mtime)
 
 
@@ -615,8 +615,10 @@ def _furthest_stage(model_tag: str | None) -> str:
     return "base"
 
 
-def _maker(stage: str) -> str:
-    return f"python -m scripts.{paths.STAGES[stage]}"
+def _mend(stage: str) -> str:
+    if stage == "dpo":
+        return "no script here makes one yet"
+    return f"train one with `python -m scripts.{paths.STAGES[stage]}`"
 
 
 def _unfinished(final: Path) -> Path:

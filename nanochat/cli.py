@@ -94,12 +94,16 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         fail(line)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether that is what a machine or a device means."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
 def _explain(error: BaseException) -> str | None:
     """One line for a failure of the machine rather than of the code; None for others."""
-    text = str(error)
-    first_line = (text.splitlines() or [type(error).__name__])[0]
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    if isinstance(error, MemoryError) or any(word in text.lower() for word in words):
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if out_of_memory(error):
         return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"
     cause: BaseException | None = error
     while cause is not None:  # torch loads an accelerator's package by itself, and says little when that fails

@@ -111,17 +111,20 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
     Where that is more than `max_tokens`, the oldest turns are left out, never the system message or the question.
     Raises UserError: when even those are too long.
     """
-    assert messages and messages[-1]["role"] == "user"
-    messages = list(messages)
     first = 1 if messages[0]["role"] == "system" else 0
-    start = tokenizer.encode_special("<|assistant_start|>")
-    while True:
-        ids = [*render(tokenizer, messages).ids, start]
-        if max_tokens is None or len(ids) <= max_tokens:
-            return ids
-        if len(messages) - first < 3:
-            raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
-        del messages[first : first + 2]  # a question and its answer
+    assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
+    head = render(tokenizer, messages[:first]).ids
+    kept = [[*render(tokenizer, messages[-1:]).ids[1:], tokenizer.encode_special("<|assistant_start|>")]]
+    length = len(head) + len(kept[0])
+    if max_tokens is not None and length > max_tokens:
+        raise UserError(f"the message has {length} tokens, there is room for {max_tokens}: shorten it")
+    for place in range(len(messages) - 3, first - 1, -2):  # a question and its answer, the newest first
+        turn = render(tokenizer, messages[place : place + 2]).ids[1:]
+        length += len(turn)
+        if max_tokens is not None and length > max_tokens:
+            break
+        kept.append(turn)
+    return [*head, *(token for turn in reversed(kept) for token in turn)]
 
 
 def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:

@@ -203,11 +203,6 @@ class Device:
             return False
         return self.dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
 
-    def check_capture(self) -> None:
-        """Raises UserError: when this device cannot record launches."""
-        if self.kind == "cpu":
-            raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
-
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record what `function` launches on this device, without running it. Returns a call that runs all of it
         again in one launch, over the same tensors, and what `function` returned: tensors that hold something only
@@ -244,6 +239,27 @@ class Device:
         return None if importlib.util.find_spec("triton") else "triton"
 
 
+def kind_of(asked: str) -> str:
+    """npu, cuda or cpu for what `init` takes, without a touch on the device.
+
+    Raises UserError: when it is none of them, or there is none here.
+    """
+    kind, _, index = asked.partition(":")
+    if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
+        raise UserError(f"--device {asked!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
+    if kind == "auto":
+        return next(k for k in KINDS if _available(k))
+    if not _available(kind):
+        raise UserError(f"--device {kind}: none found here; run `python check_npu.py` to see why, or use --device cpu")
+    return kind
+
+
+def check_capture(kind: str) -> None:
+    """Raises UserError: when a device of this kind cannot record launches."""
+    if kind == "cpu":
+        raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
+
+
 def init(kind: str = "auto", dtype: str = "auto") -> Device:
     """Find the device, set what it wants set, join the process group under torchrun.
 
@@ -251,15 +267,9 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
     `dtype` is auto, bfloat16 or float32.
     Raises UserError: when the device asked for is not here, or cannot do bfloat16 and that is asked for.
     """
-    kind, _, index = kind.partition(":")
-    if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
-        raise UserError(f"--device {kind!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
+    kind, index = kind_of(kind), kind.partition(":")[2]
     if dtype not in ("auto", "bfloat16", "float32"):
         raise UserError(f"--dtype {dtype!r}: one of auto, bfloat16, float32")
-    if kind == "auto":
-        kind = next(k for k in KINDS if _available(k))
-    elif not _available(kind):
-        raise UserError(f"--device {kind}: none found here; run `python check_npu.py` to see why, or use --device cpu")
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)

@@ -53,7 +53,7 @@ class Engine:
         self.device = device or devices.init(str(model.device))
         self.graphs = graphs
         if graphs:
-            self.device.check_capture()
+            devices.check_capture(self.device.kind)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.call_start, self.call_end, self.answer_start, self.answer_end = (

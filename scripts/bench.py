@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tyro
 
-from nanochat.cli import require, run
+from nanochat.cli import UserError, require, run
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Config:
 def main(config: Config) -> None:
     require(config, "depth max_seq_len device_batch_size vocab_size steps prompt_tokens new_tokens", 1)
     require(config, "head_dim", 2)
+    if config.json and not Path(config.json).parent.is_dir():
+        raise UserError(f"--json {config.json}: there is no folder {Path(config.json).parent}")
     train(config) if config.what == "train" else serve(config)
 
 
@@ -144,7 +146,6 @@ def serve(config: Config) -> None:
 
     from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.cli import UserError
     from nanochat.engine import Engine
     from nanochat.gpt import GPT
     from nanochat.log import print0

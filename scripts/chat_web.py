@@ -13,15 +13,17 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.cli import UserError, fail, parse, require, run
+from nanochat.cli import UserError, fail, out_of_memory, parse, require, run
 
 GRACE_SECONDS = 8.0  # that running replies have when the server is told to end
+IDLE_SECONDS = 5  # that a connection may wait for its next request
 STALL_SECONDS = 20.0  # that a reader may take nothing
 
 
@@ -36,6 +38,7 @@ class Config:
     api_key_file: Path | None = None  # a file that holds the key
     allowed_hosts: str = ""  # further names that requests may call this server by, with commas; "*": any
     slots: int = 16  # replies that are made at once
+    cache_gib: float | None = None  # memory for what they have read and said, fewer slots if need be; default: no limit
     queue: int = 64  # requests that wait for a slot; further ones are told to come again
     replicas: int = 1  # processes behind the one port, each with a device of its own
     device: str = "auto"  # auto, npu, cuda or cpu
@@ -46,15 +49,18 @@ class Config:
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ check
     require(config, "slots queue replicas", 1)
+    require(config, "cache_gib", 0.001)
     require(config, "port", 0, 65535)
-    config = replace(config, api_key=key_of(config, open_to_others=not is_loopback(config.host)))
-    find_model(config)  # a mistake is told before anything starts
+    key = key_of(config, open_to_others=not is_loopback(config.host))
+    check(config)  # a mistake is told before anything starts
 
     # ------------------------------------------------------------------ serve
     with listening(config) as listener:
         shown = config.host if is_loopback(config.host) else own_name(config.host)
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}/"
-        print(f"{address}?key={config.api_key}" if config.api_key else address, flush=True)
+        # A key of the operator's own is no news to them, and standard output may end in a log.
+        print(address if key is None or names_key(config) else f"{address}?key={key}", flush=True)
+        config = replace(config, api_key=key)
         if config.replicas == 1:
             serve(config, listener)
         else:
@@ -65,6 +71,9 @@ def serve(config: Config, listener: socket.socket, replica: int | None = None) -
     """Until a signal ends it. Raises what loading the model raised."""
     import uvicorn
 
+    from nanochat.serve.connection import Connection
+
+    allow_many_connections()
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
@@ -73,11 +82,21 @@ def serve(config: Config, listener: socket.socket, replica: int | None = None) -
 
     app = make_app(config, failed, replica)
     # Addresses are not logged: the page's first one carries the key.
-    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+    settings: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
+    settings |= {"http": Connection, "ws": "none", "timeout_keep_alive": IDLE_SECONDS}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(GRACE_SECONDS) + 1, **settings))
     server.run(sockets=[listener])
     if failures:
         raise failures[0]
+
+
+def allow_many_connections() -> None:
+    """Each is an open file, and the usual limit of 1,024 is soon reached by clients who only connect."""
+    if sys.platform == "linux":
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def serve_replicas(config: Config, listener: socket.socket) -> None:
@@ -112,20 +131,37 @@ def serve_replicas(config: Config, listener: socket.socket) -> None:
 def serve_replica(config: Config, listener: socket.socket, replica: int) -> None:
     """One process of several; its mistakes are one line, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process of the terminal: the parent tells us
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     try:
         serve(config, listener, replica)
     except UserError as error:
         fail(f"replica {replica}: {error}")
 
 
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, however that came about."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # a pipe between the two closes
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 # ---------------------------------------------------------------------- the model
 
 
-def find_model(config: Config) -> Path:
-    """Raises UserError: when there is no such checkpoint."""
+def check(config: Config) -> None:
+    """What can be told without loading. Raises UserError: when there is no such checkpoint or device."""
+    from nanochat import device as devices
     from nanochat.checkpoint_manager import find_source
 
-    return find_source(config.source, config.model_tag, config.step)
+    find_source(config.source, config.model_tag, config.step)
+    if config.replicas > 1 and ":" in config.device:
+        raise UserError(f"--device {config.device} with --replicas: leave the index out, each has a device of its own")
+    kind = devices.kind_of(config.device)
+    if config.graphs:
+        devices.check_capture(kind)
 
 
 def make_app(config: Config, on_failure: Callable[[BaseException], None], replica: int | None = None) -> Any:
@@ -135,13 +171,24 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
     def load() -> Served:
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model, tag_of
-        from nanochat.engine import Engine
+        from nanochat.engine import Engine, Slots
+        from nanochat.log import print0
         from nanochat.serve.scheduler import Scheduler
 
         device = devices.init(config.device, config.dtype)
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
         engine = Engine(model, tokenizer, device, config.graphs)
-        scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
+        cache_bytes = int((config.cache_gib or 0) * 2**30)
+        try:
+            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue, cache_bytes=cache_bytes)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            size = config.slots * Slots.bytes_per_slot(engine) / 2**30
+            said = f"--slots {config.slots}: a cache of {size:,.1f} GiB does not fit; lower it, or set --cache_gib"
+            raise UserError(said) from error
+        if scheduler.figures().slots < config.slots:
+            print0(f"{scheduler.figures().slots} of --slots {config.slots} fit --cache_gib {config.cache_gib:g}")
         scheduler.start()
         stage = meta.get("stage", "model")
         name = f"nanochat-{tag_of(Path(meta['folder']))}-{stage}"
@@ -165,13 +212,18 @@ def __getattr__(name: str) -> Any:
     config = parse(Config, [])
     try:
         require(config, "slots queue", 1)
+        require(config, "cache_gib", 0.001)
+        for flag in ("host", "port", "replicas"):
+            if getattr(config, flag) != getattr(Config, flag):
+                raise UserError(f"--{flag} is for `python -m scripts.chat_web`: gunicorn has -b and -w")
         # Where gunicorn listens is not known here, so that others may well reach it.
-        config = replace(config, api_key=key_of(config, open_to_others=True), allowed_hosts=config.allowed_hosts or "*")
-        find_model(config)
+        key = key_of(config, open_to_others=True)
+        check(config)
     except UserError as error:
         fail(str(error), code=3)
-    if config.api_key:
-        print(f"open http://<this server>/?key={config.api_key}", flush=True)
+    if key is not None and not names_key(config):
+        print(f"open http://<this server>/?key={key}", flush=True)
+    config = replace(config, api_key=key, allowed_hosts=config.allowed_hosts or "*")
     globals()["app"] = made = make_app(config, give_up)
     return made
 
@@ -183,18 +235,25 @@ def key_of(config: Config, open_to_others: bool) -> str | None:
     """The API key; a random one where others than this machine could ask and none is set. None: no key is needed."""
     if config.api_key is not None and config.api_key_file is not None:
         raise UserError("--api_key and --api_key_file: name one of them")
-    key = config.api_key or os.environ.get("NANOCHAT_API_KEY")
+    if not names_key(config):
+        return secrets.token_urlsafe(24) if open_to_others else None
+    key = os.environ.get("NANOCHAT_API_KEY", "") if config.api_key is None else config.api_key
     if config.api_key_file is not None:
-        key = config.api_key_file.read_text(encoding="utf-8").strip()
-        if not key:
-            raise UserError(f"--api_key_file {config.api_key_file}: it is empty")
+        try:
+            key = config.api_key_file.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = "it holds no key, which is ASCII text" if isinstance(error, ValueError) else error.strerror
+            raise UserError(f"--api_key_file {config.api_key_file}: {why}") from error
     if key == "none":
         return None
-    if key is None:
-        return secrets.token_urlsafe(24) if open_to_others else None
     if len(key) < 8 or not all(33 <= ord(character) < 127 for character in key):
-        raise UserError("--api_key: at least 8 characters, of ASCII and without spaces")
+        raise UserError("the API key (--api_key): at least 8 characters, of ASCII and without spaces, or none")
     return key
+
+
+def names_key(config: Config) -> bool:
+    """Whether the operator has said which key, or that there is to be none."""
+    return config.api_key is not None or config.api_key_file is not None or "NANOCHAT_API_KEY" in os.environ
 
 
 def is_loopback(host: str) -> bool:

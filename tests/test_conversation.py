@@ -95,6 +95,19 @@ def test_a_long_chat_forgets_its_oldest_turns_first(tokenizer):
         render_prompt(tokenizer, turns, smallest - 1)
 
 
+def test_a_long_chat_encodes_each_message_once_at_most(tokenizer, monkeypatch):
+    turns = [{"role": role, "content": "x"} for _ in range(300) for role in ("user", "assistant")] + [SUM[1]]
+    encode, encoded = Tokenizer.encode, []
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **marks: encoded.append(text) or encode(self, text, **marks)
+    )
+    assert len(render_prompt(tokenizer, turns, 60)) <= 60
+    assert len(encoded) < 30
+    encoded.clear()
+    render_prompt(tokenizer, turns)
+    assert len(encoded) == len(turns)
+
+
 def test_special_tokens_in_a_text_stay_text(tokenizer):
     special = set(tokenizer.special_ids.values())
     for name in SPECIAL_TOKENS:

@@ -262,6 +262,19 @@ def test_too_many_are_told_when_to_come_again(running: Any) -> None:
     assert len(tokens_of(scheduler.submit(Request(prompt_of(5), 3)))) == 3
 
 
+def test_several_are_taken_together_or_not_at_all(running: Any) -> None:
+    scheduler = running(slots=2, queue=2)
+    request = Request(prompt_of(5), 5)
+    with pytest.raises(UserError):
+        scheduler.submit_all([request, Request(prompt_of(5), 0)])
+    with pytest.raises(Overloaded):
+        scheduler.submit_all([request] * 5)
+    assert scheduler.unfinished == 0 and scheduler.capacity == 4
+    streams = scheduler.submit_all([request] * 4)
+    assert [list(stream)[-1].finish_reason for stream in streams] == ["length"] * 4
+    assert scheduler.figures().requests_finished == {"length": 4}
+
+
 def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> None:
     scheduler = running(slots=1, queue=1)
     first, second = (scheduler.submit(Request(prompt_of(5), 75)) for _ in range(2))
@@ -518,7 +531,7 @@ def test_the_cache_keeps_to_its_budget() -> None:
     assert whole.cache_total == cache.keys.nbytes + cache.values.nbytes
     half = Scheduler(engine, slots=4, cache_bytes=whole.cache_total // 2).figures()
     assert (half.slots, half.cache_total) == (2, whole.cache_total // 2)
-    with pytest.raises(UserError, match="at least one slot"):
+    with pytest.raises(UserError, match="--cache_gib.*at least one slot"):
         Scheduler(engine, slots=4, cache_bytes=1000)
 
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -29,14 +30,16 @@ import tiny
 import uvicorn
 from starlette.routing import Route
 
-from nanochat.checkpoint_manager import save
-from nanochat.engine import Engine
+from nanochat.checkpoint_manager import load_model, save
+from nanochat.engine import Engine, Slots
 from nanochat.serve.app import create_app
-from nanochat.serve.gate import MAX_BODY
+from nanochat.serve.connection import Connection
+from nanochat.serve.gate import MAX_BODY, MAX_HEAD
+from nanochat.serve.load import closed_loop
 from nanochat.serve.scheduler import Chunk, Figures, Histogram, Overloaded, Request, Scheduler, TokenLogprob
 from nanochat.serve.state import Served
-from nanochat.tokenizer import SPECIAL_TOKENS
-from scripts import chat_web
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from scripts import bench, chat_web
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "a-key-of-tests"
@@ -80,6 +83,7 @@ class FakeScheduler:
     tick: float = 0.0  # seconds a word
     word: str = "word "
     calls: bool = False  # the reply calls the calculator first
+    dies: bool = False  # its thread ends by itself
     fails: bool = False  # each reply ends with an error
     raises: str = ""  # submit raises this
     requests: list[Request] = field(default_factory=list)
@@ -96,20 +100,24 @@ class FakeScheduler:
     def start(self) -> None:
         self.thread.start()
 
-    def submit(self, request: Request) -> FakeStream:
+    @property
+    def capacity(self) -> int:
+        return self.slots + self.queue
+
+    def submit_all(self, requests: list[Request]) -> list[FakeStream]:
         if self.raises:
             raise RuntimeError(self.raises)
         with self.lock:
-            if len(self.running) + len(self.waiting) >= self.slots + self.queue:
+            if len(self.running) + len(self.waiting) + len(requests) > self.capacity:
                 raise Overloaded(3.2)
-            stream = FakeStream(self, request)
-            self.requests.append(request)
-            self.waiting.append(stream)
+            streams = [FakeStream(self, request) for request in requests]
+            self.requests += requests
+            self.waiting += streams
             self.work.set()
-        return stream
+        return streams
 
     def loop(self) -> None:
-        while self.closing is None or self.running or self.waiting:
+        while not self.dies and self.closing is None or self.running or self.waiting:
             if not self.running and not self.waiting:
                 self.work.wait(0.05)
                 self.work.clear()
@@ -180,7 +188,7 @@ def make_app(scheduler: Any = None, model: dict[str, Any] | None = None, **setti
 def serving(app: Any, ready: bool = True) -> Iterator[int]:
     """The app on a real socket, in a thread; yields the port."""
     with chat_web.listening(chat_web.Config(port=0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        server = uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", log_level="warning", access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
@@ -355,6 +363,7 @@ def test_what_is_refused_names_the_field():
     with client_of(make_app()) as ask:
         for change, param in (
             ({"temperature": 3}, "temperature"),
+            ({"repetition_penalty": 100}, "repetition_penalty"),
             ({"temperature": "warm"}, "temperature"),
             ({"n": 0}, "n"),
             ({"messages": []}, "messages"),
@@ -395,8 +404,13 @@ def test_a_prompt_and_max_tokens_over_the_context_are_refused_with_both_numbers(
         assert ask("POST", "/v1/completions", json=fits).status_code == 200
         answer = ask("POST", "/v1/completions", json={**fits, "max_tokens": CONTEXT - 99})
         assert answer.status_code == 400 and error_of(answer)["code"] == "context_length_exceeded"
-        assert "100 tokens" in error_of(answer)["message"] and "max_tokens is 413" in error_of(answer)["message"]
-        assert "512" in error_of(answer)["message"]
+        said = "the prompt has 100 tokens and max_tokens is 413, together more than the model's context of 512; "
+        assert error_of(answer)["message"] == said + "shorten the prompt or lower max_tokens"
+        full = {"messages": [{"role": "user", "content": "x" * (CONTEXT - 4)}]}  # the begin token and three marks
+        said = "the prompt has 512 tokens, which leaves no room for a reply in the model's context of 512; "
+        for more in ({}, {"truncation": "auto"}, {"truncation": "auto", "max_tokens": 5}):
+            answer = ask("POST", "/v1/chat/completions", json={**full, **more})
+            assert error_of(answer)["message"] == said + "shorten the prompt"
         for words in ("word " * 2000, "x" * 900_000):
             long = {"messages": [{"role": "user", "content": words}]}
             answer = ask("POST", "/v1/chat/completions", json=long)
@@ -423,8 +437,101 @@ def test_the_oldest_turns_are_left_out_where_that_is_asked_for():
         )
         longest = scheduler.requests[-1]
         assert len(longest.prompt) <= CONTEXT // 2 and len(longest.prompt) + longest.max_tokens == CONTEXT
+        # No turn is left out where a reply of open length has an eighth of the context, and a question may have more.
+        for lengths, kept in (((100, 100, 240), True), ((100, 100, 241), False), ((9, 9, 480), False)):
+            sides = zip(("user", "assistant", "user"), lengths, "abc", strict=True)
+            turns = [{"role": role, "content": letter * length} for role, length, letter in sides]
+            asked = {"messages": turns, "truncation": "auto"}
+            assert ask("POST", "/v1/chat/completions", json=asked).status_code == 200, lengths
+            text = tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt)
+            assert ("a" * lengths[0] in text, "c" * lengths[2] in text) == (kept, True), lengths
         body["messages"] = [{"role": "user", "content": "x" * 5000}]
         assert ask("POST", "/v1/chat/completions", json={**body, "truncation": "auto"}).status_code == 400
+
+
+def test_the_event_loop_does_not_tokenize_what_is_long(monkeypatch: pytest.MonkeyPatch):
+    turns = [{"role": role, "content": "ab"[role == "user"]} for _ in range(2000) for role in ("user", "assistant")]
+    chat = {"messages": [*turns, {"role": "user", "content": "q"}], "max_tokens": 1}
+    threads, encode = set(), Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda *a, **k: threads.add(threading.get_ident()) or encode(*a, **k))
+    with client_of(make_app(FakeScheduler(slots=128))) as ask:
+        for path, body, status in (
+            ("/v1/chat/completions", {**chat, "truncation": "auto"}, 200),
+            ("/v1/completions", {"prompt": ["x" * 400] * 128, "max_tokens": 1}, 200),
+        ):
+            threads.clear()
+            assert ask("POST", path, json=body).status_code == status
+            assert threads and threading.get_ident() not in threads, path
+        ask("POST", "/v1/completions", json={"prompt": "x"})
+        assert threading.get_ident() in threads
+
+
+# ---------------------------------------------------------------------- what comes before a body
+
+
+def test_headers_are_bounded_in_size():
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with serving(make_app()) as port:
+        for sent in (
+            head + b"x: " + b"y" * 2 * MAX_HEAD,  # never whole
+            head + b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n",
+            head + b"x: y\r\n" * (MAX_HEAD // 4) + b"\r\n",
+            b"GET /" + b"y" * 2 * MAX_HEAD,
+        ):
+            answer = exchange(port, sent)
+            assert answer.startswith(b"HTTP/1.1 431 ") and b'"invalid_request_error"' in answer
+        assert exchange(port, head + b"x: " + b"y" * (MAX_HEAD // 2) + b"\r\nconnection: close\r\n\r\n")[9:12] == b"200"
+        # What follows a chunked body is held as the headers are.
+        chunked = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+        )
+        assert exchange(port, chunked, *[b"x: " + b"y" * 1000 + b"\r\n"] * 300, pause=0.001) == b""
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+def exchange(port: int, *sent: bytes, pause: float = 0.0) -> bytes:
+    """What the server says to these bytes until it closes the connection; so many seconds from one to the next."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection, contextlib.suppress(ConnectionError):
+        for part in sent:
+            connection.sendall(part)
+            time.sleep(pause)
+        while part := connection.recv(1 << 16):
+            answer += part
+    return answer
+
+
+def test_headers_that_do_not_come_and_connections_that_rest_are_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nanochat.serve.connection.HEAD_SECONDS", 0.3)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with serving(make_app(FakeScheduler(tick=0.02))) as port:
+        whole = head + b"\r\n"
+        for sent in ([b""], [b"\r\n"], [head], [whole, head], [whole, b"\r\n"]):
+            began = time.monotonic()
+            answer = exchange(port, *sent, pause=0.3)
+            assert b"HTTP/1.1 408 " in answer and answer.count(b'"status":"ok"') == sent.count(whole)
+            assert 0.25 < time.monotonic() - began < 5
+        stream = open_stream(port, max_tokens=40)  # an answer may take its time
+        assert b"[DONE]" in b"".join(iter(lambda: stream.recv(1 << 16), b""))
+
+
+def test_two_hosts_are_one_too_many():
+    with serving(make_app()) as port:
+        answer = exchange(port, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_client_that_leaves_within_its_body_is_no_mistake_of_ours(capfd: pytest.CaptureFixture[str]):
+    app = make_app()
+    with serving(app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        time.sleep(0.1)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    assert +app.state.nanochat.responses == {200: 1}
+    out, err = capfd.readouterr()
+    assert not out + err
 
 
 # ---------------------------------------------------------------------- S3, S4: leaving, overload, standing still
@@ -483,6 +590,18 @@ def test_overload_is_refused_at_once_and_the_server_still_answers():
         for stream in streams:
             stream.close()
         until(lambda: not scheduler.running)
+
+
+def test_more_than_it_ever_holds_is_refused_for_good():
+    with client_of(make_app(FakeScheduler(slots=3, queue=2))) as ask:
+        for path, body, said in (
+            ("/v1/chat/completions", {**HELLO, "n": 6}, "1 x 6 replies"),
+            ("/v1/completions", {"prompt": ["x"] * 3, "n": 2}, "3 x 2 replies"),
+        ):
+            answer = ask("POST", path, json=body)
+            assert answer.status_code == 400 and error_of(answer)["param"] == "n"
+            assert said in error_of(answer)["message"] and "holds 5 at once" in error_of(answer)["message"]
+        assert ask("POST", "/v1/completions", json={"prompt": ["x"] * 5}).status_code == 200
 
 
 def test_a_reader_that_stops_is_dropped_and_the_others_go_on():
@@ -564,6 +683,7 @@ def test_every_answer_carries_the_strict_headers(monkeypatch: pytest.MonkeyPatch
             # sha256 of `1`, in base64: the one script that may run
             assert policy["script-src"] == "'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='"
             assert "unsafe" not in headers["content-security-policy"] and headers["referrer-policy"] == "no-referrer"
+        assert ask("HEAD", "/").status_code == ask("HEAD", "/health").status_code == 200
         assert ask("GET", "/").text == page.read_text() and "text/html" in ask("GET", "/").headers["content-type"]
     monkeypatch.setattr("nanochat.serve.gate.PAGE", tmp_path / "none")
     with client_of(make_app()) as ask:
@@ -587,7 +707,12 @@ def test_the_command_makes_a_key_where_others_could_ask(monkeypatch: pytest.Monk
     monkeypatch.setenv("NANOCHAT_API_KEY", "from-the-environment")
     assert chat_web.key_of(config, open_to_others=False) == "from-the-environment"
     assert chat_web.key_of(replace(config, api_key=KEY), open_to_others=False) == KEY
-    for key in ("short", "with spaces in it", "nicht-ünlich"):
+    file.write_bytes(b"\xff\xfe\x00")
+    for wrong in (file, tmp_path / "none"):
+        with pytest.raises(ValueError, match=f"--api_key_file {wrong}"):
+            chat_web.key_of(replace(config, api_key_file=wrong), open_to_others=False)
+    monkeypatch.delenv("NANOCHAT_API_KEY")
+    for key in ("", "short", "with spaces in it", "nicht-ünlich"):
         with pytest.raises(ValueError, match="api_key"):
             chat_web.key_of(replace(config, api_key=key), open_to_others=False)
 
@@ -657,7 +782,6 @@ def test_prompts_are_not_logged(capfd: pytest.CaptureFixture[str], caplog: pytes
     assert CANARY not in out + err + "\n".join(ours)
 
 
-@pytest.mark.xfail(strict=True, reason="Scheduler._run logs the message of an exception, which may quote a prompt")
 def test_what_fails_on_the_device_logs_no_prompt(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -682,9 +806,7 @@ def test_several_processes_log_no_prompt_and_end_their_streams(how: str, tmp_pat
     """docs/deploy.md: what they print and every file below their home."""
     if how == "gunicorn":
         pytest.importorskip("gunicorn", reason="GUNICORN IS NOT TESTED: pip install gunicorn")
-    tokenizer = tiny.tiny_tokenizer()
-    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    folder = save(tmp_path / "tiny", 1, model, tokenizer, {"stage": "sft"}, None, tiny.cpu_device())
+    folder = checkpoint(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = f"--source {folder} --device cpu --slots 20"
@@ -865,6 +987,20 @@ def test_it_is_alive_before_it_is_ready_and_says_when_it_cannot_be():
         assert ask("GET", "/ready").status_code == 503 and isinstance(errors[0], MemoryError)
 
 
+def test_a_device_that_is_gone_ends_the_server():
+    errors: list[BaseException] = []
+    scheduler = FakeScheduler()
+    with client_of(make_app(scheduler, on_failure=errors.append)) as ask:
+        assert ask("GET", "/ready").status_code == 200
+        scheduler.dies = True
+        until(lambda: errors)
+        assert isinstance(errors[0], ValueError)
+        for method, path, body in (("GET", "/ready", None), ("POST", "/v1/completions", {"prompt": "x"})):
+            answer = ask(method, path, json=body)
+            assert answer.status_code == 503 and "lost its device" in error_of(answer)["message"]
+        assert "nanochat_ready 0" in ask("GET", "/metrics").text
+
+
 @contextlib.contextmanager
 def serving_unready(app: Any) -> Iterator[int]:
     with chat_web.listening(chat_web.Config(port=0)) as listener:
@@ -917,7 +1053,8 @@ def command(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_line():
+def test_mistakes_are_one_line(tmp_path: Path):
+    folder = checkpoint(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, said in (
@@ -925,10 +1062,108 @@ def test_mistakes_are_one_line():
             (["--slots", "0"], "--slots 0"),
             (["--host", "0.0.0.0", "--api_key", "short"], "--api_key"),
             (["--api_key_file", "/nowhere/key"], "/nowhere/key"),
+            (["--source", str(folder), "--device", "gpu"], "--device 'gpu'"),
+            (["--source", str(folder), "--device", "cpu", "--graphs"], "--graphs"),
+            (["--source", str(folder), "--device", "cpu:0", "--replicas", "2"], "--device cpu:0 with --replicas"),
         ):
             done = command("--port", port, *flags)
             assert done.returncode == 1 and said in done.stderr, done.stderr
             assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+def checkpoint(folder: Path) -> Path:
+    tokenizer = tiny.tiny_tokenizer()
+    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
+    return save(folder / "tiny", 1, model, tokenizer, {"stage": "sft"}, None, tiny.cpu_device())
+
+
+def test_gunicorn_says_where_to_listen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for flags in ("--port 9000", "--host 0.0.0.0", "--replicas 2", "--api_key_file /nowhere/key"):
+        monkeypatch.setenv("NANOCHAT_CHAT_WEB", flags)
+        with pytest.raises(SystemExit) as left:
+            chat_web.__getattr__("app")
+        out, err = capsys.readouterr()
+        assert left.value.code == 3 and flags.split()[0] in err and len(err.splitlines()) == 1 and not out
+
+
+def test_a_cache_that_does_not_fit_names_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, errors = checkpoint(tmp_path), []
+    config = chat_web.Config(source=str(folder), device="cpu", queue=1)
+    for wrong, said in (
+        (replace(config, slots=10**10), r"--slots 10000000000: a cache of [\d,.]+ GiB .* --cache_gib"),
+        (replace(config, cache_gib=1e-9), "--cache_gib"),
+    ):
+        with client_of(chat_web.make_app(wrong, errors.append)) as ask:
+            assert ask("GET", "/ready").status_code == 503
+        with pytest.raises(ValueError, match=said):
+            raise errors.pop()
+    size = Slots.bytes_per_slot(Engine(load_model(folder, "cpu")[0], tiny.tiny_tokenizer()))
+    app = chat_web.make_app(replace(config, cache_gib=2.5 * size / 2**30), errors.append)
+    with client_of(app) as ask:
+        assert "nanochat_slots 2\n" in ask("GET", "/metrics").text
+
+
+def test_only_a_key_made_here_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    served: list[str | None] = []
+    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "serve", lambda config, listener: served.append(config.api_key))
+    for config in (chat_web.Config(host="0.0.0.0", port=0), chat_web.Config(port=0, api_key=KEY)):
+        chat_web.main(config)
+    made, own = capsys.readouterr().out.splitlines()
+    assert made.endswith(f"/?key={served[0]}") and served[1] == KEY and own.endswith("/")
+
+
+def stay(pid_to: Any) -> None:
+    """In a process of its own: a replica that serves for ever."""
+    threading.Thread(target=chat_web.end_with_parent, daemon=True).start()
+    pid_to.send(os.getpid())
+    time.sleep(60)
+
+
+def leave_a_replica(pid_to: Any) -> None:
+    multiprocessing.get_context("spawn").Process(target=stay, args=(pid_to,)).start()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_replicas_end_with_their_parent_however_that_ends():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    parent = context.Process(target=leave_a_replica, args=(theirs,))
+    parent.start()
+    theirs.close()
+    try:
+        assert ours.poll(60)
+        ours.recv()
+    finally:
+        parent.kill()
+    with pytest.raises(EOFError):  # the replica's end of the pipe closes with it
+        assert ours.poll(20)
+        ours.recv()
+
+
+def test_many_connections_are_allowed():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        chat_web.allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_load_sees_every_gap_between_tokens():
+    body = {"prompt": "x", "max_tokens": 8}
+    with serving(make_app(FakeScheduler(tick=0.02))) as port:
+        seen = closed_loop("127.0.0.1", port, body, clients=2, requests=4)
+    assert (seen.requests, seen.tokens, seen.failed, len(seen.first_token)) == (4, 32, 0, 4)
+    assert 14 < len(seen.between_tokens) <= 28 and min(seen.between_tokens) > 0
+
+
+def test_a_folder_that_is_missing_is_told_before_anything_is_measured():
+    with pytest.raises(ValueError, match="--json /nowhere/serve.json: there is no folder /nowhere"):
+        bench.main(bench.Config("serve", json="/nowhere/serve.json"))
 
 
 def test_a_taken_port_and_a_foreign_host_are_told():

@@ -2,7 +2,7 @@
 
 In flows HTTP, checked by `gate.py` (host, origin, key, size) and `schema.py` (the body); out flow requests to the
 scheduler, and their chunks as `replies.py` writes them. The event loop only waits and formats: the device belongs to
-the scheduler's thread, long prompts are tokenized on another. What users write is never logged.
+the scheduler's thread, long bodies are read and tokenized on another. What users write is never logged.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from nanochat.cli import UserError
-from nanochat.conversation import render_prompt
+from nanochat.conversation import parts_of, render_prompt
 from nanochat.serve import scheduler as scheduling
 from nanochat.serve.gate import Gate, load_page, read_limited, refusal
 from nanochat.serve.replies import ChatForm, EventStream, Form, Mailbox, Reply, TextForm, unless_gone
@@ -26,7 +26,7 @@ from nanochat.serve.scheduler import Overloaded, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, Sampling, components, error_body, read_body
 from nanochat.serve.state import Served, State, closing_at_signals, metrics_text
 
-INLINE_CHARACTERS = 4096  # a longer prompt is tokenized off the event loop
+INLINE_BYTES = 4096  # a longer body is read, and its prompts are tokenized, off the event loop
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -74,12 +74,14 @@ def create_app(
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return JSONResponse(error_body(422, "a parameter of the address is not valid"), 422)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         if page is None:
             raise ApiError(404, "this installation has no page (nanochat/serve/ui.html); the API is below /v1")
         return HTMLResponse(page)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """The process is alive."""
@@ -107,21 +109,24 @@ def create_app(
 
     @app.post("/v1/chat/completions", openapi_extra=_describe(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = read_body(ChatBody, await read_limited(request))
-        served = state.ready()
-        _check_model(served, body.model)
-        if not served.chats:
-            raise ApiError(400, f"{served.name} is a base model, which continues text: POST /v1/completions")
-        prompt = await _chat_prompt(served, body)
-        return await answer(request, served, body, [prompt], ChatForm(served, body.wanted_logprobs))
+        served, body, prompts = await read(request, ChatBody)
+        return await answer(request, served, body, prompts, ChatForm(served, body.wanted_logprobs))
 
     @app.post("/v1/completions", openapi_extra=_describe(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = read_body(CompletionBody, await read_limited(request))
-        served = state.ready()
-        _check_model(served, body.model)
-        prompts = [await _text_prompt(served, prompt) for prompt in body.prompts]
+        served, body, prompts = await read(request, CompletionBody)
         return await answer(request, served, body, prompts, TextForm(served, body.wanted_logprobs))
+
+    async def read(
+        request: Request, body_type: type[ChatBody] | type[CompletionBody]
+    ) -> tuple[Served, ChatBody | CompletionBody, list[list[int]]]:
+        content = await read_limited(request)
+
+        def work() -> tuple[Served, ChatBody | CompletionBody, list[list[int]]]:
+            body, served = read_body(body_type, content), state.ready()
+            return served, body, make_prompts(served, body)
+
+        return work() if len(content) <= INLINE_BYTES else await asyncio.to_thread(work)
 
     async def answer(
         request: Request, served: Served, body: ChatBody | CompletionBody, prompts: list[list[int]], form: Form
@@ -165,25 +170,47 @@ def _check_model(served: Served, name: str | None) -> None:
         )
 
 
-async def _chat_prompt(served: Served, body: ChatBody) -> list[int]:
-    messages, room = body.conversation(), None
-    characters = sum(len(part["text"]) for m in messages if isinstance(m["content"], list) for part in m["content"])
-    characters += sum(len(m["content"]) for m in messages if isinstance(m["content"], str))
-    if body.truncation == "auto":
-        room = served.context - min(body.most_tokens or served.context, served.context // 2)  # the reply's at most half
-    else:
-        _check_length(served, characters)
+def make_prompts(served: Served, body: ChatBody | CompletionBody) -> list[list[int]]:
+    """The token ids of each prompt of a body; the work of a moment for a long one.
+
+    Raises ApiError: when they are not for this model, or too many for this server.
+    """
+    _check_model(served, body.model)
+    scheduler, number = served.scheduler, 1 if isinstance(body, ChatBody) else len(body.prompts)
+    if number * body.choices > scheduler.capacity:
+        raise ApiError(
+            400,
+            f"{number} x {body.choices} replies in one request: this server holds {scheduler.capacity} at once; ask "
+            "for fewer",
+            param="n",
+        )
+    if isinstance(body, CompletionBody):
+        return [_text_prompt(served, prompt) for prompt in body.prompts]
+    if not served.chats:
+        raise ApiError(400, f"{served.name} is a base model, which continues text: POST /v1/completions")
+    return [_chat_prompt(served, body)]
+
+
+def _chat_prompt(served: Served, body: ChatBody) -> list[int]:
+    messages = body.conversation()
+    question = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
+    needed = question if body.truncation == "auto" else messages
+    _check_length(served, sum(len(part["text"]) for message in needed for part in parts_of(message["content"])))
+    if body.truncation != "auto":
+        return render_prompt(served.tokenizer, messages)
+    # Turns make room for the reply that is asked for, up to half the context; an eighth where its length is left open.
+    reply = min(body.most_tokens or served.context // 8, served.context // 2)
     try:
-        return await _off_loop(characters, lambda: render_prompt(served.tokenizer, messages, room))
-    except UserError as error:
-        raise ApiError(400, str(error), param="messages", code="context_length_exceeded") from error
+        return render_prompt(served.tokenizer, messages, served.context - reply)
+    except UserError:  # the question alone leaves less: the reply has what is left
+        return render_prompt(served.tokenizer, question)
 
 
-async def _text_prompt(served: Served, prompt: str | list[int]) -> list[int]:
+def _text_prompt(served: Served, prompt: str | list[int]) -> list[int]:
     begin = served.tokenizer.get_bos_token_id()
     if isinstance(prompt, str):
         _check_length(served, len(prompt))
-        return await _off_loop(len(prompt), lambda: served.tokenizer.encode(prompt, prepend=begin))
+        return served.tokenizer.encode(prompt, prepend=begin)
     if not all(0 <= token < len(served.tokenizer.tokens) for token in prompt):
         raise ApiError(
             400, f"token ids are 0 to {len(served.tokenizer.tokens) - 1}; marks are not a client's", param="prompt"
@@ -194,18 +221,17 @@ async def _text_prompt(served: Served, prompt: str | list[int]) -> list[int]:
 def _check_length(served: Served, characters: int) -> None:
     """Refuse at once what is far too long. Raises ApiError: 400."""
     least = characters // max(map(len, served.tokenizer.tokens))  # a character has a byte or more
-    if characters > INLINE_CHARACTERS and least > served.context:
+    if least > served.context:
         raise _too_long(served, f"at least {least:,}", None)
 
 
 def _too_long(served: Served, prompt: str, asked: int | None) -> ApiError:
-    with_reply = "" if asked is None else f" and max_tokens is {asked:,}: together"
-    message = f"the prompt has {prompt} tokens{with_reply} more than the model's context of {served.context:,}"
-    return ApiError(400, f"{message}; shorten the prompt or lower max_tokens", code="context_length_exceeded")
-
-
-async def _off_loop(characters: int, work: Callable[[], list[int]]) -> list[int]:
-    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+    context = f"the model's context of {served.context:,}"
+    message = f"the prompt has {prompt} tokens, which leaves no room for a reply in {context}; shorten the prompt"
+    if asked is not None:
+        message = f"the prompt has {prompt} tokens and max_tokens is {asked:,}, together more than {context}; "
+        message += "shorten the prompt or lower max_tokens"
+    return ApiError(400, message, code="context_length_exceeded")
 
 
 def submit(
@@ -218,28 +244,22 @@ def submit(
     settings = body.settings()
     requests = []
     for prompt in prompts:
-        most = body.most_tokens
-        if most and isinstance(body, ChatBody) and body.truncation == "auto":
-            most = min(most, served.context - len(prompt))
-        if len(prompt) + (most or 1) > served.context:
-            raise _too_long(served, f"{len(prompt):,}", most)
+        left = served.context - len(prompt)
+        asked = None if isinstance(body, ChatBody) and body.truncation == "auto" else body.most_tokens
+        if left < (asked or 1):
+            raise _too_long(served, f"{len(prompt):,}", asked)
         request = scheduling.Request(
             tuple(prompt),
-            most or served.context - len(prompt),
+            min(body.most_tokens or left, left),
             **settings,
             logprobs=body.wanted_logprobs,
             tools=tools,
         )
         requests += [replace(request, seed=request.seed + number) for number in range(body.choices)]
-    streams: list[Stream] = []
     try:
-        for request in requests:
-            streams.append(served.scheduler.submit(request))
-    except (Overloaded, UserError) as error:
-        for stream in streams:
-            stream.cancel()
-        if isinstance(error, UserError):
-            raise ApiError(400, str(error)) from error
+        return served.scheduler.submit_all(requests)
+    except UserError as error:
+        raise ApiError(400, str(error)) from error
+    except Overloaded as error:
         wait = {"retry-after": str(max(1, round(error.retry_after)))}
         raise ApiError(429, "the server is busy: try again later", code="overloaded", headers=wait) from error
-    return streams

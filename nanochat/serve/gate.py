@@ -17,13 +17,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from nanochat.log import print0
-from nanochat.serve.schema import ApiError
+from nanochat.serve.schema import CLIENT_LEFT, ApiError
 from nanochat.serve.state import State
 
 MAX_BODY = 1 << 20  # bytes
+MAX_HEAD = 1 << 16  # bytes of a request's address and headers
 BODY_SECONDS = 30.0  # for a client to send a body
 LINGER_SECONDS = 2.0  # to take in what a refused client still sends, so that it gets to read why
 OPEN_PATHS = ("/health", "/")  # need no key
@@ -63,7 +65,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self.state.responses[message["status"]] += 1
+                self.state.responses[message["status"]] += message["status"] != CLIENT_LEFT  # nobody was answered
                 message = {**message, "headers": [*message["headers"], *self.headers]}
             await send(message)
 
@@ -83,6 +85,11 @@ class Gate:
 
     def refused(self, scope: Scope) -> ApiError | None:
         """Why this request is not let in."""
+        lengths = [len(name) + len(value) + 4 for name, value in scope["headers"]]  # a colon, a space, a line's end
+        if len(scope["path"]) + len(scope["query_string"]) + sum(lengths) > MAX_HEAD:
+            return ApiError(431, f"the request's headers: over {MAX_HEAD:,} bytes")
+        if [name for name, _ in scope["headers"]].count(b"host") > 1:
+            return ApiError(400, "the request names more than one Host")
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "").lower()
         name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
@@ -138,7 +145,8 @@ async def _refuse_and_linger(error: ApiError, receive: Receive, send: Send) -> N
 
 
 async def read_limited(request: Request) -> bytes:
-    """Raises ApiError: 413 for a body that is too large though it did not say so, 408 for one that does not come."""
+    """Raises ApiError: 413 for a body that is too large though it did not say so, 408 for one that does not come, 499
+    where the client leaves before."""
 
     async def read() -> bytes:
         parts, size = [], 0
@@ -151,6 +159,8 @@ async def read_limited(request: Request) -> bytes:
 
     try:
         return await asyncio.wait_for(read(), BODY_SECONDS)
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_LEFT, "the client left") from error
     except asyncio.TimeoutError as error:
         raise ApiError(408, "the body did not come", headers={"connection": "close"}) from error
 

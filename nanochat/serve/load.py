@@ -25,7 +25,7 @@ class Seen:
     refused: int = 0  # answered 429
     failed: int = 0
     first_token: list[float] = field(default_factory=list)
-    between_tokens: list[float] = field(default_factory=list)  # mean of each request
+    between_tokens: list[float] = field(default_factory=list)  # or where some came at once, between those; every one
 
     def summary(self) -> dict[str, Any]:
         def quantiles(values: list[float]) -> dict[str, float]:
@@ -97,22 +97,22 @@ async def _ask(host: str, port: int, body: dict[str, Any], seen: Seen) -> None:
             seen.refused += status == 429
             seen.failed += status != 429
             return
-        first = last = 0.0
+        last = 0.0
         tokens = 0
         async for line in reader:
             if line.startswith(b'data: {"error"'):
                 seen.failed += 1
                 return
-            if b'"choices":[{' in line:
-                last = time.perf_counter()
-                first = first or last
+            if b'"choices":[{' in line and b'"text":""' not in line:  # the end may come without a token
+                now = time.perf_counter()
+                if last:
+                    seen.between_tokens.append(now - last)
+                else:
+                    seen.first_token.append(now - began)
+                last = now
             elif b'"usage":{' in line:  # the one event that is read, so that the clients leave the cores to the server
                 tokens = json.loads(line[6:])["usage"]["completion_tokens"]
         seen.tokens += tokens
-        if first:
-            seen.first_token.append(first - began)
-        if tokens > 1:
-            seen.between_tokens.append((last - first) / (tokens - 1))
     except (OSError, ValueError, IndexError):
         seen.failed += 1
     finally:

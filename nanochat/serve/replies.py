@@ -5,11 +5,12 @@ a `Form` writes them as OpenAI's API does. A client that leaves, or stops to rea
 """
 
 import asyncio
+import codecs
 import contextlib
 import json
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from nanochat.conversation import Part, text_of
 from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
-from nanochat.serve.schema import ApiError
+from nanochat.serve.schema import CLIENT_LEFT, ApiError
 from nanochat.serve.state import Served
 
 HEARTBEAT_SECONDS = 15.0  # a stream that waits says so, for proxies that cut silent ones
@@ -148,6 +149,9 @@ class TextForm(Form):
     def __init__(self, served: Served, logprobs: int):
         super().__init__(served, logprobs)
         self._offsets: Counter[int] = Counter()  # of the next token's text, by choice
+        self._decoders = defaultdict(
+            partial(codecs.getincrementaldecoder("utf-8"), "replace")
+        )  # a character may span several tokens
 
     def first(self, number: int) -> None:
         return None
@@ -165,14 +169,22 @@ class TextForm(Form):
             return None
         told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            token = self.token(one.token_id, one.logprob)
             best = [self.token(*pair) for pair in one.alternatives]
-            told["tokens"].append(token["token"])
+            token = self.token(one.token_id, one.logprob)
+            told["tokens"].append(_name(token["bytes"]))
             told["token_logprobs"].append(token["logprob"])
-            told["top_logprobs"].append({each["token"]: each["logprob"] for each in best})
+            told["top_logprobs"].append({_name(each["bytes"]): each["logprob"] for each in best})
             told["text_offset"].append(self._offsets[number])
-            self._offsets[number] += len(token["token"])
+            self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         return told
+
+
+def _name(token: list[int]) -> str:
+    """A token's text; of one with part of a character its bytes, or several would have the same name."""
+    try:
+        return bytes(token).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _choice(number: int, logprobs: Any = None, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
@@ -301,4 +313,4 @@ async def unless_gone(request: Request, work: Any, cancel: Callable[[], None]) -
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    return Response(status_code=499) if worker.cancelled() else worker.result()
+    return Response(status_code=CLIENT_LEFT) if worker.cancelled() else worker.result()

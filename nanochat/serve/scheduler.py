@@ -10,8 +10,9 @@ import codecs
 import logging
 import threading
 import time
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nanochat.cli import UserError
@@ -233,8 +234,9 @@ class Scheduler:
             slots = min(slots, cache_bytes // self.slot_bytes)
         if slots < 1 or queue < 0 or prefill_chunk < 1:
             raise UserError(
-                f"{slots} slots of {self.slot_bytes / 2**20:.1f} MiB in {cache_bytes / 2**20:.1f} MiB of cache, queue "
-                f"{queue}, prefill_chunk {prefill_chunk}: at least one slot, no negative queue, one token a chunk"
+                f"{slots} slots of {self.slot_bytes / 2**20:.1f} MiB in {cache_bytes / 2**20:.1f} MiB of cache "
+                f"(--cache_gib), queue {queue}, prefill_chunk {prefill_chunk}: at least one slot, no negative queue, "
+                "one token a chunk"
             )
         self.engine, self.queue_length = engine, queue
         self.context = engine.model.config.sequence_len
@@ -265,15 +267,38 @@ class Scheduler:
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self.thread.start()
 
+    @property
+    def capacity(self) -> int:
+        """Requests that it holds at most, in slots and waiting."""
+        return len(self.rows) + self.queue_length
+
     def submit(self, request: Request) -> Stream:
         """Hand in a request; its chunks come out of the stream.
 
         Raises Overloaded: when slots and queue are full, or it is closing. Raises UserError: when the prompt and
         max_tokens do not fit the context, or a setting is out of range."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Hand in several, or none of them. Raises what `submit` raises, Overloaded where not all find room."""
+        for request in requests:
+            self._check(request)
+        tokens = self.engine.tokenizer.tokens
+        rows = [_Row(request, Stream(len(request.prompt), self._wake), tokens) for request in requests]
+        with self.changed:
+            if self.closing or self.unfinished + len(rows) > self.capacity:
+                waves = 1 + len(self.waiting) / len(self.rows)
+                raise Overloaded(max(1.0, waves * self.request_seconds))
+            self.unfinished += len(rows)
+            self.waiting.extend(rows)
+            self.changed.notify_all()
+        return [row.stream for row in rows]
+
+    def _check(self, request: Request) -> None:
         check_sampling(request.temperature, request.top_k, request.top_p, request.min_p, request.repetition_penalty)
         prompt = request.prompt
         vocabulary = self.engine.model.config.vocab_size
-        if not prompt or not all(0 <= token < vocabulary for token in prompt):
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             raise UserError(f"a prompt is token ids from 0 to {vocabulary - 1}, at least the begin token")
         if request.max_tokens < 1:
             raise UserError(f"max_tokens {request.max_tokens}: at least 1")
@@ -282,17 +307,6 @@ class Scheduler:
                 f"the prompt's {len(prompt)} tokens and max_tokens {request.max_tokens} are more than the model's "
                 f"context of {self.context}: shorten one of them"
             )
-        stream = Stream(len(prompt), self._wake)
-        row = _Row(request, stream, self.engine.tokenizer.tokens)
-        with self.changed:
-            slots = len(self.rows)
-            if self.closing or self.unfinished >= slots + self.queue_length:
-                waves = 1 + len(self.waiting) / slots
-                raise Overloaded(max(1.0, waves * self.request_seconds))
-            self.unfinished += 1
-            self.waiting.append(row)
-            self.changed.notify_all()
-        return stream
 
     def close(self, grace: float = 10.0) -> None:
         """Take no new requests, end the waiting ones, let the running ones finish within `grace` seconds, cancel what
@@ -352,12 +366,17 @@ class Scheduler:
                 try:
                     self._turn()
                 except Exception as error:  # one row's trouble (memory, say) must not end the server
-                    self.logger.exception("generation failed: the requests in the slots end, later ones go on")
+                    self._log("generation failed: the requests in the slots end, later ones go on", error)
                     self._fail(f"generation failed: {type(error).__name__}")
-        except Exception:
-            self.logger.exception("the device takes no more work: serving ends")
+        except Exception as error:
+            self._log("the device takes no more work: serving ends", error)
         finally:
             self._end_all(reason)
+
+    def _log(self, what: str, error: Exception) -> None:
+        """With where it happened and no more: the message may quote what a user wrote."""
+        where = "".join(traceback.format_tb(error.__traceback__))
+        self.logger.error("%s\n%s%s", what, where, type(error).__name__)
 
     def _end_all(self, reason: str) -> None:
         """Give every stream its end, without a word to the device, which may be what failed."""

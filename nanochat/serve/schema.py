@@ -15,6 +15,7 @@ from nanochat.conversation import Message, check_messages
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
+CLIENT_LEFT = 499  # a status for what nobody reads: the client left first
 SEED_BITS = 62  # what the samplers take
 
 MOST_ERRORS = 100  # of one body that are looked at: collecting a hundred thousand would take seconds
@@ -98,7 +99,7 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0.01, le=100)
+    repetition_penalty: float | None = Field(None, gt=0.01, lt=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stop: str | Listed[str] | None = None
     stream: bool | None = None

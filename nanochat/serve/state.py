@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.cli import UserError
 from nanochat.serve.scheduler import Histogram, Scheduler
 from nanochat.serve.schema import ApiError
 from nanochat.tokenizer import Tokenizer
@@ -34,25 +35,36 @@ class State:
 
     def __init__(self, load: Callable[[], Served], grace: float, on_failure: Callable[[BaseException], None]):
         self.served: Served | None = None
-        self.failed = self.draining = False
+        self.draining = False
+        self.failed = ""  # why nothing is served any more
         self.responses: Counter[int] = Counter()  # by status
         self._load, self._grace, self._on_failure = load, grace, on_failure
         self._lock = threading.Lock()
         self._closed = False
 
     def load(self) -> None:
-        """Blocks; for a thread of its own."""
+        """Load the model, and wait for as long as it is served. Blocks; for a thread of its own."""
         try:
             served = self._load()
         except BaseException as error:
-            self.failed = True
-            self._on_failure(error)
+            self._fail("could not load its model", error)
             return
         with self._lock:
             if self._closed:
                 served.scheduler.close(0)
-            else:
-                self.served = served
+                return
+            self.served = served
+        thread = served.scheduler.thread
+        assert thread is not None
+        thread.join()
+        if not self.draining:
+            self._fail(
+                "has lost its device", UserError("the device takes no more work, see above: start the server anew")
+            )
+
+    def _fail(self, why: str, error: BaseException) -> None:
+        self.failed = why
+        self._on_failure(error)
 
     def close(self) -> None:
         """Finish or end what runs; blocks. Whoever calls second waits for the first."""
@@ -65,7 +77,7 @@ class State:
     def ready(self) -> Served:
         """Raises ApiError: 503, while the model is loaded or the server closes."""
         if self.draining or self.failed or self.served is None:
-            why = "is closing" if self.draining else "could not load its model" if self.failed else "loads its model"
+            why = "is closing" if self.draining else self.failed or "loads its model"
             raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": "5"})
         return self.served
 
@@ -140,4 +152,4 @@ def metrics_text(state: State, replica: int | None = None) -> str:
 
 
 def _is_ready(state: State) -> bool:
-    return state.served is not None and not state.draining
+    return state.served is not None and not state.draining and not state.failed
