@@ -90,7 +90,8 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
         table = torch.arange(device.world_size).view(replicate, ranks)
         across, _ = dist.new_subgroups_by_enumeration(table.T.tolist())
         within, _ = dist.new_subgroups_by_enumeration(table.tolist())
-        mesh = DeviceMesh.from_group([across, within], device.kind, table, mesh_dim_names=("replicate", "shard"))
+        groups: list[Any] = [across, within]
+        mesh = DeviceMesh.from_group(groups, device.kind, table, mesh_dim_names=("replicate", "shard"))
     replica, rank = divmod(device.rank, ranks)
     return Layout(parallel == "fsdp", rank, ranks, replica, replicate, mesh)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_o
 from tiny import SHAPES, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import parallel
+from nanochat import parallel, scaling
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine
@@ -207,6 +209,38 @@ def shares(device: Device) -> list[Any]:
     return [sum(parallel.local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what this rank hands to collectives, in bytes by kind."""
+
+    KINDS = {
+        "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "allreduce_": ("all_reduce", 0), "alltoall_base_": ("all_to_all", 1),
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            kind, place = self.KINDS[function.overloadpacket.__name__]
+            tensors = args[place] if isinstance(args[place], list) else [args[place]]
+            self.bytes[kind] += sum(t.nbytes for t in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+def counted(device: Device, how: str, replicate: int) -> list[dict[str, int]]:
+    """Bytes of the second step, of two micro-batches, and those predicted."""
+    run = make_run(device, how, replicate)
+    steps(run, device, 1)
+    with Collectives() as collectives:
+        steps(run, device, 1)
+    predicted = scaling.communication(
+        CONFIG, how, device.world_size, replicate, micro_batches=2, weight_bytes=4, rank=device.rank
+    )  # type: ignore[arg-type]
+    return [dict(collectives.bytes), predicted]
+
+
 def everything(device: Device) -> dict[str, Any]:
     return {
         "trained": trained(device, "fsdp", 1, [{}]),
@@ -216,6 +250,7 @@ def everything(device: Device) -> dict[str, Any]:
         "evaluated": evaluated(device, "fsdp"),
         "generated": generated(device, "fsdp"),
         "shares": shares(device),
+        "counted": counted(device, "fsdp", 1) + counted(device, "ddp", 1),
     }
 
 
@@ -261,6 +296,22 @@ def test_each_rank_holds_its_share(two_ranks: list[dict[str, Any]]) -> None:
     for elements in held:  # each rank counts the steps, of five groups; an odd number of matrices has no half
         assert elements == pytest.approx(counts / 2, rel=0.15)
     assert sum(held) == counts + 5
+
+
+def test_two_ranks_send_what_is_predicted(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        fsdp, fsdp_predicted, ddp, ddp_predicted = rank["counted"]
+        assert fsdp == fsdp_predicted
+        assert ddp == ddp_predicted
+        assert fsdp != ddp
+
+
+@slow
+@pytest.mark.parametrize("layout", ["fsdp 4", "hybrid 2 x 2"])
+def test_four_ranks_send_what_is_predicted(layout: str) -> None:
+    ranks, how, replicate = LAYOUTS[layout]
+    for counts, predicted in run_ranks(counted, how, replicate, world_size=ranks):
+        assert counts == predicted
 
 
 # ---------------------------------------------------------------------- layouts
