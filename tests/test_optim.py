@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanochat.device import Device
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
-from nanochat.parallel import Layout, whole
+from nanochat.parallel import Layout, lay_out, whole
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())
@@ -170,7 +170,7 @@ SHAPES = {
 }
 
 
-def make_optimizer(rank: int = 0, world_size: int = 1) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+def make_optimizer(layout: Layout | None = None) -> tuple[Optimizer, dict[str, nn.Parameter]]:
     """Every kind of share: stacks that pad, split rows with grouped heads, large, odd and small tensors."""
     parameters = {
         name: nn.Parameter(seeded(*shape, seed=i))
@@ -182,7 +182,7 @@ def make_optimizer(rank: int = 0, world_size: int = 1) -> tuple[Optimizer, dict[
         ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits=(8, 4, 4)),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
-    return Optimizer(groups, layout=Layout(rank=rank, ranks=world_size), dtype=torch.float32), parameters
+    return Optimizer(groups, layout=layout, dtype=torch.float32), parameters
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
@@ -278,7 +278,7 @@ def test_empty_groups_are_left_out() -> None:
 
 
 def steps_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
-    optimizer, parameters = make_optimizer(device.rank, device.world_size)
+    optimizer, parameters = make_optimizer(lay_out(device))
     squares = run_steps(optimizer, parameters, range(steps), [device.rank])
     return {
         "values": values(parameters),
