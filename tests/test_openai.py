@@ -19,7 +19,7 @@ from nanochat.serve.replies import TextForm
 from nanochat.serve.scheduler import Chunk, Scheduler, TokenLogprob
 from nanochat.serve.state import Served
 
-openai = pytest.importorskip("openai", reason="the extra `oracle` brings openai")
+openai = pytest.importorskip("openai", reason="the extra `dev` brings openai")
 
 MODEL = "tiny"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -352,8 +352,10 @@ def test_the_description_names_every_route(port: int):
     assert paths <= set(described["paths"]) and "messages" in json.dumps(described["components"]["schemas"]["ChatBody"])
 
 
-def test_nothing_that_the_description_allows_makes_it_fail(app: Any, port: int):
-    schemathesis = pytest.importorskip("schemathesis", reason="the extra `oracle` brings schemathesis")
+@pytest.mark.parametrize("examples", [15, pytest.param(1500, marks=pytest.mark.soak)])
+def test_nothing_that_the_description_allows_makes_it_fail(port: int, examples: int):
+    """So many requests a route, the same at every run."""
+    schemathesis = pytest.importorskip("schemathesis", reason="the extra `dev` brings schemathesis")
     hypothesis = pytest.importorskip("hypothesis")
     url, headers = f"http://127.0.0.1:{port}", {"authorization": f"Bearer {KEY}"}
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
@@ -362,7 +364,7 @@ def test_nothing_that_the_description_allows_makes_it_fail(app: Any, port: int):
     for result in schema.get_all_operations():
         operation = result.ok()
         calls = hypothesis.settings(
-            max_examples=15, deadline=None, database=None, derandomize=True, phases=[hypothesis.Phase.generate],
+            max_examples=examples, deadline=None, database=None, derandomize=True, phases=[hypothesis.Phase.generate],
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
 
