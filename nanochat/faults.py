@@ -311,7 +311,7 @@ class Faults:
     def _end(self, text: str, status: int = 1, speak: bool = True) -> NoReturn:
         """End this process at once, whatever its other threads are doing."""
         if speak:
-            os.write(2, f"error: {text}\n".encode())
+            os.write(2, f"{'stopped' if self.signal else 'error'}: {text}\n".encode())
         os._exit(128 + self.signal if status == 1 and self.signal else status)
 
 

@@ -14,6 +14,7 @@ track, hang_seconds, agree_every.
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -93,6 +94,8 @@ class Stage:
     ) -> None:
         with self.faults.phase("saving", self.saver.patience_seconds):
             self._stack.__exit__(kind, error, trace)
+        if error is not None and self.faults.signal and devices.explain(error):
+            sys.exit(128 + self.faults.signal)  # told to end because another rank failed, which has said why
 
     def asked(self) -> bool:
         """Whether a stop was asked for, to be asked at every batch of something long; of a sharded model, whose ranks

@@ -32,7 +32,11 @@ if ! command -v chromium >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get
 fi
 
 echo '== pytest'
+# All of it, or all but the slow: two files at a time, each test on one core. What is asked for by name runs by itself.
+workers=''
+[[ $* == *tests/* || $* == *' -n'* || $(nproc) -lt 2 ]] || workers='-n 2 --dist loadfile'
 result=0
-"$bin/python" -m pytest "$@" </dev/null || result=$?
+# shellcheck disable=SC2086 # several words, or none
+OMP_NUM_THREADS=1 "$bin/python" -m pytest $workers "$@" </dev/null || result=$?
 [[ $result == 0 && -n $unfit ]] && result=1
 exit "$result"

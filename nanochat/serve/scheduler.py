@@ -19,7 +19,7 @@ from nanochat.cli import UserError
 from nanochat.engine import Call, Engine, Sampling, Slots, check_sampling
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histograms
-STALL_STEPS = 1.5  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs
+STALL_STEPS = 1.0  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs
 SMOOTHING = 0.2  # weight of the newest in a running mean
 FEW_ROWS = 4  # a batch of so many takes hardly longer to decode than one row alone
 SHORTEST_MATCH = 8  # tokens; copying fewer is not worth it
