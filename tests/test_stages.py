@@ -53,6 +53,36 @@ def start(pretrained, base) -> Path:  # noqa: F811
     return base
 
 
+@pytest.fixture(scope="module")
+def tutored(pretrained, tmp_path_factory) -> Path:
+    """The same behind a few steps of SFT: about half of its answers to the questions in `questions` are right."""
+    folder = tmp_path_factory.mktemp("tutored") / "base"
+    shutil.copytree(pretrained, folder)
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n % 2 + 1}"} for n in range(64)]
+    (folder / "questions").mkdir()
+    for split in ("train", "test"):
+        (folder / f"questions/{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        sizes = ("--device_batch_size=4", "--target_examples_per_step=16", "--num_iterations=12", "--eval_examples=8")
+        call("chat_sft", *CPU, *sizes, "--source=base", f"--tasks=gsm8k={folder / 'questions'}", "--lr_scale=2")
+    return folder
+
+
+@pytest.fixture
+def taught(tutored, base) -> Path:  # noqa: F811
+    shutil.copytree(tutored, base)
+    return base
+
+
+def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
+    """RL on questions whose replies are not all worth the same. Batches of two replies are the same on any ranks."""
+    return (
+        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1", "--rollout_rows=2"),
+        *("--kl=0.1", "--updates_per_step=2"),
+    )
+
+
 def metrics(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F811
     return [json.loads(line) for line in (base / "runs" / stage / tag / "metrics.jsonl").read_text().splitlines()]
 
@@ -232,20 +262,56 @@ def test_questions_that_do_not_fit_are_left_out(start, tmp_path):
 # ---------------------------------------------------------------------- several ranks, users' commands
 
 
-def torchrun(*argv: str) -> None:
-    result = process("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *argv)
+def torchrun(*argv: str, ranks: int = 2) -> None:
+    result = process("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", *argv)
     assert result.returncode == 0, result.stderr
 
 
+STAGES = {"mid": ("mid_train", "val_bpb"), "sft": ("chat_sft", "val_loss"), "rl": ("chat_rl", "eval_reward")}
+
+
+def flags_of(stage: str, base: Path) -> tuple[str, ...]:  # noqa: F811
+    return {"mid": (*MID, "--source_tag=d1"), "sft": (*SFT, "--source=base", "--source_tag=d1"), "rl": graded(base)}[
+        stage
+    ]
+
+
+def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> None:  # noqa: F811
+    """Two runs in one folder whose figures differ by their rounding alone."""
+    alone, together = metrics(base, stage, one), metrics(base, stage, other)
+    assert [line["step"] for line in together] == [line["step"] for line in alone] == list(range(steps))
+    for name in ("loss", "grad_norm", STAGES[stage][1], "reward", "response_tokens", "tokens", "kl"):
+        expected = [line.get(name, 0) for line in alone]
+        # a loss of policy gradients is a sum of both signs, a divergence starts at 0
+        rounding = 1e-3 if name == "grad_norm" else 1e-5
+        found = pytest.approx(expected, rel=rounding, abs=1e-5 if stage == "rl" else 0)
+        assert [line.get(name, 0) for line in together] == found, name
+    weights = [
+        load_file(base / f"checkpoints/{stage}/{tag}/step_{steps:06d}/model.safetensors") for tag in (one, other)
+    ]
+    for name, tensor in weights[0].items():
+        assert torch.allclose(weights[1][name], tensor, rtol=1e-3, atol=1e-4), name
+
+
 @pytest.mark.slow
-def test_two_ranks_train_as_one(start):
-    for script, stage, flags in (("mid_train", "mid", MID), ("chat_sft", "sft", (*SFT, "--source=base"))):
-        flags = (*flags, "--source_tag=d1", "--num_iterations=6", "--eval_every=3")
-        call(script, *flags)
-        torchrun(f"scripts.{script}", "--", *flags, "--model_tag=two", "--device_batch_size=1")
-        assert losses(start, stage, "two") == pytest.approx(losses(start, stage), rel=1e-5)
-        key = "val_bpb" if stage == "mid" else "val_loss"
-        assert metrics(start, stage, "two")[-1][key] == pytest.approx(metrics(start, stage)[-1][key], rel=1e-5)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ("--parallel=ddp",)),
+        (2, ("--parallel=fsdp",)),
+        (4, ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")),
+    ],
+    ids=["ddp", "fsdp", "hybrid"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_ranks_train_as_one(taught, stage, ranks, layout):
+    script, _ = STAGES[stage]
+    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
+    call(script, *flags, "--model_tag=one")
+    torchrun(f"scripts.{script}", "--", *flags, *layout, "--model_tag=many", "--device_batch_size=1", ranks=ranks)
+    same_training(taught, stage, "one", "many", 6)
+    if stage == "rl":  # there was something to learn
+        assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
 
 
 @pytest.mark.slow
