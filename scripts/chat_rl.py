@@ -195,10 +195,11 @@ def main(config: Config) -> None:
                 batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows, device)) for b in batches]
 
             # ---- updates
-            for _ in range(config.updates_per_step):
-                stats = train_step(
-                    model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0
-                )
+            updates = [
+                train_step(model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0)
+                for _ in range(config.updates_per_step)
+            ]
+            stats = replace(updates[-1], finite=torch.stack([update.finite for update in updates]).amin())
             meter.add(stats, sum(map(len, drawn.ids)))
             if not stage.due(stats):
                 continue

@@ -291,15 +291,37 @@ def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):
     assert code == 1 and "no checkpoint" in err
 
 
-def test_a_run_that_diverges_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
+def poison(monkeypatch, *bad_steps: int) -> None:
+    """The first of two micro-batches of these steps has a loss that is not finite."""
+    calls = iter(range(10**6))
+
     def poisoned(model, batch):
         loss, targets = next_token_loss(model, batch)
-        return loss * math.nan, targets
+        return loss * (math.nan if next(calls) in [2 * step for step in bad_steps] else 1.0), targets
 
     monkeypatch.setattr(train, "next_token_loss", poisoned)
+
+
+def test_a_run_that_diverges_from_its_start_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
+    poison(monkeypatch, *range(8))
     code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=8")
-    assert code == 1 and "lower the rates" in err
+    assert code == 1 and "none is the last good one, none the last checkpoint: lower the rates\n" in err
     assert not list((base / "checkpoints").glob("**/step_*"))
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch, log_every):
+    """Noticed at the next line; fewer are skipped and counted."""
+    flags = (*TINY, f"--log_every={log_every}", "--num_iterations=12", "--save_every=4")
+    poison(monkeypatch, 1, 3, 4, 6)
+    call("base_train", *flags)
+    assert metrics(base)[-1]["skipped_steps"] == 4
+    poison(monkeypatch, 1, 5, 6, 7)
+    code, err = mistake(capsys, "base_train", *flags)
+    last_step = base / "checkpoints/base/d1/step_000004"
+    assert code == 1
+    assert f"step 4 is the last good one, {last_step} the last checkpoint: lower the rates, then --resume" in err
+    assert steps_of(last_step.parent) == [4]
 
 
 def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
