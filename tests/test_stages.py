@@ -24,6 +24,10 @@ from nanochat.tasks.task import Example
 from nanochat.tokenizer import Tokenizer
 
 CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
+BASE = (
+    *(*CPU, "--depth=1", "--head_dim=32", "--max_seq_len=128", "--device_batch_size=2", "--total_batch_size=512"),
+    *("--eval_tokens=256", "--compile=off"),
+)
 SHORT = "addition,identity,spelling"
 MID = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--total_batch_size=512", "--eval_tokens=512")
 SFT = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8")
@@ -42,8 +46,7 @@ def pretrained(tmp_path_factory) -> Path:
         torch.set_num_threads(1)
         texts = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n in range(60) for m in range(9)]
         Tokenizer.train(texts, 400).save(folder / "tokenizer")
-        sizes = ("--depth=1", "--head_dim=32", "--max_seq_len=128", "--device_batch_size=2", "--total_batch_size=512")
-        call("base_train", *CPU, *sizes, "--num_iterations=20", "--eval_tokens=256", "--compile=off")
+        call("base_train", *BASE, "--num_iterations=20")
     return folder
 
 
@@ -91,8 +94,8 @@ def losses(base: Path, stage: str, tag: str = "d1") -> list[float]:  # noqa: F81
     return [line["loss"] for line in metrics(base, stage, tag)]
 
 
-def sha256(base: Path, stage: str, step: int, tag: str = "d1") -> str:  # noqa: F811
-    path = base / "checkpoints" / stage / tag / f"step_{step:06d}" / "model.safetensors"
+def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "model.safetensors") -> str:  # noqa: F811
+    path = base / "checkpoints" / stage / tag / f"step_{step:06d}" / name
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -134,17 +137,41 @@ def test_rl_resumes_exactly(start, loss):
     assert ("kl" in metrics(start, "rl")[-1]) == (loss == "grpo")
 
 
-def exactly_resumed(base: Path, script: str, stage: str, flags: Sequence[str], steps: int) -> None:  # noqa: F811
-    """Straight through; then again from the middle, and from a quarter."""
+def exactly_resumed(
+    base: Path,  # noqa: F811
+    script: str,
+    stage: str,
+    flags: Sequence[str],
+    steps: int,
+    parts: Sequence[int] = (),
+) -> None:
+    """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
     call(script, *flags)
     folder = base / "checkpoints" / stage / "d1"
-    straight, sha = losses(base, stage), sha256(base, stage, steps)
-    for kept in (steps // 2, steps // 4):
+    files = [path.name for path in (folder / f"step_{steps:06d}").iterdir() if path.name != "manifest.json"]
+    files = [name for name in files if name != "meta.json"]  # it has seconds in it
+    straight = lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}
+    assert "model.safetensors" in files and len(files) > 3
+    for kept in parts or (steps // 2, steps // 4):
         for step in range(kept + 1, steps + 1):
             shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)
         call(script, *flags, "--resume")
-        assert losses(base, stage) == straight
-        assert sha256(base, stage, steps) == sha
+        assert (lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}) == straight
+
+
+def lasting(base: Path, stage: str) -> list[dict]:  # noqa: F811
+    """What was logged, without the times."""
+    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta"}
+    return [{name: value for name, value in line.items() if name not in timed} for line in metrics(base, stage)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["base", "mid", "sft", "rl"])
+def test_twenty_ten_and_ten_steps_are_forty(taught, stage):
+    flags = BASE if stage == "base" else flags_of(stage, taught)
+    script = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}[stage]
+    flags = (*flags, "--model_tag=d1", "--num_iterations=40", "--save_every=10", "--eval_every=15", "--seed=5")
+    exactly_resumed(taught, script, stage, flags, 40, (20, 30))
 
 
 def test_the_same_seed_gives_the_same_reinforcement(start, capsys):
@@ -312,6 +339,26 @@ def test_several_ranks_train_as_one(taught, stage, ranks, layout):
     same_training(taught, stage, "one", "many", 6)
     if stage == "rl":  # there was something to learn
         assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_layout_goes_on_where_another_stopped(taught, stage):
+    """Two sharded ranks, then one process, then two whole ones."""
+    script, _ = STAGES[stage]
+    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
+    call(script, *flags, "--model_tag=one")
+    on_two = (f"scripts.{script}", "--", *flags, "--model_tag=many", "--device_batch_size=1")
+    torchrun(*on_two, "--parallel=fsdp")
+    folder = taught / "checkpoints" / stage / "many"
+    for step in (4, 6):
+        shutil.rmtree(folder / f"step_{step:06d}")
+    call(script, *flags, "--model_tag=many", "--resume")
+    assert not (folder / "step_000004/training.rank1.safetensors").exists()
+    shutil.rmtree(folder / "step_000006")
+    torchrun(*on_two, "--parallel=ddp", "--resume")
+    assert (folder / "step_000006/training.rank1.safetensors").exists()
+    same_training(taught, stage, "one", "many", 6)
 
 
 @pytest.mark.slow
