@@ -108,7 +108,7 @@ def hears_signals(pids: list[int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def straight(home, tutored) -> Any:
+def straight(home, tutored) -> Any:  # noqa: F811
     """(ranks, stage) -> result and seconds of a run that nothing disturbs, and the folder that such a run begins in."""
     known: dict[tuple[int, str], tuple[Any, float]] = {}
 
