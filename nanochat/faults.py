@@ -49,7 +49,7 @@ STILL_SECONDS = 5.0  # that this process stood still itself, by Ctrl-Z perhaps: 
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C later than this is meant as one, not sent twice for one key
 WINDOW = 10  # steps whose middle is compared, twice in a row
 SLOW_RATIO, SLOW_SECONDS = 1.5, 0.005  # slower than the middle rank by both: worth a line
-CHUNK = 1 << 22  # elements summed at once
+CHUNK = 1 << 18  # elements summed at once
 
 
 class Interrupted(Exception):
@@ -339,13 +339,14 @@ def checksum(parameters: Iterable[Tensor], device: Device) -> Tensor:
     """Two words of int32 on the device: a sum modulo 2**64 over all bits, each element weighted by an odd number of
     its own. It is exact in any order; a changed bit or two elements in each other's place always change it."""
     total = torch.zeros((), dtype=torch.int64, device=device.torch_device)
+    odd = torch.arange(CHUNK, device=device.torch_device).mul_(2).add_(1)
     first = 0
     for parameter in parameters:
         local = getattr(parameter, "to_local", lambda p=parameter: p)().detach().contiguous()
         words = local.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize])
         for chunk in words.split(CHUNK):
-            weights = torch.arange(first, first + len(chunk), device=chunk.device)
-            total += (chunk.long() * weights.mul_(2).add_(1)).sum()
+            wide = chunk.long()
+            total += wide.sum() * (2 * first) + wide.mul_(odd[: len(chunk)]).sum()
             first += len(chunk)
     return total.view(1).view(torch.int32)
 

@@ -229,6 +229,7 @@ def one_line(text: str) -> Iterator[str]:
     yield lines[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_at_one_step_are_all_told_with_their_places():
     codes, seconds, text = outcome(hang_in_own_code)
     assert codes == [1, 1] and HANG_SECONDS / 2 < seconds < 10
@@ -285,6 +286,7 @@ def sleep_in_step(device: Device, faults: Faults) -> None:
         faults.boundary(step)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once():
     def twice(ranks: list[Any]) -> None:
         for _ in range(2):
@@ -343,6 +345,7 @@ def straggle(device: Device, faults: Faults) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named_once_within_twenty_steps():
     codes, _, text = outcome(straggle)
     assert codes == [0, 0]

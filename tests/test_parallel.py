@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import save_file
 from test_scripts import TINY, base, call, losses, process, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
@@ -96,14 +97,17 @@ def check_equal(everywhere: list[list[dict[str, Any]]], *variants: dict[str, Any
     for i, alone in enumerate(trained(cpu_device(), "ddp", 1, list(variants))):
         for rank in (variant := [results[i] for results in everywhere]):
             for step, (expected, got) in enumerate(zip(alone["figures"], rank["figures"], strict=True)):
-                assert got == pytest.approx(expected, rel=1e-5), step
+                # between equal losses the norm of a few shapes parts by 4e-5, on two replicated ranks as on shards
+                loss, targets, norm, updated = expected
+                assert got == (pytest.approx(loss, rel=1e-5), targets, pytest.approx(norm, rel=1e-4), updated), step
             assert rank["figures"] == variant[0]["figures"]
             assert same_bits(rank["weights"], variant[0]["weights"])
             for part in ("weights", "state"):
                 assert rank[part].keys() == alone[part].keys()
                 for name, value in alone[part].items():
                     assert rank[part][name].shape == value.shape, name
-                    assert torch.allclose(rank[part][name], value, rtol=1e-3, atol=1e-4), name
+                    tolerances = {"rtol": 0, "atol": 3e-5} if part == "weights" else {"rtol": 1e-3, "atol": 1e-4}
+                    assert torch.allclose(rank[part][name], value, **tolerances), name
 
 
 @slow
@@ -118,8 +122,9 @@ def test_models_of_every_shape_shard(layout: str) -> None:
     compare(layout, *({"config": tiny_config(sequence_len=16, **changes)} for changes in SHAPES.values()))
 
 
-@slow
-def test_compiled_it_learns_the_same() -> None:
+@pytest.mark.soak
+def test_compiled_it_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "RANK_SECONDS", 300)  # two compilers on two cores take 80 to 110 s
     compare("fsdp 2", {"compiled": True, "recompute": True})
 
 
