@@ -36,7 +36,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, cap: f
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
     """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE."""
-    weight = weight.to(hidden.dtype)
+    # A copy even in fp32 where there is a gradient: backward reads it, when a sharded head has let go of its own.
+    weight = weight.to(hidden.dtype, copy=torch.is_grad_enabled() and weight.requires_grad)
     losses = []
     for h, t in _chunks(hidden, targets, weight.size(0)):
         logits = soft_cap((h @ weight.T).float(), cap)  # (n, V)

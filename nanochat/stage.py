@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.checkpoint_manager import Saver, Training
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.faults import Faults, Interrupted, require_agreement
 from nanochat.gpt import GPT
@@ -108,6 +110,7 @@ class Stage:
         self.meter = meter
         if self.progress.pending:  # the run was stopped before it could evaluate
             self._log_evaluated()
+            meter.restart()
         while self.progress.step < self.last and not self.stopped:
             yield self.progress.step
 
@@ -124,8 +127,12 @@ class Stage:
         return self._logs or self.stopped
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Log a step that is due, evaluating and saving where they are."""
+        """Log a step that is due, evaluating and saving where they are.
+
+        Raises UserError: when three steps in a row were not finite, or when ranks differ that must not.
+        """
         done = self.progress.step
+        self._require_finite()
         if self.evaluates:
             self.progress.pending = metrics
             if not self.stopped:
@@ -156,16 +163,29 @@ class Stage:
         self.log.step(self.progress.pending | found)
         self.progress.pending = None
 
-    def _compare_ranks(self) -> None:
-        def last_good() -> int:
-            return max(checkpoint_manager.steps(self.folder), default=0)
+    def _require_finite(self) -> None:
+        assert self.meter is not None
+        if self.meter.since_good < 3:
+            return
+        good = self.progress.step - self.meter.since_good
+        raise UserError(
+            f"the loss was not finite three steps in a row; {f'step {good - 1}' if good else 'none'} is the last good "
+            f"one, {self._last_saved() or 'none'} the last checkpoint: lower the rates"
+            + (", then --resume" if self._last_saved() else "")
+        )
 
+    def _last_saved(self) -> Path | None:
+        self.saver.wait()
+        there = checkpoint_manager.steps(self.folder)
+        return self.folder / f"step_{there[-1]:06d}" if there else None
+
+    def _compare_ranks(self) -> None:
         if not self.layout.sharded:
-            require_agreement(self.model.parameters(), self.device, last_good)
+            require_agreement(self.model.parameters(), self.device, self._last_saved)
         elif self.layout.replicas > 1:
             assert self.layout.mesh is not None
             group = self.layout.mesh.get_group("replicate")
-            require_agreement(self.model.parameters(), self.device, last_good, group)
+            require_agreement(self.model.parameters(), self.device, self._last_saved, group)
 
     def _save(self) -> None:
         training = Training(self.optimizer.state_dict(), self._loader_state(), self.device.rng_state())

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.faults import Interrupted
@@ -84,7 +83,8 @@ class Meter:
     def __init__(self, progress: Progress, device: Device, token_flops: int | None = None):
         self.progress, self.device, self.token_flops = progress, device, token_flops
         self.skipped = torch.zeros((), device=device.torch_device)
-        self.bad_steps = 0  # skipped in a row
+        self._since_good = torch.zeros((), device=device.torch_device)
+        self.since_good = 0  # steps since the last finite one, as of the last line; of three or more none is good again
         self.restart()
 
     def restart(self) -> None:
@@ -94,27 +94,20 @@ class Meter:
     def add(self, stats: "StepStats", tokens: int) -> None:
         """A step of so many tokens over all ranks was launched."""
         self.skipped += 1 - stats.finite
+        self._since_good = (self._since_good + 1) * ((stats.finite == 0) | (self._since_good >= 3))
         self.progress.step += 1
         self.progress.tokens += tokens
 
     def read(self, stats: "StepStats") -> dict[str, Any]:
-        """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token.
-
-        Raises UserError: when the last three steps or more, all since the last line, were not finite.
-        """
-        loss, grad_norm, skipped = torch.stack((stats.loss, stats.grad_norm, self.skipped)).tolist()  # the one wait
+        """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
+        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self._since_good))
+        loss, grad_norm, skipped, since_good = numbers.tolist()  # the one wait
         progress, now = self.progress, time.perf_counter()
-        steps, rate = progress.step - self.clock_step, (progress.tokens - self.clock_tokens) / (now - self.clock)
+        rate = (progress.tokens - self.clock_tokens) / (now - self.clock)
         progress.seconds += now - self.clock
-        skipped = int(skipped)
         self.skipped.zero_()
-        progress.skipped_steps += skipped
-        self.bad_steps = self.bad_steps + skipped if skipped == steps else 0
-        if self.bad_steps >= 3:
-            raise UserError(
-                f"the loss was not finite in {self.bad_steps} steps in a row up to step {progress.step}, none of which "
-                "changed the model: lower the rates, or resume from an earlier checkpoint"
-            )
+        progress.skipped_steps += int(skipped)
+        self.since_good = int(since_good)
         self.restart()
         peak = self.device.peak_flops and self.device.peak_flops * self.device.world_size
         return {

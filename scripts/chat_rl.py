@@ -151,7 +151,7 @@ def main(config: Config) -> None:
         """Mean reward of one reply to each held-out question, sampled as in training."""
         engine.update(model)
         rewards = sample(held_out, 0, config.eval_examples, 1, config.seed).rewards
-        return rewards.sum() / max(1, rewards.size)
+        return float(rewards.sum()) / max(1, rewards.size)
 
     # ------------------------------------------------------------------ train
     reward = {"before": math.nan, "after": math.nan}  # held-out
@@ -165,7 +165,7 @@ def main(config: Config) -> None:
     stage = Stage(
         "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
-        loader_state=lambda: {f"reward_{when}": torch.tensor(value) for when, value in reward.items()},
+        loader_state=lambda: {f"reward_{w}": torch.tensor(value, dtype=torch.float64) for w, value in reward.items()},
         meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
     )  # fmt: skip
     with stage:
@@ -195,10 +195,11 @@ def main(config: Config) -> None:
                 batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows, device)) for b in batches]
 
             # ---- updates
-            for _ in range(config.updates_per_step):
-                stats = train_step(
-                    model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0
-                )
+            updates = [
+                train_step(model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0)
+                for _ in range(config.updates_per_step)
+            ]
+            stats = replace(updates[-1], finite=torch.stack([update.finite for update in updates]).amin())
             meter.add(stats, sum(map(len, drawn.ids)))
             if not stage.due(stats):
                 continue

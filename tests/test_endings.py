@@ -18,24 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_stages import RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
 
 from nanochat import checkpoint_manager
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = 100
+STEPS = {"base": 100, "sft": 40, "rl": 12}
 RUN = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
     *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1", "--agree_every=10"),
-    *("--dtype=float32", "--device=cpu", "--compile=off", f"--num_iterations={STEPS}"),
+    *("--dtype=float32", "--device=cpu", "--compile=off", f"--num_iterations={STEPS['base']}"),
 )
+CHAT_RUNS = {
+    "sft": (*SFT, "--source=base", "--eval_examples=160", "--eval_every=5", "--save_every=6"),
+    "rl": (*RL, "--source=sft", "--rollout_rows=2", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
+}
 
 
-def command(ranks: int, *flags: str, torchrun: tuple[str, ...] = ()) -> list[str]:
-    script = ["-m", "scripts.base_train"]
+def command(ranks: int, *flags: str, stage: str = "base", torchrun: tuple[str, ...] = ()) -> list[str]:
+    script = ["-m", "scripts.base_train" if stage == "base" else f"scripts.chat_{stage}"]
     if ranks > 1:
         script = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
-    return [sys.executable, *script, *RUN, *flags]
+    if stage == "base":
+        return [sys.executable, *script, *RUN, *flags]
+    run = (*CHAT_RUNS[stage], "--source_tag=d1", "--model_tag=run", f"--num_iterations={STEPS[stage]}")
+    return [sys.executable, *script, *run, "--parallel=fsdp", *flags]
 
 
 def environment(base: Path) -> dict[str, str]:
@@ -60,12 +68,16 @@ def wait_for(said: Path, pattern: str, process: subprocess.Popen, seconds: float
         time.sleep(0.02)
 
 
-def result(base: Path) -> tuple[str, list[tuple[Any, ...]]]:
+TAGS = {"base": "d1", "sft": "run", "rl": "run"}
+
+
+def result(base: Path, stage: str = "base") -> tuple[str, list[dict[str, Any]]]:
     """The sha256 of the final weights, and what was logged that does not depend on time."""
-    weights = base / f"checkpoints/base/d1/step_{STEPS:06d}/model.safetensors"
-    lines = [json.loads(line) for line in (base / "runs/base/d1/metrics.jsonl").read_text().splitlines()]
-    kept = [(line["step"], line["loss"], line["grad_norm"], line["tokens"], line.get("val_bpb")) for line in lines]
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), kept
+    weights = base / f"checkpoints/{stage}/{TAGS[stage]}/step_{STEPS[stage]:06d}/model.safetensors"
+    text = (base / f"runs/{stage}/{TAGS[stage]}/metrics.jsonl").read_text()
+    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes"}
+    lines = [{k: v for k, v in json.loads(line).items() if k not in timed} for line in text.splitlines()]
+    return hashlib.sha256(weights.read_bytes()).hexdigest(), lines
 
 
 def workers_of(process: subprocess.Popen) -> list[int]:
@@ -89,36 +101,52 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def straight(home) -> Any:
-    """(ranks) -> result and seconds of a run that nothing disturbs."""
-    known: dict[int, tuple[Any, float]] = {}
+def hears_signals(pids: list[int]) -> bool:
+    """Whether these processes have a handler for SIGTERM, as Python itself has not."""
+    masks = [re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE) for pid in pids]
+    return bool(masks) and all(mask and int(mask[1], 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
-    def run(ranks: int) -> tuple[Any, float]:
-        if ranks not in known:
-            base = home.with_name(f"straight{ranks}")
-            shutil.copytree(home, base)
-            process, said = start(base, command(ranks))
-            wait_for(said, "^base +0/", process)
+
+@pytest.fixture(scope="module")
+def straight(home, tutored) -> Any:  # noqa: F811
+    """(ranks, stage) -> result and seconds of a run that nothing disturbs, and the folder that such a run begins in."""
+    known: dict[tuple[int, str], tuple[Any, float]] = {}
+
+    def run(ranks: int, stage: str = "base") -> tuple[Any, float, Path]:
+        begin = home if stage == "base" else tutored
+        if (ranks, stage) not in known:
+            base = home.with_name(f"straight-{stage}{ranks}")
+            shutil.copytree(begin, base)
+            process, said = start(base, command(ranks, stage=stage))
+            wait_for(said, f"^{stage} +0/", process)
             began = time.monotonic()
-            wait_for(said, f"^saved .*step_{STEPS:06d}", process)
+            wait_for(said, f"^saved .*step_{STEPS[stage]:06d}", process)
             seconds = time.monotonic() - began
             assert process.wait(timeout=120) == 0, said.read_text()
-            known[ranks] = result(base), seconds
-        return known[ranks]
+            known[ranks, stage] = result(base, stage), seconds
+        return *known[ranks, stage], begin
 
     return run
 
 
-def trial(home: Path, base: Path, straight: Any, ranks: int, chance: random.Random) -> str:
-    """One signal at one moment; returns what it met."""
-    expected, seconds = straight(ranks)
-    shutil.copytree(home, base)
-    process, said = start(base, command(ranks))
+def trial(
+    base: Path, straight: Any, ranks: int, chance: random.Random, stage: str = "base", early: bool = False
+) -> str:
+    """One signal at one moment, `early` before the first step is over; returns what it met."""
+    expected, seconds, begin = straight(ranks, stage)
+    shutil.copytree(begin, base)
+    process, said = start(base, command(ranks, stage=stage))
     number = chance.choice((signal.SIGTERM, signal.SIGINT))
     try:
-        wait_for(said, "^base +0/", process)
-        time.sleep(chance.uniform(0, 0.8) * seconds)
+        if early:
+            wait_for(said, "^horizon: ", process)
+            deadline = time.monotonic() + 60
+            while not hears_signals(workers_of(process) if ranks > 1 else [process.pid]):
+                assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+                time.sleep(0.01)
+        else:
+            wait_for(said, f"^{stage} +0/", process)
+            time.sleep(chance.uniform(0, 0.8) * seconds)
         workers = workers_of(process) if ranks > 1 else []
         to = chance.choice([process.pid, *workers])
         sent = time.monotonic()
@@ -134,40 +162,55 @@ def trial(home: Path, base: Path, straight: Any, ranks: int, chance: random.Rand
     folder = Path(told[2])
     meta = checkpoint_manager.verify(folder)
     assert took < 10, f"{took:.1f} s\n{text}"
-    assert folder == base / f"checkpoints/base/d1/step_{meta['step']:06d}"
+    assert folder == base / f"checkpoints/{stage}/{TAGS[stage]}/step_{meta['step']:06d}"
     assert checkpoint_manager.steps(folder.parent)[-1] == meta["step"]
+    assert not early or meta["step"] == 0
     assert not list(folder.parent.glob("*.tmp"))
     assert status == (128 + number if ranks == 1 else 1)  # torchrun's own status says only that workers failed
     if ranks > 1 and to != process.pid:
         assert re.search(rf"exitcode\s*: {128 + number} ", text)
 
-    again, said = start(base, command(ranks, "--resume"))
+    again, said = start(base, command(ranks, "--resume", stage=stage))
     try:
         assert again.wait(timeout=120) == 0, said.read_text()
     finally:
         kill(again)
-    assert result(base) == expected
-    at = "evaluation" if meta["progress"]["pending"] else "training"
+    assert result(base, stage) == expected
+    at = "evaluation" if meta["progress"]["pending"] else "sampling" if early else "training"
     who = "all" if to == process.pid else f"worker {to}"
-    return f"{ranks} ranks, {number.name} to {who} at step {meta['step']} ({at}): {took:.1f} s"
+    return f"{stage} on {ranks} ranks, {number.name} to {who} at step {meta['step']} ({at}): {took:.1f} s"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3)])
-def test_a_signal_at_any_moment_costs_nothing(home, straight, tmp_path, ranks, seed):
-    print(trial(home, tmp_path / "base", straight, ranks, random.Random(seed)))
+def test_a_signal_at_any_moment_costs_nothing(straight, tmp_path, ranks, seed):
+    print(trial(tmp_path / "base", straight, ranks, random.Random(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_signal_in_later_stages_costs_nothing(straight, tmp_path, stage, ranks):
+    print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), stage))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_while_the_first_replies_are_sampled_costs_nothing(straight, tmp_path, ranks):
+    print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), "rl", early=True))
 
 
 @pytest.mark.soak
-def test_many_signals_at_any_moment_cost_nothing(home, straight, tmp_path):
+@pytest.mark.parametrize("stage", ["base", "sft", "rl"])
+def test_many_signals_at_any_moment_cost_nothing(straight, tmp_path, stage):
     chance = random.Random(int(os.environ.get("NANOCHAT_SEED", "0")))
     for index in range(int(os.environ.get("NANOCHAT_TRIALS", "20"))):
-        print(trial(home, tmp_path / f"base{index}", straight, 1 + index % 2, chance), flush=True)
+        print(trial(tmp_path / f"base{index}", straight, 1 + index % 2, chance, stage), flush=True)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_path):
-    expected, _ = straight(2)
+    expected, _, _ = straight(2)
     base = tmp_path / "base"
     shutil.copytree(home, base)
     process, said = start(base, command(2, "--resume", torchrun=("--max-restarts=3",)))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import parallel, scaling
 from nanochat.cli import UserError
+from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.evals.bpb import bits_per_byte
@@ -153,6 +154,35 @@ def skipped(device: Device) -> list[Any]:
     return [bad.updated.item(), bad.finite.item(), unchanged, good.updated.item(), changed]
 
 
+def with_masked(device: Device) -> list[Any]:
+    """Whether micro-batches without a target change no bit of a step; and what a step of them alone reports, and
+    whether it changes none."""
+    plain, padded = make_run(device, "fsdp"), make_run(device, "fsdp")
+    alike = True
+    for step in range(2):
+        batch = make_batch(step + device.rank)
+        one = train_step(*plain, [batch], next_token_loss, device=device)
+        other = train_step(*padded, [masked(batch), batch, masked(batch)], next_token_loss, device=device)
+        alike &= numbers(one) == numbers(other)
+    before = {**weights(padded[0]), **state(padded[1])}
+    alike &= same_bits(before, {**weights(plain[0]), **state(plain[1])})
+    nothing = train_step(*padded, [masked(make_batch(3))] * 2, next_token_loss, device=device)
+    return [alike, numbers(nothing), same_bits(before, {**weights(padded[0]), **state(padded[1])})]
+
+
+def by_token(device: Device, how: str) -> list[tuple[float, ...]]:
+    """Steps of a loss that reads the tokens' own, as RL's does."""
+
+    def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return model.losses(*batch).square().sum(), (batch[1] != IGNORE).sum()
+
+    run, share = make_run(device, how), slice(device.rank, None, device.world_size)
+    return [
+        numbers(train_step(*run, rows_of(make_batch(step), share), loss_fn, device=device, momentum=0.9))
+        for step in range(4)
+    ]
+
+
 def weights_in_and_out(device: Device) -> bool:
     """Initial weights are one process's, and pass through a file of whole weights unchanged."""
     layout = lay_out(device, "fsdp")
@@ -251,6 +281,8 @@ def everything(device: Device) -> dict[str, Any]:
         "trained": trained(device, "fsdp", 1, [{}]),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
+        "masked": with_masked(device),
+        "by_token": by_token(device, "fsdp"),
         "weights": weights_in_and_out(device),
         "evaluated": evaluated(device, "fsdp"),
         "generated": generated(device, "fsdp"),
@@ -275,6 +307,16 @@ def test_activation_checkpointing_changes_no_bit(two_ranks: list[dict[str, Any]]
 
 def test_a_bad_batch_on_one_rank_changes_no_byte(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["skipped"] for rank in two_ranks] == [[0.0, 0.0, True, 1.0, True]] * 2
+
+
+def test_masked_batches_add_nothing(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["masked"] for rank in two_ranks] == [[True, (0.0, 0.0, 0.0, 0.0), True]] * 2
+
+
+def test_losses_of_single_tokens_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    expected = by_token(cpu_device(), "ddp")
+    for rank in two_ranks:
+        assert all(found == pytest.approx(one, rel=1e-5) for found, one in zip(rank["by_token"], expected, strict=True))
 
 
 def test_whole_weights_go_in_and_out(two_ranks: list[dict[str, Any]]) -> None:

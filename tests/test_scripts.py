@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -291,15 +292,37 @@ def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):
     assert code == 1 and "no checkpoint" in err
 
 
-def test_a_run_that_diverges_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
+def poison(monkeypatch, *bad_steps: int) -> None:
+    """The first of two micro-batches of these steps has a loss that is not finite."""
+    calls = iter(range(10**6))
+
     def poisoned(model, batch):
         loss, targets = next_token_loss(model, batch)
-        return loss * math.nan, targets
+        return loss * (math.nan if next(calls) in [2 * step for step in bad_steps] else 1.0), targets
 
     monkeypatch.setattr(train, "next_token_loss", poisoned)
+
+
+def test_a_run_that_diverges_from_its_start_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
+    poison(monkeypatch, *range(8))
     code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=8")
-    assert code == 1 and "lower the rates" in err
+    assert code == 1 and "none is the last good one, none the last checkpoint: lower the rates\n" in err
     assert not list((base / "checkpoints").glob("**/step_*"))
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch, log_every):
+    """Noticed at the next line; fewer are skipped and counted."""
+    flags = (*TINY, f"--log_every={log_every}", "--num_iterations=12", "--save_every=4")
+    poison(monkeypatch, 1, 3, 4, 6)
+    call("base_train", *flags)
+    assert metrics(base)[-1]["skipped_steps"] == 4
+    poison(monkeypatch, 1, 4, 5, 6)  # step 7 is good again, and the next line behind it
+    code, err = mistake(capsys, "base_train", *flags)
+    last_step = base / "checkpoints/base/d1/step_000004"
+    assert code == 1
+    assert f"step 3 is the last good one, {last_step} the last checkpoint: lower the rates, then --resume" in err
+    assert steps_of(last_step.parent) == [4]
 
 
 def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
@@ -322,7 +345,8 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
 
 @pytest.mark.slow
 def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
-    """The README's first command, in its smallest profile, on a file of its own; the second run has nothing to do."""
+    """The README's first command, in its smallest profile, on a file of its own: killed in pretraining, started again,
+    and once more with nothing left to do."""
     venv = Path(sys.prefix)
     if not (venv / "nanochat_setup.txt").is_file():
         pytest.skip(f"{venv} was not made by setup_ascend.sh")
@@ -330,12 +354,26 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(4000)))
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "VENV": str(venv), "OMP_NUM_THREADS": "1"}
 
+    command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke"]
+
     def speedrun(*flags: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke", *flags]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            [*command, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+
+    killed = subprocess.Popen(
+        [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert killed.stdout is not None
+    saved = next(line for line in killed.stdout if "step_000030" in line)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert saved.startswith("saved ")
 
     first = speedrun("--data", "my text.txt")
     assert first.returncode == 0, first.stderr[-2000:]
+    assert re.search("^resumed from .*step_000030$", first.stdout, re.MULTILINE)
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     assert "starting from the beginning" in first.stdout
