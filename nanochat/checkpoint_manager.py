@@ -99,14 +99,15 @@ class Saver:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.wait()
-            return
-        self.patience_seconds = min(self.patience_seconds, 10.0)  # the others may never come
         try:
+            if error is not None:
+                self.patience_seconds = min(self.patience_seconds, 10.0)  # the others may never come
             self.wait()
-        except Exception as failure:
-            warn(f"the last checkpoint was not saved: {failure}")
+        except Exception:
+            if error is None:
+                raise
+        finally:
+            paths.unlock(self.folder)
 
     def wait(self) -> None:
         """Until the save under way is done. Raises what it failed with: UserError for a full disk or a lost rank."""
@@ -165,6 +166,7 @@ class Saver:
                         self._write_share(final, shares, entries)
             except BaseException as error:  # kept for the thread that trains
                 self._error = error
+                warn(f"step {step} was not saved: {error}")
 
         self._thread = threading.Thread(target=write, name=f"save-rank{device.rank}")
         self._thread.start()
@@ -474,6 +476,7 @@ def _newest_for_all(folder: Path, device: Device) -> Path | None:
     step = none_whole
     try:
         if device.is_main:
+            paths.lock(folder)
             mend(folder)
             found = newest(folder)
             step = found[1]["step"] if found else none_whole if steps(folder) else nothing

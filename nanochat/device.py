@@ -362,7 +362,9 @@ def explain(error: BaseException) -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if re.match(r"EI\d{4}", line)), lines[0])[:300]
     where = f"rank {os.environ.get('RANK', '0')}"
-    if re.search(r"error code is 9\b|EI0002|EI0006|EI0015|time[d ]*out|closed by peer", text, re.IGNORECASE):
+    if re.search("closed by peer|connection reset", text, re.IGNORECASE):
+        return f"{where}: another process is gone ({reason}): the first error among the processes' lines is the cause"
+    if re.search(r"error code is 9\b|EI0002|EI0006|EI0015|time[d ]*out", text, re.IGNORECASE):
         return (
             f"{where}: another process did not take part in a collective in time ({reason}): the first error among the "
             "processes' lines is the cause; if one is only slow, raise HCCL_CONNECT_TIMEOUT (to join) or "

@@ -209,7 +209,7 @@ class Engine:
         products: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {
             (one.in_features, one.out_features): one
             for one in self.model.modules()
-            if type(one) in (nn.Linear, PackedLinear)  # the head has a way of its own
+            if isinstance(one, nn.Linear | PackedLinear) and one is not self.model.head  # that has a way of its own
         }
         products[self.model.config.width, self.model.config.vocab_size] = self.model.logits
         for (width, _), product in products.items():

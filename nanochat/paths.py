@@ -3,9 +3,12 @@
 `NANOCHAT_BASE_DIR` moves the base folder; its default is `~/.cache/nanochat`.
 """
 
+import fcntl
 import os
 import re
+import socket
 from pathlib import Path
+from typing import IO
 
 from nanochat.cli import UserError
 
@@ -53,3 +56,36 @@ def _stage(stage: str) -> str:
     if stage not in STAGES:
         raise UserError(f"unknown stage {stage!r}: one of {', '.join(STAGES)}")
     return stage
+
+
+_locks: dict[Path, IO[str]] = {}  # those that this process holds
+
+
+def lock(folder: Path) -> None:
+    """Keep other processes out of a run's folder until `unlock`, or until this process ends.
+
+    Raises UserError: when another one trains there.
+    """
+    if folder in _locks:
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    handle = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.seek(0)
+        raise UserError(
+            f"{handle.read().strip() or 'another process'} trains in {folder}: wait for it, or give another --model_tag"
+        ) from error
+    except OSError:  # a file system without locks
+        handle.close()
+        return
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+    handle.flush()
+    _locks[folder] = handle
+
+
+def unlock(folder: Path) -> None:
+    if folder in _locks:
+        _locks.pop(folder).close()

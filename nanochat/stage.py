@@ -32,7 +32,7 @@ from nanochat.gpt import GPT
 from nanochat.log import RunLog, print0
 from nanochat.optim import Optimizer
 from nanochat.parallel import Layout
-from nanochat.paths import checkpoint_dir, run_dir
+from nanochat.paths import checkpoint_dir, lock, run_dir
 from nanochat.profile import Recorder
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
@@ -68,6 +68,8 @@ class Stage:
         self.progress, self.last = progress, steps
         self._evaluate, self._loader_state, self._meta = evaluate, loader_state, meta
         self.folder, runs = checkpoint_dir(name, tag), run_dir(name, tag)
+        if device.is_main:
+            lock(self.folder)
         if not config.resume and (aside := checkpoint_manager.set_aside(self.folder, runs, device)):
             print0(f"an earlier run of this tag is now {aside}; --resume would have gone on with it")
         self.log = RunLog(
@@ -95,6 +97,9 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self.faults.phase("saving", self.saver.patience_seconds):
+            if error is None and (failed := self._last_save_failed()):
+                self._stack.close()
+                raise failed
             self._stack.__exit__(kind, error, trace)
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # told to end because another rank failed, which has said why
@@ -193,8 +198,20 @@ class Stage:
             "stage": self.name, "config": dataclasses.asdict(self.config), "progress": self.progress.to_dict(),
             **self._meta(),
         }  # fmt: skip
-        with self.faults.phase("saving"):
+        with self.faults.phase("saving", self.saver.patience_seconds):
+            self._last_save_failed()  # it has been told; the next one may do better
             self.saved = self.saver.save(self.progress.step, self.model, self.tokenizer, meta, training)
+
+    def _last_save_failed(self) -> Exception | None:
+        """Wait for the save under way, on all ranks: those that still write would miss one that had left."""
+        own: Exception | None = None
+        try:
+            self.saver.wait()
+        except Exception as error:
+            own = error
+        if not self.faults.agree(own is not None):
+            return None
+        return own or UserError("another rank could not save the last checkpoint: its line says why")
 
     def finish(self) -> None:
         """Behind the `with` block, all is on the disk. Leaves the process where the run was stopped."""

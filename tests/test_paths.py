@@ -1,5 +1,8 @@
 """Folders: below one base folder, moved by the environment, and no tag leads out of it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,23 @@ def test_stages_and_scripts_go_together():
     scripts = {path.stem for path in (Path(__file__).parent.parent / "scripts").glob("*.py")}
     assert list(paths.STAGES) == ["base", "mid", "sft", "dpo", "rl"]
     assert paths.STAGES["base"] in scripts
+
+
+def test_a_run_keeps_others_out_of_its_folder(tmp_path):
+    folder = tmp_path / "run"
+    program = (
+        "import sys; from pathlib import Path; from nanochat import paths\n"
+        "try: paths.lock(Path(sys.argv[1]))\n"
+        "except Exception as error: print(error)"
+    )
+
+    def another() -> str:
+        command = [sys.executable, "-c", program, os.fspath(folder)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    paths.lock(folder)
+    paths.lock(folder)  # its own
+    assert f"process {os.getpid()} on " in (said := another()) and "--model_tag" in said
+    paths.unlock(folder)
+    assert another() == ""

@@ -555,7 +555,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(folder, monkeypatch
     with pytest.raises(KeyError), Saver(folder, cpu_device()) as saver:
         begin(saver, 2, seed=2)
         raise KeyError
-    assert "the last checkpoint was not saved: the disk is full" in capsys.readouterr().err
+    assert "step 2 was not saved: the disk is full" in capsys.readouterr().err
 
 
 def test_a_rank_that_never_comes_is_named(folder, monkeypatch):

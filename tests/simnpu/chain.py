@@ -10,6 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch.distributed as dist  # noqa: E402
+
 from nanochat import cli, device  # noqa: E402
 
 leave = device.shutdown
@@ -17,7 +19,7 @@ for place, command in enumerate(sys.argv[1:], start=2):
     script, *arguments = shlex.split(command)
     module = importlib.import_module(f"scripts.{script}")
     # torchrun's store keeps what an earlier process group said, so that one group must do for all commands
-    device.shutdown = leave if place == len(sys.argv) else lambda _: None
+    device.shutdown = leave if place == len(sys.argv) else lambda found: found.world_size > 1 and dist.barrier()
     commands, sys.argv = sys.argv, [script, *arguments]
     print(f"== {command}", flush=True)
     cli.run(module.main, module.Config)
