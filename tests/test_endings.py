@@ -46,6 +46,11 @@ def command(ranks: int, *flags: str, stage: str = "base", torchrun: tuple[str, .
     return [sys.executable, *script, *run, "--parallel=fsdp", *flags]
 
 
+def graded(stage: str, begin: Path) -> tuple[str, ...]:
+    """Questions to which some of the replies are right, for RL."""
+    return (f"--tasks=gsm8k={begin / 'questions'}",) if stage == "rl" else ()
+
+
 def environment(base: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
 
@@ -117,7 +122,7 @@ def straight(home, tutored) -> Any:  # noqa: F811
         if (ranks, stage) not in known:
             base = home.with_name(f"straight-{stage}{ranks}")
             shutil.copytree(begin, base)
-            process, said = start(base, command(ranks, stage=stage))
+            process, said = start(base, command(ranks, *graded(stage, begin), stage=stage))
             wait_for(said, f"^{stage} +0/", process)
             began = time.monotonic()
             wait_for(said, f"^saved .*step_{STEPS[stage]:06d}", process)
@@ -135,7 +140,7 @@ def trial(
     """One signal at one moment, `early` before the first step is over; returns what it met."""
     expected, seconds, begin = straight(ranks, stage)
     shutil.copytree(begin, base)
-    process, said = start(base, command(ranks, stage=stage))
+    process, said = start(base, command(ranks, *graded(stage, begin), stage=stage))
     number = chance.choice((signal.SIGTERM, signal.SIGINT))
     try:
         if early:
@@ -146,7 +151,10 @@ def trial(
                 time.sleep(0.01)
         else:
             wait_for(said, f"^{stage} +0/", process)
-            time.sleep(chance.uniform(0, 0.8) * seconds)
+            lines, reached = base / f"runs/{stage}/{TAGS[stage]}/metrics.jsonl", chance.randrange(STEPS[stage] * 2 // 3)
+            while process.poll() is None and lines.read_text().count("\n") <= reached:
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0, seconds / STEPS[stage]))
         workers = workers_of(process) if ranks > 1 else []
         to = chance.choice([process.pid, *workers])
         sent = time.monotonic()
@@ -170,7 +178,7 @@ def trial(
     if ranks > 1 and to != process.pid:
         assert re.search(rf"exitcode\s*: {128 + number} ", text)
 
-    again, said = start(base, command(ranks, "--resume", stage=stage))
+    again, said = start(base, command(ranks, *graded(stage, begin), "--resume", stage=stage))
     try:
         assert again.wait(timeout=120) == 0, said.read_text()
     finally:
