@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,10 @@ class State:
     def load(self) -> None:
         """Load the model, and wait for as long as it is served. Blocks; for a thread of its own."""
         try:
-            served = self._load()
+            # On a thread that ends, and OpenMP's workers with it: with those of two threads, more than there are cores,
+            # they fall asleep between two products, and decoding takes twice as long.
+            with ThreadPoolExecutor(1, "load") as pool:
+                served = pool.submit(self._load).result()
         except BaseException as error:
             self._fail("could not load its model", error)
             return
