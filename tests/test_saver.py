@@ -517,6 +517,7 @@ def test_a_save_waits_for_the_one_before(folder, gate):
     assert steps(folder) == [1, 2]
 
 
+@pytest.mark.slow
 def test_saving_leaves_no_thread_file_or_copy_behind(folder):
     def held() -> tuple[int, int, int]:
         gc.collect()

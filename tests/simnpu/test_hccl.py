@@ -819,6 +819,7 @@ def test_torch_distributed(torchrun: Simulated, ranks: int, tmp_path: Path) -> N
         assert default_group["calls"]["all_reduce"]["calls"] == 6 + 2 + 3 + 2
 
 
+@pytest.mark.slow
 def test_a_failure_as_torch_shows_it(torchrun: Simulated, tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
     done = torchrun(2, os.fspath(tmp_path / "sums.py"), SIMNPU_HCCL_FAIL="all_reduce:2@1")

@@ -115,6 +115,7 @@ def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
     assert 1e6 < line["peak_memory_bytes"] < 1e9
 
 
+@pytest.mark.slow
 def test_stages_in_bfloat16_have_the_cpus_losses(texts, on_cpu, tmp_path):
     """bfloat16 is what --dtype auto chooses on an NPU."""
     tokenizer = "tok_train --data=texts.txt --vocab_size=400"
@@ -365,6 +366,7 @@ def test_a_missing_set_env_is_one_line(texts, tmp_path):
     one_line(done, "set_env.sh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
