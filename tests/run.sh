@@ -38,5 +38,10 @@ workers=''
 result=0
 # shellcheck disable=SC2086 # several words, or none
 OMP_NUM_THREADS=1 "$bin/python" -m pytest $workers "$@" </dev/null || result=$?
+if [[ $result == 1 && -n $workers ]]; then
+  echo '== pytest, once more and alone: what failed beside another file, which may have been its only trouble'
+  result=0
+  OMP_NUM_THREADS=1 "$bin/python" -m pytest --last-failed "$@" </dev/null || result=$?
+fi
 [[ $result == 0 && -n $unfit ]] && result=1
 exit "$result"

@@ -190,7 +190,7 @@ def trial(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (2, 2)])
 def test_a_signal_at_any_moment_costs_nothing(straight, tmp_path, ranks, seed):
     print(trial(tmp_path / "base", straight, ranks, random.Random(seed)))
 

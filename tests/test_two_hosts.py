@@ -114,7 +114,7 @@ def run(folder: Path, home: Path, lost: str | None) -> Path:  # noqa: F811
     return base
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_host_that_is_lost_and_started_again_changes_nothing(network, home, tmp_path):  # noqa: F811
     (tmp_path / "straight").mkdir()
     (tmp_path / "lost").mkdir()
