@@ -3,6 +3,7 @@
 `NANOCHAT_BASE_DIR` moves the base folder; its default is `~/.cache/nanochat`.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -77,9 +78,11 @@ def lock(folder: Path) -> None:
         raise UserError(
             f"{handle.read().strip() or 'another process'} trains in {folder}: wait for it, or give another --model_tag"
         ) from error
-    except OSError:  # a file system without locks
+    except OSError as error:
         handle.close()
-        return
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            raise
+        return  # a file system without locks
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {socket.gethostname()}")
     handle.flush()

@@ -1,7 +1,8 @@
 """What every training script does around its steps: log lines, evaluation, checkpoints, and the ways a run can end.
 
     with Stage("sft", tag, config, ...) as stage:
-        for step in stage.steps():
+        meter = Meter(progress, device)
+        for step in stage.steps(meter):
             stats = train_step(...)
             meter.add(stats, tokens)
             if stage.due(stats):
@@ -97,10 +98,11 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self.faults.phase("saving", self.saver.patience_seconds):
-            if error is None and (failed := self._last_save_failed()):
-                self._stack.close()
-                raise failed
-            self._stack.__exit__(kind, error, trace)
+            try:
+                if error is None and (failed := self._last_save_failed()):
+                    raise failed
+            finally:
+                self._stack.__exit__(kind, error, trace)
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # told to end because another rank failed, which has said why
 
@@ -180,7 +182,8 @@ class Stage:
         )
 
     def _last_saved(self) -> Path | None:
-        self.saver.wait()
+        with contextlib.suppress(Exception):  # that one was told when it failed
+            self.saver.wait()
         there = checkpoint_manager.steps(self.folder)
         return self.folder / f"step_{there[-1]:06d}" if there else None
 

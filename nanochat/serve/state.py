@@ -9,7 +9,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +43,12 @@ class State:
         self._closed = False
 
     def load(self) -> None:
-        """Load the model, and wait for as long as it is served. Blocks; for a thread of its own."""
+        """Load the model; for a thread of its own.
+
+        The thread must end: OpenMP's workers of this one and of the one that decodes would be more than there are
+        cores, fall asleep between two products, and decoding take twice as long."""
         try:
-            # On a thread that ends, and OpenMP's workers with it: with those of two threads, more than there are cores,
-            # they fall asleep between two products, and decoding takes twice as long.
-            with ThreadPoolExecutor(1, "load") as pool:
-                served = pool.submit(self._load).result()
+            served = self._load()
         except BaseException as error:
             self._fail("could not load its model", error)
             return
@@ -58,9 +57,11 @@ class State:
                 served.scheduler.close(0)
                 return
             self.served = served
-        thread = served.scheduler.thread
-        assert thread is not None
-        thread.join()
+        threading.Thread(target=self._watch, args=(served.scheduler.thread,), name="watch", daemon=True).start()
+
+    def _watch(self, device: threading.Thread) -> None:
+        """Tell when the thread that owns the device has ended unasked."""
+        device.join()
         if not self.draining:
             self._fail(
                 "has lost its device", UserError("the device takes no more work, see above: start the server anew")
