@@ -250,13 +250,14 @@ from scripts import base_train
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-whole = checkpoint_manager.save
-def save(*arguments):
-    saved = whole(*arguments)
-    print("held", arguments[1], resident(), len(os.listdir("/proc/self/fd")), flush=True)
-    return saved
+save = checkpoint_manager.Saver.save
+def saved(saver, step, *arguments):
+    final = save(saver, step, *arguments)
+    saver.wait()
+    print("held", step, resident(), len(os.listdir("/proc/self/fd")), flush=True)
+    return final
 
-checkpoint_manager.save = save
+checkpoint_manager.Saver.save = saved
 cli.run(base_train.main, base_train.Config)
 """
 

@@ -243,9 +243,6 @@ def npu_lines(path: Path) -> set[int]:
     and functions that only look at a CPU, are left out."""
     wanted: set[int] = set()
 
-    def kinds(test: ast.expr) -> str:
-        return ast.unparse(test) if isinstance(test, ast.Compare) else ""
-
     def walk(body: list[ast.stmt], inside: bool) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef):
@@ -258,11 +255,11 @@ def npu_lines(path: Path) -> set[int]:
             if inside:
                 wanted.add(node.lineno)
             if isinstance(node, ast.If):
-                foreign = re.fullmatch(r"(self\.)?kind == '(cpu|cuda)'", kinds(node.test))
+                foreign = re.fullmatch(r"(self\.)?kind == '(cpu|cuda)'( and .*)?", ast.unparse(node.test))
                 walk([] if foreign else node.body, inside)
                 walk(node.orelse, inside)
                 leaves = isinstance(node.body[-1], ast.Return | ast.Raise)
-                if leaves and re.fullmatch(r"self\.kind == 'npu'", kinds(node.test)):
+                if leaves and re.fullmatch(r"self\.kind (== 'npu'|!= 'cpu' or .*)", ast.unparse(node.test)):
                     return  # what follows is for the others
             else:
                 walk([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)], inside)
@@ -273,15 +270,22 @@ def npu_lines(path: Path) -> set[int]:
 
 # What no script asks for here.
 PIECES = """
+import os
 from nanochat import cli, device
 found = device.init("npu:0", "float32")
 assert found.total_memory() == 64 << 30 and device.kernels("cpu") is None
 assert device.explain(ValueError("other")) is None
 assert "HCCL_EXEC_TIMEOUT" in device.explain(RuntimeError("HcclAllreduce, error code is 9"))
-try:
-    device.init("npu:0", "half")
-except cli.UserError:
-    pass
+def refused(**environment):
+    os.environ.update(environment)
+    try:
+        device.init("npu", environment.get("DTYPE", "float32"))
+    except cli.UserError as error:
+        return str(error)
+assert "half" in refused(DTYPE="half")
+assert "1, 2, 4, 8" in refused(WORLD_SIZE="3", RANK="0", LOCAL_RANK="0", DTYPE="float32")
+os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GROUP_WORLD_SIZE="2")
+assert device._store_of_this_start() is None  # and says what to set
 """
 
 
