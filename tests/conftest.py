@@ -1,6 +1,7 @@
 """One torch thread and one seed for every test, and no test writes where the user's runs live."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,13 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.setenv("NANOCHAT_BASE_DIR", os.fspath(tmp_path_factory.mktemp("base")))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C as at a terminal: a shell's background job ignores it, and so would what the tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -362,12 +362,14 @@ def test_any_layout_goes_on_where_another_stopped(taught, stage):
 
 
 @pytest.mark.slow
-def test_users_documented_commands_run_as_written(start):
+def test_users_documented_commands_run_as_written(start, monkeypatch):
+    for script, steps in (("CHAT_SFT", 20), ("CHAT_RL", 6)):  # fewer than their defaults, and all else as written
+        monkeypatch.setenv(f"NANOCHAT_{script}", f"--num_iterations={steps} --eval_examples=32")
     call("mid_train", "--device_batch_size=8")
     call("chat_sft", "--device_batch_size=4")
     torchrun(*shlex.split("scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32"))
     torchrun(*shlex.split("scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16"))
-    assert metrics(start, "sft")[-1]["step"] == 199 and metrics(start, "rl")[-1]["step"] == 59
+    assert metrics(start, "sft")[-1]["step"] == 19 and metrics(start, "rl")[-1]["step"] == 5
 
 
 # ---------------------------------------------------------------------- mistakes
