@@ -8,7 +8,6 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 import functools
 import math
 import time
-import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,7 +78,7 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, losses, parallel, rollout, scaling
     from nanochat import device as devices
     from nanochat.conversation import render_prompt
-    from nanochat.engine import Engine, check_sampling
+    from nanochat.engine import Engine, check_sampling, seed_of
     from nanochat.faults import Interrupted
     from nanochat.packing import pack
     from nanochat.stage import Stage
@@ -219,11 +218,6 @@ def main(config: Config) -> None:
     stage.finish()
     print0(f"done: {progress.step:,} steps, held-out reward {reward['before']:.3f} -> {reward['after']:.3f}")
     record("rl", tag, began, device)
-
-
-def seed_of(seed: int, step: int) -> int:
-    """A seed of its own for every step."""
-    return zlib.crc32(f"{seed}/{step}".encode())
 
 
 def check(config: Config) -> None:

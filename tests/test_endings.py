@@ -32,7 +32,7 @@ RUN = (
 )
 CHAT_RUNS = {
     "sft": (*SFT, "--source=base", "--eval_examples=160", "--eval_every=5", "--save_every=6"),
-    "rl": (*RL, "--source=sft", "--rollout_rows=2", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
+    "rl": (*RL, "--source=sft", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
 }
 
 

@@ -79,9 +79,9 @@ def taught(tutored, base) -> Path:  # noqa: F811
 
 
 def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
-    """RL on questions whose replies are not all worth the same. Batches of two replies are the same on any ranks."""
+    """RL on questions whose replies are not all worth the same."""
     return (
-        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1", "--rollout_rows=2"),
+        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1"),
         *("--kl=0.1", "--updates_per_step=2"),
     )
 
