@@ -92,8 +92,10 @@ def main(config: Config) -> None:
     check_sampling(config.temperature, config.top_k, 1.0)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    source = checkpoint_manager.find_source(
+        config.source, config.source_tag or config.model_tag, config.source_step, device
+    )
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model, layout, device, config.activation_checkpointing)
@@ -173,12 +175,14 @@ def main(config: Config) -> None:
             # ---- samples
             try:
                 if math.isnan(reward["before"]):
-                    reward["before"] = reward["after"] = held_out_reward()
+                    with stage.faults.phase("evaluation"):
+                        reward["before"] = reward["after"] = held_out_reward()
                     stage.log.message(f"held-out reward at the beginning: {reward['before']:.3f}")
                     meter.restart()
-                engine.update(model)
-                first, count = step * config.examples_per_step, config.examples_per_step
-                drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
+                with stage.faults.phase("sampling"):  # in which ranks wait for each other
+                    engine.update(model)
+                    first, count = step * config.examples_per_step, config.examples_per_step
+                    drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
             except Interrupted:
                 stage.stop()
                 break

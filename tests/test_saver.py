@@ -739,7 +739,7 @@ def test_a_resume_that_cannot_be_is_one_line(tmp_path):
         path = tmp_path / name / "step_000005"
         (path / name).write_bytes(b"{}")  # and a manifest that says so
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest[name] = checkpoint_manager._facts(path / name)
+        manifest[name] = storage.facts(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(UserError, match="--resume: .*step_000005"):
             train(cpu_device(), str(tmp_path / name), 9, save_every=5)
