@@ -267,7 +267,7 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     steps = 100_000 if stopped else 4
     process, said = start(base, [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=4"),
-        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=4", f"--num_iterations={steps}"),
+        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=8", f"--num_iterations={steps}"),
     ])  # fmt: skip
     try:
         wait_for(said, "^base +3/", process)
