@@ -65,9 +65,10 @@ case $profile in
     base=(--depth 2 --head_dim 32 --max_seq_len 256 --device_batch_size 4 --total_batch_size 1024 --num_iterations 60
       --eval_tokens 8192 --compile off --save_every 30)
     base_eval=(--eval_tokens 8192 --samples 1 --max_tokens 32) stories=8
-    mid=(--device_batch_size 4 --num_iterations 10 --eval_tokens 4096)
-    sft=(--device_batch_size 4 --num_iterations 10 --target_examples_per_step 8 --eval_examples 16)
-    rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8)
+    mid=(--device_batch_size 4 --num_iterations 10 --eval_tokens 4096 --save_every 5)
+    sft=(--device_batch_size 4 --num_iterations 10 --target_examples_per_step 8 --eval_examples 16 --save_every 5)
+    rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8
+      --save_every 1)
     eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic,identity
     ;;
   cpu) # about ten minutes on two cores (docs/measurements.md)

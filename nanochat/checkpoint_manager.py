@@ -14,10 +14,8 @@ Training stops only while its state is copied to the host's memory (`Saver`).
 import contextlib
 import copy
 import errno
-import hashlib
 import importlib
 import json
-import os
 import re
 import shutil
 import threading
@@ -39,12 +37,19 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
-from nanochat.parallel import load_whole, whole_weights
+from nanochat.parallel import first_decides, load_whole, whole_weights
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
 FORMAT_VERSION = 2
 WEIGHTS_VERSIONS = (1, 2)  # 1 kept the training state in another way
+# What a resumed run may change without a word: it changes no result but by its rounding, or what it comes to is
+# compared itself (the source, tokens a step).
+INDIFFERENT = (
+    "model_tag resume source source_tag source_step run track log_every eval_every save_every keep_last keep_every "
+    "profile device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers rollout_rows "
+    "device compile graphs parallel replicate activation_checkpointing hang_seconds agree_every"
+)
 PATIENCE_SECONDS = 900.0  # from when rank 0 has written its share until all others must have
 POLL_SECONDS = 0.02
 
@@ -76,7 +81,8 @@ class Saver:
     Whatever goes wrong is raised by the next `save` or `wait`, or when the `with` block ends, and never harms an older
     checkpoint.
 
-    Of a folder's steps the newest `keep_last` stay (0: all), and those that `keep_every` divides (0: none).
+    Of a folder's steps the newest `keep_last` that are whole stay (0: all), and those that `keep_every` divides (0:
+    none); a damaged one counts for nothing, and goes once so many later ones are whole.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Saver:
         self.told = told  # called on rank 0 with every step that is on the disk, on the thread that wrote it
         self.patience_seconds = PATIENCE_SECONDS
         importlib.import_module("torch.distributed.checkpoint.default_planner")  # now, not while training waits
+        self._whole: dict[int, bool] = {}  # the steps that were read back, and whether they were whole
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -220,18 +227,20 @@ class Saver:
 
     def _retire(self, final: Path) -> None:
         """Delete the steps that are not to be kept, once the one just saved is whole when read back."""
-        there, newest_step = steps(self.folder), int(final.name.removeprefix("step_"))
-        kept = {
-            newest_step,
-            *there[-self.keep_last :],
-            *(s for s in there if self.keep_every and not s % self.keep_every),
-        }
-        if not self.keep_last or kept >= set(there):
+        if not self.keep_last:
             return
-        if not is_whole(final):
+        newest_step = int(final.name.removeprefix("step_"))
+        self._whole[newest_step] = is_whole(final)
+        if not self._whole[newest_step]:
             warn(f"{final} is damaged as soon as it is saved: older steps are all kept, look at the disk")
             return
-        for step in sorted(set(there) - kept):
+        there, kept = steps(self.folder), 0
+        while kept < self.keep_last and there:  # from the newest on; behind it `there` holds those before the last kept
+            step = there.pop()
+            if step not in self._whole:  # of an earlier start of this run
+                self._whole[step] = is_whole(self.folder / f"step_{step:06d}")
+            kept += self._whole[step]
+        for step in (s for s in there if s < newest_step and not (self.keep_every and s % self.keep_every == 0)):
             path = self.folder / f"step_{step:06d}"
             try:
                 shutil.rmtree(_replaced(path), ignore_errors=True)
@@ -266,19 +275,19 @@ def write_model(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
     return {
         "model.safetensors": storage.write_tensors(folder / "model.safetensors", weights, about),
         "meta.json": storage.write_json(folder / "meta.json", meta),
-        "tokenizer.json": _facts(tokenizer.save(folder)),  # flushed already
+        "tokenizer.json": storage.facts(tokenizer.save(folder)),  # flushed already
     }
 
 
 def commit(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
     """Write the manifest of a folder whose files are all on the disk, and give the folder its name."""
     storage.write_json(unfinished / "manifest.json", files)
-    _flush_to_disk(unfinished)
+    storage.flush(unfinished)
     shutil.rmtree(_replaced(final), ignore_errors=True)
     if final.exists():  # a damaged one that was passed over, or a run begun anew: out of the way in one move
         final.rename(_replaced(final))
     unfinished.rename(final)
-    _flush_to_disk(final.parent)
+    storage.flush(final.parent)
     shutil.rmtree(_replaced(final), ignore_errors=True)
 
 
@@ -292,7 +301,7 @@ def mend(folder: Path) -> None:
         final = path.with_suffix("")
         if not final.exists() and is_whole(path):
             path.rename(final)
-            _flush_to_disk(folder)
+            storage.flush(folder)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -308,18 +317,19 @@ def steps(folder: Path) -> list[int]:
 def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
     """Before a run from the beginning: move an earlier run's checkpoints and metrics to `<tag>.<n>`, so that none is
     lost and none is taken for the new run's. Returns where the checkpoints are now, None if there were none."""
-    there = any(folder.glob("step_*"))  # an unfinished one of a killed run too
-    _barrier(device)  # every rank has looked
-    if not there:
-        return None
-    name = next(f"{folder.name}.{n}" for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-    _barrier(device)
-    if device.is_main:
+
+    def move() -> str | None:
+        if not any(folder.glob("step_*")):  # an unfinished one of a killed run too
+            return None
+        names = (f"{folder.name}.{n}" for n in range(1, 10**6))
+        name = next(name for name in names if not folder.with_name(name).exists())
         folder.rename(folder.with_name(name))
         if run_folder.is_dir() and not run_folder.with_name(name).exists():
             run_folder.rename(run_folder.with_name(name))
-    _barrier(device)
-    return folder.with_name(name)
+        return name
+
+    name = first_decides(device, move)
+    return folder.with_name(name) if name else None
 
 
 def verify(step_folder: Path) -> dict[str, Any]:
@@ -331,7 +341,7 @@ def verify(step_folder: Path) -> dict[str, Any]:
         manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
         for name, expected in manifest.items():
             path = step_folder / Path(name).name
-            if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+            if path.stat().st_size != expected["bytes"] or storage.sha256(path) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{path} is damaged")
         meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
         version, ranks = meta.get("version"), meta.get("world_size", 0)
@@ -417,25 +427,46 @@ def resume(
     optimizer: Optimizer,
     device: Device,
     source: Path | None = None,
+    batch_tokens: int | None = None,
 ) -> tuple[Progress, list[dict[str, Tensor]]]:
     """Go on from the newest whole checkpoint of a folder: its weights, optimizer and generators are loaded; returns
     its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
 
     `flags` names those of `config` that a run keeps from its beginning to its end, `source` is the checkpoint that it
-    began from. Raises UserError: when they, the sizes or the tokenizer are others than the checkpoint's, when it is
-    beyond `steps_asked`, when none is whole.
+    began from, `batch_tokens` what every step takes, where they take equally many. Other flags may change, which is
+    told in one line unless they are INDIFFERENT.
+    Raises UserError: when what is kept, the sizes or the tokenizer are others than the checkpoint's, when it is beyond
+    `steps_asked`, when none is whole.
     """
-    step_folder = _newest_for_all(folder, device)
-    if step_folder is None:
+
+    def look() -> str | None:
+        paths.lock(folder)
+        mend(folder)
+        found = newest(folder)
+        if found is None and steps(folder):
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+        return found[0].name if found else None
+
+    name = first_decides(device, look)
+    if name is None:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
         return Progress(), []
+    step_folder = folder / name
     meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+    progress, before = Progress(**meta["progress"]), meta["config"]
+    changed = {flag: now for flag, now in asdict(config).items() if flag in before and before[flag] != now}
     for flag in flags.split():
-        if meta["config"].get(flag) != getattr(config, flag):
+        if flag in changed:
             raise UserError(
-                f"--resume: {step_folder} was trained with --{flag} {meta['config'].get(flag)}, not "
-                f"{getattr(config, flag)}: use that, or another --model_tag"
+                f"--resume: {step_folder} was trained with --{flag} {before[flag]}, not {changed[flag]}: use that, or "
+                "another --model_tag"
             )
+    if batch_tokens and progress.tokens != progress.step * batch_tokens:
+        had = progress.tokens // progress.step
+        raise UserError(
+            f"--resume: {step_folder} was trained with {had} tokens a step, not {batch_tokens}: use "
+            f"--total_batch_size {had}, or another --model_tag"
+        )
     if source is not None and meta["source"] != short_name(source):
         raise UserError(
             f"--resume: {step_folder} was trained from {meta['source']}, the source is now {short_name(source)}: name "
@@ -464,61 +495,49 @@ def resume(
         raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
     device.set_rng_state(rng[device.rank % len(rng)])
     print0(f"resumed from {step_folder}")
-    return Progress(**meta["progress"]), loader
+    told = [f"{flag} {before[flag]} -> {now}" for flag, now in changed.items() if flag not in INDIFFERENT.split()]
+    if told:
+        print0(f"resumed with other settings: {', '.join(told)}")
+    return progress, loader
 
 
-def _newest_for_all(folder: Path, device: Device) -> Path | None:
-    """The newest whole step, which rank 0 looks for and all take; None where nothing was saved yet.
-
-    Raises UserError: when none is whole.
-    """
-    nothing, none_whole = -1, -2
-    step = none_whole
-    try:
-        if device.is_main:
-            paths.lock(folder)
-            mend(folder)
-            found = newest(folder)
-            step = found[1]["step"] if found else none_whole if steps(folder) else nothing
-    finally:  # the others are told even when this fails
-        if device.world_size > 1:
-            word = torch.tensor([step], device=device.torch_device)
-            dist.broadcast(word, 0)
-            step = int(word.item())
-    if step == none_whole:
-        raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
-    return None if step == nothing else folder / f"step_{step:06d}"
-
-
-def find_source(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
+def find_source(
+    source: str, model_tag: str | None = None, step: int | None = None, device: Device | None = None
+) -> Path:
     """The folder of a stage's checkpoint ("base", "mid", "sft", "dpo", "rl"), or of one given by its path; "auto" is
-    the furthest stage that has one.
+    the furthest stage that has one. All of its files were read, and are whole.
 
-    Without `model_tag` the tag last written, without `step` its newest whole step.
+    Without `model_tag` the tag last written, without `step` its newest whole step. With `device`, all of its ranks
+    call it together and take what rank 0 finds.
     Raises UserError: when there is none.
     """
+    if device is not None:
+        found = first_decides(device, lambda: str(find_source(source, model_tag, step)))
+        return Path(str(found))
     if source == "auto":
         source = _furthest_stage(model_tag)
     if source in paths.STAGES:
         folder = paths.checkpoint_dir(source, model_tag) if model_tag else _newest_tag(source)
-        if step is not None:
-            chosen = folder / f"step_{step:06d}"
-            if not chosen.is_dir():
-                raise UserError(f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}")
-        else:
-            found = newest(folder)
-            if found is None:
-                tags = folder.parent.iterdir() if folder.parent.is_dir() else ()
-                there = sorted(path.name for path in tags if steps(path))
-                hint = f", or name one of the tags {', '.join(there)}" if there else ""
-                raise UserError(f"there is no whole checkpoint in {folder}: {_mend(source)}{hint}")
-            chosen = found[0]
+        if step is None:
+            if newest_whole := newest(folder):
+                return newest_whole[0]
+            tags = folder.parent.iterdir() if folder.parent.is_dir() else ()
+            there = sorted(path.name for path in tags if steps(path))
+            hint = f", or name one of the tags {', '.join(there)}" if there else ""
+            raise UserError(f"there is no whole checkpoint in {folder}: {_mend(source)}{hint}")
+        chosen = folder / f"step_{step:06d}"
+        if not chosen.is_dir():
+            raise UserError(f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}")
     else:
         chosen = Path(source).expanduser()
         if not (chosen / "manifest.json").is_file():
             raise UserError(
                 f"{source!r} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
             )
+    try:
+        verify(chosen)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}: train it again, or name an older --step") from error
     return chosen
 
 
@@ -538,16 +557,19 @@ def load_model(
     *,
     model_tag: str | None = None,
     step: int | None = None,
+    verified: bool = False,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage or of a checkpoint's folder, as `find_source` finds it.
 
     `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
-    fp32.
+    fp32. `verified`: `source` is a folder that `find_source` has just read, which is not read twice.
     Raises UserError: when there is none, or it is damaged.
     """
     chosen = source if isinstance(source, Path) else find_source(source, model_tag, step)
     try:
-        meta = verify(chosen)
+        if not verified and isinstance(source, Path):
+            verify(chosen)
+        meta = json.loads((chosen / "meta.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.load(chosen)
         model = GPT(GPTConfig(**meta["model"]))
         load_weights(model, chosen)
@@ -569,13 +591,13 @@ def load_model(
 
 
 def export(source: Path, out: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Write a checkpoint's weights, config and tokenizer, without what only training needs, as a folder that
-    `load_model` takes; returns its files.
+    """Write the weights, config and tokenizer of a checkpoint that `find_source` has found, without what only training
+    needs, as a folder that `load_model` takes; returns its files.
 
     Raises UserError: when the folder is there already, cannot be made or does not fit on the disk.
     """
     device = devices.init("cpu")
-    model, tokenizer, meta = load_model(source, device)
+    model, tokenizer, meta = load_model(source, device, verified=True)
     weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in model.state_dict().items()}
     final, unfinished = out.absolute(), _unfinished(out.absolute())
     if final.exists():
@@ -664,23 +686,3 @@ def _disk_is_full(folder: Path, needed: int) -> str:
 def _barrier(device: Device) -> None:
     if device.world_size > 1:
         dist.barrier()
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -40,6 +40,7 @@ TOP_P_FIRST = 64  # best tokens that top_p looks at before it sorts them all
 CHUNK_STEP = 16  # a chunk of a prompt is filled up to so many tokens, or a power of two times as many
 CACHE_STEP = 64  # the visible part of the cache grows by so many tokens, so that shapes repeat
 MASK = 2**64 - 1  # whole numbers of 64 bits
+GAMMA = 0x9E3779B97F4A7C15  # what SplitMix64 counts by
 
 
 class Engine:
@@ -120,14 +121,16 @@ class Engine:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         keep_stop: bool = False,
         asked: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[list[int | None], list[bool]]]:
         """Yield one column of new tokens at a time: a token for each running row, None for each ended one; and
         whether the model chose it, or the tool gave it.
 
-        Equal prompts are prefilled once. temperature 0 is greedy, top_k 0 and top_p 1 cut nothing off.
+        Equal prompts are prefilled once. temperature 0 is greedy, top_k 0 and top_p 1 cut nothing off. What a row draws
+        comes from its own seed, one of as many as there are prompts or made of the one `seed` and its number, whatever
+        rows are beside it.
         Rows end with a stop token, which is handed out only with `keep_stop`, after `max_tokens` (the tool's among
         them), or where the context ends.
         Raises UserError: when a setting is out of range, or a prompt fills the context. Raises Interrupted: when
@@ -142,7 +145,9 @@ class Engine:
             raise UserError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
         room = [min(max_tokens, context - len(p)) for p in prompts]  # new tokens of each row, at most
         capacity = min(context, _round_up(longest + max_tokens))
-        generator = torch.Generator(self.device.torch_device).manual_seed(seed)
+        seeds = [seed_of(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
+        drawn = 1 if temperature < GREEDY_BELOW else max(1, *room)
+        noise = self.device.to_device(torch.stack([uniforms(one, drawn) for one in seeds]))  # (B, T)
 
         if all(p == prompts[0] for p in prompts):
             logits, cache = self.prefill(prompts[:1], capacity)
@@ -155,7 +160,8 @@ class Engine:
         for made in range(1, max(room) + 1):
             if asked():
                 raise Interrupted
-            tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)  # (B,)
+            column_noise = noise[:, made - 1 : made]
+            tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, noise=column_noise)  # (B,)
             column: list[int | None] = [None] * len(prompts)
             chosen = [True] * len(prompts)
             next_tokens = tokens.tolist()  # the one wait for the device
@@ -181,6 +187,7 @@ class Engine:
             if 2 * len(running) <= len(rows):  # half the batch has ended: go on without it
                 index = self.device.to_device(torch.tensor(running))
                 rows, tokens, cache = [rows[place] for place in running], tokens[index], cache.select(index)
+                noise = noise[index]
                 decoder = self._decoder(cache, len(rows))
             if not self.device.static_shapes:
                 cache.visible = min(capacity, _round_up(longest + made))
@@ -255,7 +262,7 @@ class Engine:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> tuple[list[list[int]], list[list[int]]]:
         """`num_samples` continuations of one prompt: whole sequences, the prompt included, and masks with a 1
         under every token the model chose. Settings as in `stream`."""
@@ -531,10 +538,8 @@ def check_sampling(
         raise UserError(f"--repetition_penalty {repetition_penalty}: above 0 and below 100, 1 is off")
 
 
-def sample(
-    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    """Draw one token a row from logits (B, V) in fp32; returns (B,).
+def sample(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, noise: Tensor) -> Tensor:
+    """Draw one token a row from logits (B, V) in fp32, by `noise` (B, 1) in [0, 1); returns (B,).
 
     top_k keeps the k best; top_p keeps the fewest best whose probabilities reach p (source: Holtzman et al. 2020).
     """
@@ -549,7 +554,7 @@ def sample(
         ordered, order = probabilities.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # mass of the better ones; the best token always stays
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return _drawn(probabilities, noise)
 
 
 def sample_rows(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -> Tensor:
@@ -590,24 +595,35 @@ def sample_rows(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tens
         least = worst if least is None else torch.maximum(least, worst)
     if least is not None:
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    return torch.where(settings.greedy[:, 0], best, _drawn(probabilities, noise))
+
+
+def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """The token (B,) whose part of the summed-up probabilities (B, V) the noise (B, 1) falls into. It costs a fifth of
+    torch.multinomial, which draws a random number for every token of the vocabulary."""
     mass = probabilities.cumsum(dim=-1)
     # noise of 23 bits stays below the last sum, so that what has no probability, and adds nothing to it, is never drawn
-    drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)
-    return torch.where(settings.greedy[:, 0], best, drawn)
+    return (mass <= noise * mass[:, -1:]).sum(dim=-1)
 
 
 def uniforms(seed: int, count: int) -> Tensor:
     """`count` numbers in [0, 1) by counter: number i of a seed is the same however many are asked for, on any machine.
 
     Source: Steele, Lea and Flood 2014 (SplitMix64)."""
-    step = 0x9E3779B97F4A7C15
-    start = np.uint64(_mix(seed * step & MASK))  # or neighbouring seeds would share numbers
+    start = np.uint64(_mix(seed * GAMMA & MASK))  # or neighbouring seeds would share numbers
     with np.errstate(over="ignore"):
-        bits = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(step)
+        bits = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
     return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
+
+
+def seed_of(seed: int, *numbers: int) -> int:
+    """A seed of its own, of 64 bits, for the whole numbers under a seed: a step's, a question's, a sample's."""
+    for number in numbers:
+        seed = _mix((_mix(seed * GAMMA & MASK) + (number + 1) * GAMMA) & MASK)
+    return seed
 
 
 def _mix(bits: int) -> int:

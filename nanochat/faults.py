@@ -11,6 +11,10 @@ at that boundary, however far their hosts had run ahead. Nobody can wait for a r
 through up to there.
 
 The watchdog: every rank publishes once a second where it stands. Rank 0 watches all ranks, all ranks watch rank 0.
+
+Stragglers: a rank's own work in a step is what it does before it first waits for others, until its last backward. Of a
+sharded model that is the data and the host alone: every block is gathered from all ranks, and how much of a gather is
+waiting nobody can tell, so that a device that computes slowly is not named there.
 """
 
 import collections
@@ -322,11 +326,12 @@ def slow_ranks(work: dict[int, tuple[str, list[float]]]) -> Iterator[tuple[int, 
         return
     before, middle = (statistics.median_low(halves) for halves in zip(*(s for _, s in work.values()), strict=True))
     for rank, (host, (earlier, own)) in work.items():
-        if min(earlier / before, own / middle) > SLOW_RATIO and min(earlier - before, own - middle) > SLOW_SECONDS:
+        slow = earlier > SLOW_RATIO * before and own > SLOW_RATIO * middle
+        if slow and min(earlier - before, own - middle) > SLOW_SECONDS:
             yield (
                 rank,
                 (
-                    f"rank {rank} on {host} takes {own / middle:.1f} times as long as the middle one: "
+                    f"rank {rank} on {host} takes {own / max(middle, 1e-3):.1f} times as long as the middle one: "
                     f"{own * 1e3:.1f} ms of its own work a step against {middle * 1e3:.1f} ms, all ranks wait for it"
                 ),
             )

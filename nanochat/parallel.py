@@ -136,13 +136,13 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
 def synchronize_gradients(model: Any, last: bool) -> None:
     """Say before each backward whether it is the step's last: only then do sharded gradients travel."""
     model = getattr(model, "_orig_mod", model)  # behind torch.compile
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+def is_sharded(model: Any) -> bool:
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -161,6 +161,27 @@ def held_rows(tensor: Tensor) -> slice:
         return slice(0, len(tensor))
     mesh = tensor.device_mesh
     return Layout(rank=mesh.get_local_rank(mesh.ndim - 1), ranks=mesh.size(mesh.ndim - 1)).share(len(tensor))
+
+
+def first_decides(device: Device, decide: Callable[[], str | None]) -> str | None:
+    """What rank 0 finds in folders that all share, on every rank: what another host lists may be seconds old.
+
+    Raises UserError: on all ranks, when it fails there."""
+    if device.world_size == 1:
+        return decide()
+    found, failed = None, None
+    if device.is_main:
+        try:
+            found = decide()
+        except Exception as error:
+            failed = error
+    word = [found, failed and str(failed)]
+    dist.broadcast_object_list(word, 0, device=device.torch_device)
+    if failed is not None:
+        raise failed
+    if word[1] is not None:
+        raise UserError(word[1])
+    return word[0]
 
 
 @torch.no_grad()

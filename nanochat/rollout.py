@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Engine, seed_of
 from nanochat.faults import Interrupted
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
 from nanochat.packing import Rows
@@ -45,7 +45,8 @@ def sample_replies(
     """`samples` replies to each question, each rewarded by its task; all ranks together, and each has all of them.
 
     A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
-    whoever is done takes the next one. What is sampled does not depend on who does. A reply that is cut off by
+    whoever is done takes the next one. What is sampled depends on `seed`, a question's number and a sample's alone, not
+    on who samples it beside what, but for the rounding of products of other shapes. A reply that is cut off by
     `max_tokens` or by the context keeps what it has; its task decides what that is worth. `asked` says, before each
     token, whether to break off.
     Raises Interrupted: on every rank, when any of them broke off.
@@ -55,14 +56,14 @@ def sample_replies(
     prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths decode together
     wanted = [(i, g) for i in order for g in range(samples)]
-    rows = min(rows, max(1, -(-len(wanted) // device.world_size)))
+    batches = dealt(len(wanted), device.world_size, rows)
     mine: list[_Reply] | None = []
-    for batch in _whoever_is_free(-(-len(wanted) // rows), device):
-        members = wanted[batch * rows : (batch + 1) * rows]
+    for batch in _whoever_is_free(len(batches), device):
+        members = [wanted[place] for place in batches[batch]]
         try:
             tokens, masks = engine.generate(
                 [prompts[i] for i, _ in members], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-                seed=seed + batch * rows, keep_stop=True, asked=asked,
+                seed=[seed_of(seed, i, g) for i, g in members], keep_stop=True, asked=asked,
             )  # fmt: skip
         except Interrupted:
             mine = None
@@ -77,6 +78,19 @@ def sample_replies(
         rewards[i, g] = reward
         replies.append(tokenizer.decode(sequence))
     return Samples(ids, masks, rewards, replies)
+
+
+def dealt(count: int, ranks: int, most: int) -> list[range]:
+    """The places of `count` replies, in the order of their questions, in batches of at most `most`.
+
+    They are dealt out like cards, so that each of the ranks that sample at one time gets some of every question: long
+    replies are long together, by their question, and who had those would keep all others waiting. To cut more batches
+    than ranks instead would take longer: a batch's time is that of its longest reply, and grows little with its rows
+    (docs/measurements.md has the counts).
+    """
+    at_once = ranks * min(most, max(1, -(-count // ranks)))
+    ends = [(first, min(first + at_once, count)) for first in range(0, count, at_once)]
+    return [range(first + rank, end, ranks) for first, end in ends for rank in range(min(ranks, end - first))]
 
 
 _Reply = tuple[tuple[int, int], list[int], list[int], float]  # question and sample, tokens, mask, reward

@@ -86,7 +86,7 @@ class Stage:
         self.stopped = False
         self.saved = self.folder / f"step_{progress.step:06d}"
         self.meter: Meter | None = None
-        self.evaluates = self._saves = self._logs = False
+        self.evaluates = self.logs = self._saves = False  # what the step that is due has
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Stage":
@@ -130,8 +130,8 @@ class Stage:
         last = done == self.last
         self.evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
         self._saves = last or bool(config.save_every and done % config.save_every == 0)
-        self._logs = self.evaluates or self._saves or (done - 1) % config.log_every == 0
-        return self._logs or self.stopped
+        self.logs = self.evaluates or self._saves or (done - 1) % config.log_every == 0
+        return self.logs or self.stopped
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Log a step that is due, evaluating and saving where they are.
@@ -144,7 +144,7 @@ class Stage:
             self.progress.pending = metrics
             if not self.stopped:
                 self._log_evaluated()
-        elif self._logs:
+        elif self.logs:
             self.log.step(metrics)
         if self._saves or self.stopped or (done - 1) % self.config.agree_every == 0:
             self._compare_ranks()

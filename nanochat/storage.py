@@ -181,3 +181,25 @@ def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
                     target.detach().copy_(part)
         except (SafetensorError, OSError, IndexError) as error:
             raise ValueError(f"{folder / share_name(writer)} cannot be used ({error})") from error
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """A file's `bytes` and `sha256` as they are on the disk."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -19,7 +19,7 @@ from nanochat.device import Device
 from nanochat.faults import Interrupted
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.parallel import Layout, lay_out, synchronize_gradients
+from nanochat.parallel import Layout, is_sharded, lay_out, synchronize_gradients
 from nanochat.scaling import Rates
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
@@ -127,7 +127,8 @@ class StepStats:
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
-    computed: Any = None  # the device's mark behind the last backward, before ranks wait for each other
+    computed: Any = None  # the device's mark before ranks first wait for each other: behind the last backward, of a
+    # sharded model before the first gather
 
 
 def make_optimizer(
@@ -181,13 +182,16 @@ def train_step(
     have equally many micro-batches.
     """
     totals = torch.zeros(3, device=device.torch_device)  # loss, targets, squared gradients
+    computed = None
     for batch, last in _with_last(batches):
+        if computed is None and is_sharded(model):
+            computed = device.mark()
         synchronize_gradients(model, last)
         with device.autocast():
             loss, targets = loss_fn(model, batch)
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
-    computed = device.mark()
+    computed = computed or device.mark()
     totals[2] = optimizer.reduce()
     if device.world_size > 1:
         dist.all_reduce(totals)

@@ -128,8 +128,10 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("base", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "data val_data seed"
-        progress, shares = checkpoint_manager.resume(folder, config, kept, steps, model, tokenizer, optimizer, device)
+        kept = "data val_data shards seed optimizer"
+        progress, shares = checkpoint_manager.resume(
+            folder, config, kept, steps, model, tokenizer, optimizer, device, batch_tokens=batch_tokens
+        )
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
         rank=device.rank, world_size=device.world_size, seed=config.seed,

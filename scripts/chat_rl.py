@@ -8,7 +8,6 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 import functools
 import math
 import time
-import zlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,7 +78,7 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, losses, parallel, rollout, scaling
     from nanochat import device as devices
     from nanochat.conversation import render_prompt
-    from nanochat.engine import Engine, check_sampling
+    from nanochat.engine import Engine, check_sampling, seed_of
     from nanochat.faults import Interrupted
     from nanochat.packing import pack
     from nanochat.stage import Stage
@@ -93,8 +92,10 @@ def main(config: Config) -> None:
     check_sampling(config.temperature, config.top_k, 1.0)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    source = checkpoint_manager.find_source(
+        config.source, config.source_tag or config.model_tag, config.source_step, device
+    )
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model, layout, device, config.activation_checkpointing)
@@ -174,12 +175,14 @@ def main(config: Config) -> None:
             # ---- samples
             try:
                 if math.isnan(reward["before"]):
-                    reward["before"] = reward["after"] = held_out_reward()
+                    with stage.faults.phase("evaluation"):
+                        reward["before"] = reward["after"] = held_out_reward()
                     stage.log.message(f"held-out reward at the beginning: {reward['before']:.3f}")
                     meter.restart()
-                engine.update(model)
-                first, count = step * config.examples_per_step, config.examples_per_step
-                drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
+                with stage.faults.phase("sampling"):  # in which ranks wait for each other
+                    engine.update(model)
+                    first, count = step * config.examples_per_step, config.examples_per_step
+                    drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
             except Interrupted:
                 stage.stop()
                 break
@@ -219,11 +222,6 @@ def main(config: Config) -> None:
     stage.finish()
     print0(f"done: {progress.step:,} steps, held-out reward {reward['before']:.3f} -> {reward['after']:.3f}")
     record("rl", tag, began, device)
-
-
-def seed_of(seed: int, step: int) -> int:
-    """A seed of its own for every step."""
-    return zlib.crc32(f"{seed}/{step}".encode())
 
 
 def check(config: Config) -> None:

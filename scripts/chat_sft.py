@@ -58,6 +58,8 @@ class Config:
 def main(config: Config) -> None:
     began = time.time()
     # The heavy imports stand here so that --help answers at once.
+    import torch
+
     from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
     from nanochat.conversation import Rendered, render
@@ -71,8 +73,10 @@ def main(config: Config) -> None:
     check(config)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    source = checkpoint_manager.find_source(
+        config.source, config.source_tag or config.model_tag, config.source_step, device
+    )
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
@@ -99,10 +103,10 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ resume
     folder = checkpoint_dir("sft", tag)
-    progress = Progress()
+    progress, shares = Progress(), []
     if config.resume:
         kept = "tasks seed target_examples_per_step"
-        progress, _ = checkpoint_manager.resume(
+        progress, shares = checkpoint_manager.resume(
             folder, config, kept, steps, model, tokenizer, optimizer, device, source
         )
 
@@ -118,13 +122,15 @@ def main(config: Config) -> None:
         val_loss = mean_loss(model, mine, masked_loss, device, stage.asked)
         return {"val_loss": val_loss} if math.isfinite(val_loss) else {}  # nothing held out may be a target
 
+    odd = {"no_target": 0, "cut": 0}  # conversations since the last log line
+    if shares:
+        odd = {what: int(shares[0][what]) for what in odd}
     stage = Stage(
         "sft", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
-        loader_state=dict,
+        loader_state=lambda: {what: torch.tensor(count) for what, count in odd.items()},
         meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
     )  # fmt: skip
-    no_target = cut = 0  # conversations since the last log line
     with stage:
         meter = Meter(progress, device, token_flops)
         for step in stage.steps(meter):
@@ -135,13 +141,13 @@ def main(config: Config) -> None:
                 device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             meter.add(stats, sum(len(r.ids) for r in rendered))
-            no_target += sum(r.target_count == 0 for r in rendered)
-            cut += sum(r.cut for r in rendered)
+            odd["no_target"] += sum(r.target_count == 0 for r in rendered)
+            odd["cut"] += sum(r.cut for r in rendered)
             if stage.due(stats):
-                stage.report(
-                    meter.read(stats) | {"lr": rates.matrix * schedule.lr(step), "no_target": no_target, "cut": cut}
-                )
-                no_target = cut = 0
+                line = meter.read(stats) | {"lr": rates.matrix * schedule.lr(step)} | odd
+                if stage.logs:  # and a checkpoint of this step begins to count anew
+                    odd = dict.fromkeys(odd, 0)
+                stage.report(line)
     stage.finish()
     print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
     record("sft", tag, began, device)

@@ -73,8 +73,10 @@ def main(config: Config) -> None:
     check(config)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    source = checkpoint_manager.find_source(config.source, config.source_tag or config.model_tag, config.source_step)
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device)
+    source = checkpoint_manager.find_source(
+        config.source, config.source_tag or config.model_tag, config.source_step, device
+    )
+    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
@@ -110,7 +112,7 @@ def main(config: Config) -> None:
     if config.resume:
         kept = "tasks seed"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source, batch_tokens
         )
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,

@@ -18,7 +18,7 @@ from nanochat import checkpoint_manager, cli, paths
 from nanochat.cli import UserError
 from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Engine, seed_of
 from nanochat.evals.chat import Graded, Result, chat_core, evaluate, graded_choices, preferred_letters, readable
 from nanochat.tasks.registry import BUILT_IN
 from nanochat.tasks.task import Example, Task, choice_question, chosen_letter
@@ -112,8 +112,10 @@ def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
     assert sorted(map(number_in, asked)) == list(range(20))
     assert [len(questions) for questions, _ in engine.calls[:-1]] == [batch_rows] * (len(engine.calls) - 1)
     assert len(engine.calls) == -(-20 // batch_rows)
-    for number, (_, settings) in enumerate(engine.calls):
-        assert settings == {"max_tokens": 9, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 7 + number}
+    seeds = [seed for _, settings in engine.calls for seed in settings.pop("seed")]
+    assert seeds == [seed_of(7, row) for row in range(20)]  # however many are asked at once
+    for _, settings in engine.calls:
+        assert settings == {"max_tokens": 9, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
     for reply in replies:
         number = number_in(reply.messages[-1]["content"])
         assert reply.reply == [{"type": "text", "text": str(min(number, 12))}]
@@ -532,7 +534,8 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         *("--seed=11", "--device_batch_size=4"),
     )
     settings = {"max_tokens": 6, "temperature": 0.5, "top_k": 7, "top_p": 0.9}
-    assert seen == [{"rows": 4, **settings, "seed": 11}, {"rows": 2, **settings, "seed": 12}]
+    seeds = [seed_of(11, row) for row in range(6)]
+    assert seen == [{"rows": 4, **settings, "seed": seeds[:4]}, {"rows": 2, **settings, "seed": seeds[4:]}]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import run_ranks
 
-from nanochat import checkpoint_manager, paths
+from nanochat import checkpoint_manager, paths, storage
 from nanochat import device as devices
 from nanochat.checkpoint_manager import (
     DamagedCheckpoint,
@@ -283,6 +284,49 @@ def test_an_earlier_run_is_set_aside_and_not_lost(folder, device):
         assert steps(folder) == []
         found = newest(folder.with_name(where))
         assert found is not None and found[1]["seed"] == run
+
+
+def stale_on_one_rank(device, base: str) -> list:
+    """What is found where rank 1's host lists nothing: a source, what is set aside, and a failure."""
+    os.environ["NANOCHAT_BASE_DIR"] = base
+    folder = paths.checkpoint_dir("base", "tiny")
+    if device.rank == 1:
+        checkpoint_manager.steps = lambda folder: []
+        Path.glob = lambda self, pattern: iter(())  # type: ignore[method-assign,assignment]
+    found = checkpoint_manager.find_source("base", "tiny", device=device)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        checkpoint_manager.find_source("sft", "tiny", device=device)
+    return [found.name, str(set_aside(folder, paths.run_dir("base", "tiny"), device))]
+
+
+def test_rank_0_looks_for_all(base_folder, folder, device):
+    for step in (1, 2):
+        save_step(folder, step, device)
+    aside = folder.with_name("tiny.1")
+    assert run_ranks(stale_on_one_rank, str(base_folder)) == [["step_000002", str(aside)]] * 2
+    assert steps(aside) == [1, 2] and not folder.exists()
+
+
+def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, device, monkeypatch):
+    for step in (1, 2):
+        save_step(folder, step, device)
+    hashed, sha256 = [], storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
+    files = {folder / "step_000002" / name for name in FILES if name != "manifest.json"}
+
+    def hashed_by(load) -> bool:
+        hashed.clear()
+        load()
+        return len(hashed) == len(files) and set(hashed) == files
+
+    assert hashed_by(lambda: load_model("base", device))
+    assert hashed_by(lambda: load_model("base", device, step=2))
+    assert hashed_by(lambda: load_model(folder / "step_000002", device))
+    assert hashed_by(lambda: load_model(checkpoint_manager.find_source("base"), device, verified=True))
+    (folder / "step_000002/model.safetensors").write_bytes(b"")
+    for load in (load_model, checkpoint_manager.find_source):
+        with pytest.raises(UserError, match="model.safetensors is damaged: train it again, or name an older --step"):
+            load(str(folder / "step_000002"))
 
 
 def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, device, capsys):

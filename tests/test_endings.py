@@ -32,7 +32,7 @@ RUN = (
 )
 CHAT_RUNS = {
     "sft": (*SFT, "--source=base", "--eval_examples=160", "--eval_every=5", "--save_every=6"),
-    "rl": (*RL, "--source=sft", "--rollout_rows=2", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
+    "rl": (*RL, "--source=sft", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
 }
 
 
@@ -237,6 +237,55 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_
     print(f"all ranks gone after {gone:.1f} s")
     assert "resumed from" in said.read_text()
     assert result(base) == expected
+
+
+SLOW = """
+import os, sys, time
+sys.argv = ["base_train", *sys.argv[1:]]
+from nanochat import cli, storage
+from scripts import base_train
+
+write_file = storage.write_file
+def slowly(*arguments):
+    time.sleep(3)
+    return write_file(*arguments)
+
+if os.environ["RANK"] == "0":
+    storage.write_file = slowly
+cli.run(base_train.main, base_train.Config)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
+    """Rank 0 writes for longer than a silent rank, or torchrun's patience with those that have not left, is allowed."""
+    base = tmp_path / "base"
+    shutil.copytree(home, base)
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    steps = 100_000 if stopped else 4
+    process, said = start(base, [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=4"),
+        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=8", f"--num_iterations={steps}"),
+    ])  # fmt: skip
+    try:
+        wait_for(said, "^base +3/", process)
+        if stopped:
+            os.kill(workers_of(process)[1], signal.SIGTERM)
+        status = process.wait(timeout=90)
+    finally:
+        kill(process)
+    text = said.read_text()
+    assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
+    folder = base / "checkpoints/base/d1"
+    (step,) = checkpoint_manager.steps(folder)
+    meta = checkpoint_manager.verify(folder / f"step_{step:06d}")
+    assert meta["world_size"] == 2 and not list(folder.glob("*.tmp"))
+    if stopped:
+        assert status == 1 and f"stopped by SIGTERM: saved {folder / f'step_{step:06d}'}; go on with --resume" in text
+    else:
+        assert status == 0 and step == 4
 
 
 # ---------------------------------------------------------------------- long runs do not grow

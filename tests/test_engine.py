@@ -193,7 +193,8 @@ DRAWS = 20_000
 def frequencies(probabilities: Tensor, seed: int = 0, **settings: Any) -> Tensor:
     """How often each token was drawn, over DRAWS rows."""
     logits = probabilities.log().expand(DRAWS, -1)
-    drawn = sample(logits, **{"temperature": 1.0, **settings}, generator=torch.Generator().manual_seed(seed))
+    noise = uniforms(seed, DRAWS)[:, None]
+    drawn = sample(logits, **{"temperature": 1.0, **settings}, noise=noise)
     assert drawn.shape == (DRAWS,)
     return drawn.bincount(minlength=probabilities.numel()).float()
 
@@ -245,9 +246,10 @@ def test_top_k_keeps_no_more_where_logits_are_equal() -> None:
 
 def test_each_row_is_cut_by_itself() -> None:
     logits = torch.stack((P.log(), P.flip(0).log()))
-    assert sample(logits, temperature=1.0, top_k=1).tolist() == [1, 5]
-    assert sample(logits, temperature=1.0, top_p=0.2).tolist() == [1, 5]
-    assert sample(logits, temperature=0).tolist() == [1, 5]
+    noise = torch.full((2, 1), 0.5)
+    assert sample(logits, temperature=1.0, top_k=1, noise=noise).tolist() == [1, 5]
+    assert sample(logits, temperature=1.0, top_p=0.2, noise=noise).tolist() == [1, 5]
+    assert sample(logits, temperature=0, noise=noise).tolist() == [1, 5]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-40, 5e-324])

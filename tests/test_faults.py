@@ -332,6 +332,7 @@ def test_slow_ranks_are_those_half_as_slow_again_as_the_middle():
         assert not list(slow_ranks({**work, 5: ("n2", seconds)}))
     assert not list(slow_ranks({0: ("n", [0.001, 0.001]), 1: ("n", [0.003, 0.003])}))  # too little to speak of
     assert not list(slow_ranks({**two, 2: ("n", [])}))  # not all have run so far
+    assert [rank for rank, _ in slow_ranks({**two, 0: ("n", [0.0, 0.0])})] == [1]  # the middle one has nothing to do
 
 
 def straggle(device: Device, faults: Faults) -> None:

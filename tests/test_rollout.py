@@ -9,10 +9,10 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
-from nanochat.conversation import parse_reply, text_of
+from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Engine, seed_of
 from nanochat.packing import pack
 from nanochat.tasks.task import Example, Task
 
@@ -97,6 +97,84 @@ def test_a_batch_carries_each_samples_advantage_and_share():
     ) if t != IGNORE}  # fmt: skip
     assert of == {(0, 3): (2.0, 0.5), (0, 4): (2.0, 0.5), (1, 6): (-1.0, 1.0)}
     assert batch.sample_share.sum() == 2  # one a sample
+
+
+def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
+    drawn = rollout.sample_replies(
+        make_engine(device), questions(5, Length()), samples=3, max_tokens=12, temperature=1.0, seed=7, rows=rows
+    )
+    return {"ids": drawn.ids, "masks": drawn.masks, "rewards": drawn.rewards.tolist()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_samples_the_same(ranks):
+    alone = drawn_on_a_rank(cpu_device(), 256)
+    assert run_ranks(drawn_on_a_rank, 256, world_size=ranks) == [alone] * ranks
+
+
+def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
+    """Each reply is what it is by itself, with the seed of its question and its number."""
+    alone = drawn_on_a_rank(cpu_device(), 256)
+    for rows in (1, 2, 7):
+        assert drawn_on_a_rank(cpu_device(), rows) == alone
+    for number, ids in enumerate(alone["ids"]):
+        question, sample = divmod(number, 3)
+        prompt = render_prompt(engine.tokenizer, questions(5, Length())[question][1].question)
+        made, _ = engine.generate([prompt], max_tokens=12, seed=[seed_of(7, question, sample)], keep_stop=True)
+        assert prompt + made[0] == ids
+
+
+def test_every_reply_is_in_one_batch():
+    for count, ranks, most in ((0, 2, 4), (1, 4, 8), (15, 2, 256), (16, 3, 2), (100, 8, 5), (600, 2, 256)):
+        batches = rollout.dealt(count, ranks, most)
+        assert sorted(place for batch in batches for place in batch) == list(range(count))
+        assert all(1 <= len(batch) <= most for batch in batches)
+        for first in range(0, len(batches), ranks):  # those at one time differ by one row at most, and lie together
+            together = [len(batch) for batch in batches[first : first + ranks]]
+            assert max(together) - min(together) <= 1
+    assert [list(batch) for batch in rollout.dealt(7, 2, 2)] == [[0, 2], [1, 3], [4, 6], [5]]
+
+
+def time_of(lengths: np.ndarray, fixed: int) -> int:
+    """Of a batch, in units of what a row costs: each token costs `fixed` and the rows that are still in the batch, of
+    which the engine lets go when half of them have ended."""
+    rows, time = len(lengths), 0
+    for made in range(1, lengths.max() + 1):
+        time += fixed + rows
+        running = int((lengths > made).sum())
+        rows = running if 2 * running <= rows else rows
+    return time
+
+
+def sampled_in(lengths: np.ndarray, batches: list[range], ranks: int, fixed: int) -> tuple[float, float]:
+    """Time until the last rank is done, each taking the next batch when it is free; and the share that ranks idle."""
+    busy = np.zeros(ranks)
+    for batch in batches:
+        busy[busy.argmin()] += time_of(lengths[np.array(batch)], fixed)
+    return busy.max(), 1 - busy.mean() / busy.max()
+
+
+@pytest.mark.parametrize("fixed", [8, 32, 128])  # rows that cost as much as launching a token: a CPU, an accelerator
+def test_dealing_keeps_ranks_busy_and_cutting_does_not_pay(fixed):
+    """16 questions, 16 replies to each of heavy-tailed lengths, some questions' longer than others', on 8 ranks."""
+    ranks, count = 8, 256
+    ways = {
+        "a batch a rank": [range(first, first + 32) for first in range(0, count, 32)],
+        "four batches a rank": [range(first, first + 8) for first in range(0, count, 8)],
+        "dealt": rollout.dealt(count, ranks, 256),
+    }
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for trial in range(10):
+        source = np.random.default_rng(trial)
+        mean = source.lognormal(np.log(60), 0.8, (16, 1))
+        lengths = source.lognormal(np.log(mean), 0.6, (16, 16)).clip(4, 256).astype(int).flatten()
+        for way, batches in ways.items():
+            found[way].append(sampled_in(lengths, batches, ranks, fixed))
+    time, idle = ({way: float(np.mean([one[i] for one in found[way]])) for way in ways} for i in (0, 1))
+    print({way: (round(time[way] / time["a batch a rank"], 2), round(idle[way], 2)) for way in ways})
+    assert idle["dealt"] < 0.1 and idle["dealt"] < idle["a batch a rank"] / 3
+    assert time["dealt"] < 0.97 * time["a batch a rank"] < time["four batches a rank"]
 
 
 def test_no_question_is_no_sample(engine):

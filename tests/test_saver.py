@@ -597,6 +597,35 @@ def test_old_steps_go(folder, keep_last, keep_every, left):
     assert usable(folder) == (6, 6)
 
 
+def test_a_damaged_step_does_not_count_among_those_kept(folder):
+    """Of an earlier start's steps 1 to 5 the last two are damaged: a fallback from 6 must not be one of them."""
+    for step in range(1, 6):
+        save_step(folder, step, seed=step)
+    for step in (4, 5):
+        (folder / f"step_{step:06d}/model.safetensors").write_bytes(b"")
+    with Saver(folder, cpu_device(), keep_last=2) as saver:
+        begin(saver, 6, seed=6)
+        saver.wait()
+        assert steps(folder) == [3, 4, 5, 6]  # whole, and behind it what is damaged
+        assert usable(folder) == (6, 6)
+        (folder / "step_000006/meta.json").rename(folder / "meta.json")
+        assert usable(folder) == (3, 3)
+        (folder / "meta.json").rename(folder / "step_000006/meta.json")
+        begin(saver, 7, seed=7)
+    assert steps(folder) == [6, 7]
+
+
+def test_each_step_is_read_back_once(folder, monkeypatch):
+    for step in (1, 2, 3):
+        save_step(folder, step, seed=step)
+    read, verify = [], checkpoint_manager.verify
+    monkeypatch.setattr(checkpoint_manager, "verify", lambda path: (read.append(path.name[-1]), verify(path))[1])
+    with Saver(folder, cpu_device(), keep_last=3) as saver:
+        for step in (4, 5, 6):
+            begin(saver, step, seed=step)
+    assert "".join(read) == "43256" and steps(folder) == [4, 5, 6]
+
+
 def test_only_steps_are_deleted(folder):
     for name in ("step_x", "step_000001.mine", "notes", "best"):
         (folder / name).mkdir(parents=True)
@@ -739,7 +768,7 @@ def test_a_resume_that_cannot_be_is_one_line(tmp_path):
         path = tmp_path / name / "step_000005"
         (path / name).write_bytes(b"{}")  # and a manifest that says so
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest[name] = checkpoint_manager._facts(path / name)
+        manifest[name] = storage.facts(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(UserError, match="--resume: .*step_000005"):
             train(cpu_device(), str(tmp_path / name), 9, save_every=5)

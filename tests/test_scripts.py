@@ -22,6 +22,7 @@ import torch
 
 from nanochat import cli, train
 from nanochat import device as devices
+from nanochat.checkpoint_manager import INDIFFERENT
 from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.log import REQUIRED
 from nanochat.tokenizer import Tokenizer
@@ -276,11 +277,40 @@ def test_a_run_begun_anew_keeps_the_earlier_one(base, tokenizer, capsys):
     assert sha256(base, 2) != sha
 
 
-@pytest.mark.parametrize("flag", ["--data=pydoc", "--seed=4"])
-def test_resume_refuses_other_data_and_another_order(base, tokenizer, capsys, flag):
+def test_resume_refuses_other_data_another_order_and_another_batch(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=2")
-    code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", flag)
-    assert code == 1 and flag.split("=")[0] in err
+    for flag, words in (
+        ("--data=pydoc", "--data demo, not pydoc"),
+        ("--shards=3", "--shards None, not 3"),
+        ("--seed=4", "--seed 0, not 4"),
+        ("--optimizer=adamw", "--optimizer muon, not adamw"),
+        ("--total_batch_size=512", "256 tokens a step, not 512: use --total_batch_size 256, or another --model_tag"),
+    ):
+        code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", flag)
+        assert code == 1 and words in err
+
+
+def test_resume_tells_what_it_changes(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--matrix_lr=0.02")
+    told = "resumed with other settings"
+    assert told not in capsys.readouterr().out
+    more = ("--matrix_lr=0.02", "--device_batch_size=1", "--gradient_accumulation_steps=4", "--log_every=5")
+    call("base_train", *TINY, "--num_iterations=2", *more, "--eval_every=7", "--save_every=1", "--resume")
+    assert told not in capsys.readouterr().out
+    changes = ("--matrix_lr=0.01", "--warmdown_fraction=0.5", "--num_iterations=3")
+    call("base_train", *TINY, *changes, "--resume")
+    changed = "num_iterations 2 -> 3, matrix_lr 0.02 -> 0.01, warmdown_fraction 0.65 -> 0.5"
+    assert f"{told}: {changed}\n" in capsys.readouterr().out
+
+
+def test_what_resume_compares_are_flags():
+    """A flag that is renamed must not fall out of what is kept, or into what is told."""
+    stages = ("base_train", "mid_train", "chat_sft", "chat_rl")
+    flags = {name: set(importlib.import_module(f"scripts.{name}").Config.__dataclass_fields__) for name in stages}
+    assert set(INDIFFERENT.split()) <= set.union(*flags.values())
+    for name in stages:
+        (kept,) = re.findall(r'kept = "(.*)"', (ROOT / f"scripts/{name}.py").read_text())
+        assert set(kept.split()) <= flags[name] - set(INDIFFERENT.split())
 
 
 def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):
@@ -345,8 +375,8 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
 
 @pytest.mark.slow
 def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
-    """The README's first command, in its smallest profile, on a file of its own: killed in pretraining, started again,
-    and once more with nothing left to do."""
+    """The README's first command, in its smallest profile, on a file of its own: killed in two stages, each time
+    started again, and once more with nothing left to do."""
     venv = Path(sys.prefix)
     if not (venv / "nanochat_setup.txt").is_file():
         pytest.skip(f"{venv} was not made by setup_ascend.sh")
@@ -361,22 +391,26 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
             [*command, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
 
-    killed = subprocess.Popen(
-        [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert killed.stdout is not None
-    saved = next(line for line in killed.stdout if "step_000030" in line)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert saved.startswith("saved ")
-
+    said = ""
+    for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
+        killed = subprocess.Popen(
+            [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            said += line
+            if line.startswith("saved ") and line.endswith(f"{half_way}\n"):
+                break
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate()
     first = speedrun("--data", "my text.txt")
     assert first.returncode == 0, first.stderr[-2000:]
-    assert re.search("^resumed from .*step_000030$", first.stdout, re.MULTILINE)
+    for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
+        assert re.search(f"^resumed from .*{half_way}$", said + first.stdout, re.MULTILINE)
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
-    assert "starting from the beginning" in first.stdout
+    assert said.count("starting from the beginning") == 4
     ends = {"base": 60, "mid": 10, "sft": 10, "rl": 2}
     files = [folder / f"checkpoints/{stage}/smoke/step_{step:06d}/model.safetensors" for stage, step in ends.items()]
     weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -607,7 +641,6 @@ def test_what_does_not_fit_a_trained_model(base, tokenizer, capsys, tmp_path, tr
         (["--head_dim=64"], "n_head"),
         (["--window_pattern=SL"], "window_pattern"),
         (["--logit_cap=30"], "logit_cap"),
-        (["--optimizer=adamw"], "another model or optimizer"),
     ):
         code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", *argv)
         assert code == 1

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
 
 from nanochat.conversation import Part, text_of
+from nanochat.faults import Faults
 from nanochat.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tasks.task import Example
@@ -79,9 +80,9 @@ def taught(tutored, base) -> Path:  # noqa: F811
 
 
 def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
-    """RL on questions whose replies are not all worth the same. Batches of two replies are the same on any ranks."""
+    """RL on questions whose replies are not all worth the same."""
     return (
-        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1", "--rollout_rows=2"),
+        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1"),
         *("--kl=0.1", "--updates_per_step=2"),
     )
 
@@ -159,10 +160,10 @@ def exactly_resumed(
         assert (lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}) == straight
 
 
-def lasting(base: Path, stage: str) -> list[dict]:  # noqa: F811
+def lasting(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F811
     """What was logged, without the times."""
     timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta"}
-    return [{name: value for name, value in line.items() if name not in timed} for line in metrics(base, stage)]
+    return [{name: value for name, value in line.items() if name not in timed} for line in metrics(base, stage, tag)]
 
 
 @pytest.mark.slow
@@ -221,6 +222,25 @@ def test_odd_conversations_are_counted_and_change_nothing(start, tmp_path):
     assert [(line["no_target"], line["cut"]) for line in metrics(start, "sft", "odd")] == [(3, 1)] * 3
     assert [(line["no_target"], line["cut"]) for line in metrics(start, "sft", "good")] == [(0, 0)] * 3
     assert all(math.isfinite(line["val_loss"]) for line in metrics(start, "sft", "odd"))
+
+
+def test_odd_conversations_are_counted_over_a_resume(start, tmp_path, monkeypatch):
+    """Stopped between two log lines, the next line counts what was there before."""
+    rows = [conversation(f"What is {n}?", f"It is {n}.", **({} if n % 3 else {"train": False})) for n in range(40)]
+    file = tmp_path / "odd.jsonl"
+    file.write_text("\n".join(map(json.dumps, [*rows, conversation("long " * 300, "Never reached.")])))
+    flags = (*CPU, "--source=base", "--source_tag=d1", f"--tasks={file}", "--target_examples_per_step=4")
+    flags = (*flags, "--device_batch_size=2", "--num_iterations=12", "--log_every=5", "--eval_examples=4")
+    call("chat_sft", *flags, "--model_tag=straight")
+    for stops in ((3, 8), (6, 10)):  # between lines, and behind one
+        shutil.rmtree(start / "checkpoints/sft/run", ignore_errors=True)
+        for stop in stops:
+            with monkeypatch.context() as patch, pytest.raises(SystemExit):
+                patch.setattr(Faults, "boundary", lambda self, step, computed=None, stop=stop: step == stop)
+                call("chat_sft", *flags, "--model_tag=run", "--resume")
+        call("chat_sft", *flags, "--model_tag=run", "--resume")
+        assert lasting(start, "sft", "run") == lasting(start, "sft", "straight")
+    assert sum(line["no_target"] for line in metrics(start, "sft", "straight")) > 10
 
 
 def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Engine, seed_of
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.tasks.registry import BUILT_IN, Choice, parse_tasks, require_grades
@@ -131,8 +131,9 @@ def evaluate(
                 for place, letter in zip(batch, preferred, strict=True)
             ]
         else:
+            seeds = [seed_of(seed, number * batch_rows + row) for row in range(len(batch))]  # whoever samples it
             sequences, _ = engine.generate(
-                asked, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed + number
+                asked, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seeds
             )
             replies = [parse_reply(tokenizer, ids) for ids in sequences]
         for place, reply in zip(batch, replies, strict=True):

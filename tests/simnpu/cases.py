@@ -69,8 +69,8 @@ def _loss_read_without_waiting() -> tuple[Any, str, Any]:
 
 
 def _multinomial_in_bfloat16() -> tuple[Any, str, Any]:
-    def wrong(logits: Tensor, *, temperature: float, generator: torch.Generator, **_: Any) -> Tensor:
-        return torch.multinomial((logits.bfloat16() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    def wrong(logits: Tensor, *, temperature: float, **_: Any) -> Tensor:
+        return torch.multinomial((logits.bfloat16() / temperature).softmax(-1), 1)[:, 0]
 
     return engine, "sample", wrong
 
