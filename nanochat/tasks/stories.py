@@ -41,8 +41,7 @@ class Stories(_Told):
     name, kind, baseline = "stories", "generative", 0.0
 
     def example(self, index: int) -> Example:
-        rng = random.Random(f"stories/{self.split}/{index}")
-        story = demo.story(rng, self.corpus)
+        rng, story = self._draw(index)
         order = rng.choice(ORDERS)
         hero = story.hero if "{hero}" in order else ""
         messages = [
@@ -50,6 +49,18 @@ class Stories(_Told):
             {"role": "assistant", "content": story.text},
         ]
         return Example(messages, hero)
+
+    def wrong(self, index: int) -> str:
+        """The story, but from its middle on its hero has another name: what a small model gets wrong."""
+        rng, story = self._draw(index)
+        other = rng.choice([name for name in demo.words("hero") if name not in story.text])
+        named = [match.start() for match in re.finditer(rf"\b{story.hero}\b", story.text)]
+        middle = next((place for place in named if place > len(story.text) // 2), named[-1])
+        return story.text[:middle] + re.sub(rf"\b{story.hero}\b", other, story.text[middle:])
+
+    def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
+        rng = random.Random(f"stories/{self.split}/{index}")
+        return rng, demo.story(rng, self.corpus)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         text = text_of(reply)
