@@ -53,10 +53,13 @@ class Stories(_Told):
     def wrong(self, index: int) -> str:
         """The story, but from its middle on its hero has another name: what a small model gets wrong."""
         rng, story = self._draw(index)
-        other = rng.choice([name for name in demo.words("hero") if name not in story.text])
-        named = [match.start() for match in re.finditer(rf"\b{story.hero}\b", story.text)]
-        middle = next((place for place in named if place > len(story.text) // 2), named[-1])
-        return story.text[:middle] + re.sub(rf"\b{story.hero}\b", other, story.text[middle:])
+        text, name = story.text, re.compile(rf"\b{story.hero}\b")
+        places = [match.start() for match in name.finditer(text)]
+        middle = next((place for place in places if place > len(text) // 2), places[-1])
+        others = rng.sample(names := demo.words("hero"), len(names))
+        told = (text[:middle] + name.sub(other, text[middle:]) for other in others if other not in text)
+        # A hero who is named once can have another name, unless that is a girl's and the story says "he".
+        return next(wrong for wrong in told if not demo.check_story(wrong).ok)
 
     def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
         rng = random.Random(f"stories/{self.split}/{index}")
