@@ -433,8 +433,9 @@ def resume(
     its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
 
     `flags` names those of `config` that a run keeps from its beginning to its end, `source` is the checkpoint that it
-    began from, `batch_tokens` what every step takes, where they take equally many. Other flags may change, which is
-    told in one line unless they are INDIFFERENT.
+    began from; where its meta data have `reference`, that is the sha256 of weights the run needs to its end.
+    `batch_tokens` is what every step takes, where they take equally many. Other flags may change, which is told in one
+    line unless they are INDIFFERENT.
     Raises UserError: when what is kept, the sizes or the tokenizer are others than the checkpoint's, when it is beyond
     `steps_asked`, when none is whole.
     """
@@ -471,6 +472,11 @@ def resume(
         raise UserError(
             f"--resume: {step_folder} was trained from {meta['source']}, the source is now {short_name(source)}: name "
             "that by --source_step, or give another --model_tag"
+        )
+    if source is not None and "reference" in meta and meta["reference"] != weights_sha256(source):
+        raise UserError(
+            f"--resume: {source} has other weights now than those that {step_folder} was measured against: put them "
+            "back, or give another --model_tag"
         )
     if meta["step"] > steps_asked:
         raise UserError(f"--resume: {step_folder} is beyond {steps_asked} steps: raise --num_iterations to go on")
@@ -544,6 +550,12 @@ def find_source(
 def short_name(step_folder: Path) -> str:
     """`<stage>/<tag>/step_<n>`: the same wherever the base folder is."""
     return "/".join(step_folder.resolve().parts[-3:])
+
+
+def weights_sha256(step_folder: Path) -> str:
+    """Of the model's weights, by the manifest of a checkpoint that was verified."""
+    manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
+    return manifest["model.safetensors"]["sha256"]
 
 
 def tag_of(step_folder: Path) -> str:
@@ -641,8 +653,6 @@ def _furthest_stage(model_tag: str | None) -> str:
 
 
 def _mend(stage: str) -> str:
-    if stage == "dpo":
-        return "no script here makes one yet"
     return f"train one with `python -m scripts.{paths.STAGES[stage]}`"
 
 

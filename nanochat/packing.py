@@ -1,7 +1,7 @@
 """Sequences become rows of one length, several in a row, none cut, none seeing another.
 
-SFT packs conversations, RL packs samples. The targets carry the loss mask, and `source` says which sequence each
-target belongs to, so that a loss may weigh sequences.
+SFT packs conversations, RL packs samples, DPO pairs of replies. The targets carry the loss mask, and `source` says
+which sequence each target belongs to, so that a loss may weigh sequences.
 
 Legend: N rows, T tokens a row, S sequences.
 """
@@ -47,23 +47,91 @@ def pack(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_token
     A sequence of n tokens takes n - 1 places: its last token is only a target. Raises ValueError: when one is longer
     than row_tokens + 1.
     """
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     rows: list[list[int]] = []
     room: list[int] = []
-    for i in order:
-        need = max(len(ids[i]) - 1, 0)
-        if need > row_tokens:
-            raise ValueError(f"a sequence of {len(ids[i])} tokens does not fit a row of {row_tokens}")
-        fits = [row for row, left in enumerate(room) if left >= need]
-        if fits:
-            row = min(fits, key=room.__getitem__)
-        else:
+    for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
+        need = _places(ids[i], row_tokens)
+        row = _best_fit(room, need)
+        if row is None:
             row = len(rows)
             rows.append([])
             room.append(row_tokens)
         rows[row].append(i)
         room[row] -= need
-    shape = (max(len(rows), 1), row_tokens)  # no sequence: one row of padding
+    return _filled(rows or [[]], ids, masks, row_tokens)  # no sequence: one row of padding
+
+
+def pack_pairs(
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[int]],
+    row_tokens: int,
+    rows: int,
+    device: Device,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[tuple[Rows, int]]:
+    """Pack S sequences of which 2i and 2i + 1 are a pair: the share of one of `world_size` ranks in micro-batches of
+    `rows` rows, on the device, none of which parts a pair; every rank has as many, some maybe of padding alone.
+
+    Comes with the number of pairs, at least 1; `source` numbers the sequences of the micro-batch, 2p and 2p + 1 for its
+    pair p. Raises ValueError: when a sequence is longer than row_tokens + 1.
+    """
+    assert rows > 1 and len(ids) % 2 == 0
+    need = [_places(sequence, row_tokens) for sequence in ids]
+    micros: list[list[list[int]]] = []  # the sequences of each row
+    rooms: list[list[int]] = []
+    for pair in sorted(range(len(ids) // 2), key=lambda pair: -max(need[2 * pair : 2 * pair + 2])):
+        members = sorted((2 * pair, 2 * pair + 1), key=lambda i: -need[i])
+        needs = [need[i] for i in members]
+        while (found := _roomiest(rooms, needs)) is None:  # one for each rank; an empty one has room for any pair
+            micros += [[[] for _ in range(rows)] for _ in range(world_size)]
+            rooms += [[row_tokens] * rows for _ in range(world_size)]
+        micro, places = found
+        for row, i in zip(places, members, strict=True):
+            micros[micro][row].append(i)
+            rooms[micro][row] -= need[i]
+    for members_by_row in micros[rank::world_size] or [[[] for _ in range(rows)]]:
+        kept = sorted(i for members in members_by_row for i in members)
+        local = {i: place for place, i in enumerate(kept)}
+        by_row = [[local[i] for i in members] for members in members_by_row]
+        filled = _filled(by_row, [ids[i] for i in kept], [masks[i] for i in kept], row_tokens)
+        fields = (filled.inputs, filled.targets, filled.segments, filled.source)
+        yield Rows(*map(device.to_device, fields)), max(1, len(kept) // 2)
+
+
+def _places(sequence: Sequence[int], row_tokens: int) -> int:
+    need = max(len(sequence) - 1, 0)
+    if need > row_tokens:
+        raise ValueError(f"a sequence of {len(sequence)} tokens does not fit a row of {row_tokens}")
+    return need
+
+
+def _best_fit(room: Sequence[int], need: int) -> int | None:
+    """The row that so many places fill up best; None where no row has them."""
+    fits = [row for row, left in enumerate(room) if left >= need]
+    return min(fits, key=room.__getitem__) if fits else None
+
+
+def _roomiest(rooms: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The emptiest micro-batch with room for all of `needs`, the greatest first, and the row for each."""
+    for micro in sorted(range(len(rooms)), key=lambda micro: -sum(rooms[micro])):
+        left, rows = list(rooms[micro]), []
+        for need in needs:
+            row = _best_fit(left, need)
+            if row is None:
+                break
+            left[row] -= need
+            rows.append(row)
+        else:
+            return micro, rows
+    return None
+
+
+def _filled(
+    rows: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int
+) -> Rows:
+    """The rows whose sequences' numbers are given."""
+    shape = (len(rows), row_tokens)
     inputs, source = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     targets, segments = np.full(shape, IGNORE, np.int64), np.zeros(shape, np.int64)
     for row, members in enumerate(rows):

@@ -32,6 +32,7 @@ from nanochat.report import (
 
 PLOTS = (  # metric; title; what is drawn; the y axis; the word above each stage
     ("reward", "Reward", "line: training questions; dots: held-out questions", "from zero", "ends"),
+    ("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out", "from zero", "ends"),
     ("val_bpb", "Bits per byte", "held-out text of each stage", "", "last"),
     ("lr", "Learning rate", "share of its peak, which stands above", "share", "peak"),
     ("tok_per_sec", "Throughput", "tokens a second; the median stands above", "from zero", "median"),
@@ -39,7 +40,7 @@ PLOTS = (  # metric; title; what is drawn; the y axis; the word above each stage
     ("kl", "KL to the reference", "nats a token", "from zero", "last"),
     ("response_tokens", "Length of replies", "tokens", "from zero", "last"),
 )
-DOTS = {"reward": "eval_reward"}  # a second measurement, drawn into the first one's plot
+DOTS = {"reward": "eval_reward", "margin": "val_margin"}  # a second measurement, drawn into the first one's plot
 EXACT = ("val_bpb", "lr", "peak_memory_gib")  # drawn as they are; others are smoothed
 
 # What plots are drawn in: each colour becomes the page's variable of that name, which differs in dark and light.

@@ -97,6 +97,7 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
+    compared = {"reference": checkpoint_manager.weights_sha256(source)} if config.kl else {}
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model, layout, device, config.activation_checkpointing)
     if reference is not None:
@@ -167,7 +168,7 @@ def main(config: Config) -> None:
         "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {f"reward_{w}": torch.tensor(value, dtype=torch.float64) for w, value in reward.items()},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, **compared},
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device)

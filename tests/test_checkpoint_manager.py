@@ -382,7 +382,8 @@ def test_load_model_by_stage_tag_step_and_folder(base_folder, device):
 @pytest.mark.parametrize("stage", paths.STAGES)
 def test_a_missing_checkpoint_names_the_script_that_makes_it(stage, device):
     script = Path(__file__).parent.parent / "scripts" / f"{paths.STAGES[stage]}.py"
-    command = rf"`python -m scripts\.{script.stem}`" if script.is_file() else "no script here makes one"
+    assert script.is_file()
+    command = rf"`python -m scripts\.{script.stem}`"
     with pytest.raises(UserError, match=rf"no {stage} checkpoint.*{command}"):
         load_model(stage, device)
     with pytest.raises(UserError, match=command):

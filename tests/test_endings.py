@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_stages import RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
+from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
 
 from nanochat import checkpoint_manager
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = {"base": 100, "sft": 40, "rl": 12}
+STEPS = {"base": 100, "sft": 40, "dpo": 24, "rl": 12}
 RUN = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
     *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1", "--agree_every=10"),
@@ -32,6 +32,7 @@ RUN = (
 )
 CHAT_RUNS = {
     "sft": (*SFT, "--source=base", "--eval_examples=160", "--eval_every=5", "--save_every=6"),
+    "dpo": (*DPO, "--source=sft", "--eval_examples=100", "--eval_every=5", "--save_every=6"),
     "rl": (*RL, "--source=sft", "--eval_examples=100", "--eval_every=3", "--save_every=4"),
 }
 
@@ -73,7 +74,7 @@ def wait_for(said: Path, pattern: str, process: subprocess.Popen, seconds: float
         time.sleep(0.02)
 
 
-TAGS = {"base": "d1", "sft": "run", "rl": "run"}
+TAGS = {"base": "d1", "sft": "run", "dpo": "run", "rl": "run"}
 
 
 def result(base: Path, stage: str = "base") -> tuple[str, list[dict[str, Any]]]:
@@ -197,7 +198,7 @@ def test_a_signal_at_any_moment_costs_nothing(straight, tmp_path, ranks, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", ["sft", "rl"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
 def test_a_signal_in_later_stages_costs_nothing(straight, tmp_path, stage, ranks):
     print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), stage))
 
@@ -209,7 +210,7 @@ def test_a_signal_while_the_first_replies_are_sampled_costs_nothing(straight, tm
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stage", ["base", "sft", "rl"])
+@pytest.mark.parametrize("stage", ["base", "sft", "dpo", "rl"])
 def test_many_signals_at_any_moment_cost_nothing(straight, tmp_path, stage):
     chance = random.Random(int(os.environ.get("NANOCHAT_SEED", "0")))
     for index in range(int(os.environ.get("NANOCHAT_TRIALS", "20"))):

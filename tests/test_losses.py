@@ -1,25 +1,30 @@
-"""RL losses against numbers worked by hand, and against one another."""
+"""RL and DPO losses against numbers worked by hand, and against one another."""
 
 import math
 
 import pytest
 import torch
-from tiny import lively_model, tiny_config
+from tiny import cpu_device, lively_model, tiny_config
 from torch import Tensor
 
 from nanochat import losses
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import (
+    PAIR_FIGURES,
+    PairBatch,
     PolicyBatch,
     clipped_objective,
     dapo_loss,
+    dpo_loss,
     dr_grpo_loss,
     grpo_loss,
+    ipo_loss,
     kl_estimate,
     reinforce_loss,
+    reply_logp,
     token_logp,
 )
-from nanochat.packing import Rows, pack
+from nanochat.packing import Rows, pack, pack_pairs
 
 
 class Fixed:
@@ -136,3 +141,110 @@ def test_token_logp_is_the_models(tiny_config):
     expected = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     expected = torch.where(targets == IGNORE, 0.0, expected)
     torch.testing.assert_close(losses.token_logp(model, batch.rows), expected)
+
+
+# ---------------------------------------------------------------------- preference pairs
+
+
+def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float, float]) -> tuple[Fixed, PairBatch]:
+    """A row with both replies of a pair, of which the targets' probabilities are given, then a padded pair."""
+    targets = torch.tensor([[5] * len(chosen) + [6] * len(rejected) + [IGNORE]])
+    numbers = torch.tensor([[0] * len(chosen) + [1] * len(rejected) + [0]])
+    zeros = torch.zeros_like(targets)
+    model = Fixed(torch.log(torch.tensor([[*chosen, *rejected, 1.0]])))
+    return model, PairBatch(Rows(zeros, targets, numbers, numbers), 2, torch.log(torch.tensor([reference, (1.0, 1.0)])))
+
+
+def test_dpo_by_hand():
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    figures = torch.zeros(len(PAIR_FIGURES))
+    loss, pairs = dpo_loss(model, batch, beta=0.5, figures=figures)
+    # gains: ln (1/8 : 1/16) = ln 2, and ln (1/8 : 1/4) = -ln 2; half their difference is ln 2: sigmoid 2/3
+    assert (loss.item(), pairs.item()) == pytest.approx((-math.log(2 / 3), 1))
+    assert figures.tolist() == pytest.approx([1, 1, math.log(2), 0.5 * math.log(2), -0.5 * math.log(2)])
+    loss.backward()
+    # sigmoid(-margin) x beta pulls every target of the chosen reply up, those of the rejected one down
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1 / 6] * 2 + [1 / 6] * 3 + [0])
+    smoothed, _ = dpo_loss(model, batch, beta=0.5, label_smoothing=0.1)
+    assert smoothed.item() == pytest.approx(-0.9 * math.log(2 / 3) - 0.1 * math.log(1 / 3))
+    with_sft, _ = dpo_loss(model, batch, beta=0.5, sft_weight=2.0)
+    assert with_sft.item() == pytest.approx(-math.log(2 / 3) + 2 * 1.5 * math.log(2))
+
+
+def test_ipo_by_hand():
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    figures = torch.zeros(len(PAIR_FIGURES))
+    loss, pairs = ipo_loss(model, batch, beta=0.25, figures=figures)
+    difference = math.log(2) / 2 + math.log(2) / 3  # of the gains a token
+    assert (loss.item(), pairs.item()) == pytest.approx(((difference - 2) ** 2, 1))
+    assert figures.tolist() == pytest.approx([1, 1, difference / 4, math.log(2) / 8, -math.log(2) / 12])
+
+
+def test_replies_as_likely_as_before_are_a_tie():
+    model, batch = one_pair([0.5], [0.25], (0.5, 0.25))
+    figures = torch.zeros(len(PAIR_FIGURES))
+    loss, _ = dpo_loss(model, batch, figures=figures)
+    assert loss.item() == pytest.approx(math.log(2)) and figures.tolist() == [1, 0.5, 0, 0, 0]
+
+
+def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(6, 27, (2 * count,), generator=generator).tolist()
+    ids = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in lengths]
+    return ids, [[0] * 4 + [1] * (len(i) - 4) for i in ids]
+
+
+@pytest.mark.parametrize("loss_fn", [dpo_loss, ipo_loss])
+def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(loss_fn):
+    """Against each pair alone, from the logits of the model and nothing of ours."""
+    model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
+    ids, masks = random_pairs(7)
+
+    def alone(policy: torch.nn.Module, number: int) -> tuple[Tensor, int]:
+        tokens = torch.tensor([ids[number]])
+        logp = policy(tokens[:, :-1])[0].log_softmax(-1)
+        chosen = [logp[place, ids[number][place + 1]] for place in range(3, len(ids[number]) - 1)]
+        return torch.stack(chosen).sum(), len(chosen)
+
+    expected = torch.zeros(())
+    for pair in range(7):
+        gains = []
+        for number in (2 * pair, 2 * pair + 1):
+            logp, targets = alone(model, number)
+            gain = logp - alone(reference, number)[0].detach()
+            gains.append(gain if loss_fn is dpo_loss else gain / targets)
+            if number % 2 == 0:
+                likely = logp / targets
+        apart = gains[0] - gains[1]
+        own = torch.log1p(torch.exp(-0.3 * apart)) if loss_fn is dpo_loss else (apart - 1 / 0.6) ** 2
+        expected = expected + own - 0.2 * likely
+    wanted = gradient(model, expected)
+
+    micros = list(pack_pairs(ids, masks, 32, 3, cpu_device()))
+    assert 1 < len(micros) < 7
+    model.zero_grad()
+    total, counted = torch.zeros(()), 0
+    for rows, pairs in micros:
+        batch = PairBatch(rows, pairs)
+        batch = PairBatch(rows, pairs, reply_logp(reference, batch).detach())
+        loss, count = loss_fn(model, batch, beta=0.3, sft_weight=0.2)
+        loss.backward()
+        total, counted = total + loss.detach(), counted + count
+    assert counted == 7
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-5)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+    assert wanted.abs().max() > 1e-2
+
+
+def test_a_micro_batch_of_padding_adds_nothing():
+    model = lively_model(tiny_config())
+    (rows, pairs), *more = pack_pairs([], [], 32, 2, cpu_device())
+    assert not more
+    batch = PairBatch(rows, pairs)
+    batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
+    figures = torch.zeros(len(PAIR_FIGURES))
+    for loss_fn in (dpo_loss, ipo_loss):
+        loss, count = loss_fn(model, batch, sft_weight=1.0, figures=figures)
+        assert (loss.item(), count.item(), figures.abs().sum().item()) == (0, 0, 0)
+        assert not gradient(model, loss).any()

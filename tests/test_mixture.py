@@ -6,18 +6,19 @@ import pytest
 from tiny import tiny_tokenizer
 
 from nanochat.cli import UserError
-from nanochat.conversation import check_messages, render, text_of
-from nanochat.data.demo import held_out_pair
+from nanochat.conversation import check_messages, parts_of, render, text_of
+from nanochat.data.demo import check_story, held_out_pair
 from nanochat.tasks.mixture import (
     BUILT_IN_TASKS,
     HUB_TASKS,
     Mixture,
     MixtureCorpus,
+    default_dpo_tasks,
     default_rl_tasks,
     default_tasks,
     open_mixture,
 )
-from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, open_task, parse_tasks
+from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, open_task, parse_tasks, require_pairs
 from nanochat.tasks.task import Example, Task
 
 
@@ -116,6 +117,9 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
     assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("stories", "gsm8k")
+    assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
+    for data in ("demo", "climbmix"):
+        require_pairs(parse_tasks(default_dpo_tasks(data)))
     for names in (BUILT_IN_TASKS, HUB_TASKS):
         assert all(choice.name in {**BUILT_IN, **FROM_HUB} for choice in parse_tasks(names))
 
@@ -136,6 +140,48 @@ def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(nam
             assert task.grade(example, reply)
             assert not task.grade(example, [{"type": "text", "text": text_of(reply)[:-4] + "zq 7."}])
             assert not task.grade(example, [])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
+    task = open_task(Choice(name, None, 1.0), split)
+    for index in (*range(60), len(task) - 1):
+        pair, example = task.pair(index), task.example(index)
+        assert pair == task.pair(index) and [*pair.question, pair.chosen] == example.messages
+        check_messages([*pair.question, pair.rejected])
+        assert task.grade(example, parts_of(pair.chosen["content"]))
+        assert not task.grade(example, parts_of(pair.rejected["content"]))
+
+
+def test_wrong_stories_and_sums_are_near_misses():
+    stories = open_task(Choice("stories", None, 1.0), "train")
+    for index in range(40):
+        right, wrong = stories.example(index).messages[-1]["content"], stories.wrong(index)
+        assert right[: len(right) // 4] == wrong[: len(right) // 4] and abs(len(right) - len(wrong)) < 40
+        assert any("changes from" in problem for problem in check_story(wrong).problems)
+    sums = open_task(Choice("arithmetic", None, 1.0), "train")
+    for index in range(40):
+        calls = [
+            parts_of(reply["content"])[0]["text"] for reply in (sums.pair(index).chosen, sums.pair(index).rejected)
+        ]
+        assert sum(a != b for a, b in zip(*calls, strict=True)) == 1
+    choices = [open_mixture("stories,addition", "train", seed=3).pair(index) for index in range(20)]
+    assert choices == [open_mixture("stories,addition", "train", seed=3).pair(index) for index in range(20)]
+
+
+def test_only_a_reply_that_is_compared_is_learned():
+    pair = open_task(Choice("identity", None, 1.0), "train").pair(3)
+    assert len(pair.question) > 1
+    for conversation, reply in zip(pair.conversations, (pair.chosen, pair.rejected), strict=True):
+        rendered = render(tiny_tokenizer(), conversation)
+        alone = render(tiny_tokenizer(), [pair.question[-1], reply])
+        assert rendered.target_count == alone.target_count > 0
+
+
+def test_a_dialogue_has_nothing_to_compare():
+    with pytest.raises(UserError, match="--tasks smoltalk: a dialogue has one reply .* ultrafeedback, and a .jsonl"):
+        require_pairs(parse_tasks("stories,smoltalk"))
 
 
 def test_held_out_sums_are_in_the_test_split_only():

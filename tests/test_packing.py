@@ -7,7 +7,7 @@ from tiny import cpu_device, lively_model, tiny_config
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import masked_loss
-from nanochat.packing import Rows, pack
+from nanochat.packing import Rows, pack, pack_pairs
 
 
 def sequences(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
@@ -100,3 +100,34 @@ def test_a_sequence_that_does_not_fit_is_told():
 def test_rows_have_equal_shapes():
     assert len({t.shape for t in vars(pack(*sequences(5, 9), 16)).values()}) == 1
     assert isinstance(pack([], [], 4), Rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_micro_batch_parts_a_pair(world_size):
+    ids, masks = sequences(60, 30)
+    masks = [[0, *[1] * (len(i) - 1)] for i in ids]
+    shares = [list(pack_pairs(ids, masks, 32, 3, cpu_device(), rank, world_size)) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    found = []
+    for rows, pairs in (micro for share in shares for micro in share):
+        assert rows.inputs.shape == (3, 32)
+        numbers = rows.source[rows.targets != IGNORE].unique().tolist()
+        assert numbers == list(range(2 * pairs)) or not numbers
+        for pair in range(pairs if numbers else 0):
+            texts = []
+            for number in (2 * pair, 2 * pair + 1):
+                own = (rows.source == number) & (rows.targets != IGNORE)
+                texts.append(rows.inputs[own][:1].tolist() + rows.targets[own].tolist())
+                assert own.any(dim=1).sum() == 1 and rows.segments[own].unique().numel() == 1
+            found.append(texts)
+    assert sorted(found) == sorted([ids[i], ids[i + 1]] for i in range(0, 60, 2))
+    places = sum(len(i) - 1 for i in ids)
+    assert sum(len(share) for share in shares) <= places / (3 * 32) * 1.25 + world_size  # little padding
+
+
+def test_two_long_replies_take_two_rows():
+    long = [1] * 33
+    ((rows, pairs),) = pack_pairs([long, long], [[0, *[1] * 32]] * 2, 32, 2, cpu_device())
+    assert pairs == 1 and rows.source.tolist() == [[0] * 32, [1] * 32]
+    with pytest.raises(ValueError, match="34 tokens does not fit a row of 32"):
+        list(pack_pairs([long, [*long, 1]], [long, [*long, 1]], 32, 2, cpu_device()))

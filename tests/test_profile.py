@@ -20,7 +20,7 @@ from test_scripts import (  # noqa: F401 (fixtures)
     tokenizer,
     trained_tokenizer,
 )
-from test_stages import MID, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
+from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
 from nanochat.device import Device
@@ -211,7 +211,8 @@ def test_pretraining_is_not_changed(base, tokenizer, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("script", "stage", "flags"), [("mid_train", "mid", MID), ("chat_sft", "sft", SFT), ("chat_rl", "rl", RL)]
+    ("script", "stage", "flags"),
+    [("mid_train", "mid", MID), ("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO), ("chat_rl", "rl", RL)],
 )
 def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
     call(script, *flags, "--source=base", "--num_iterations=2", "--profile=1")

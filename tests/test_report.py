@@ -130,7 +130,8 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     write(base, "base", "eval.json", evaluation | {"samples": ["Once upon a time.", "A frog sang."], "core": 0.1771})
     write(base, "mid", "metrics.jsonl", metrics(20, 60.0, val_loss=0.3456))
     write(base, "sft", "metrics.jsonl", metrics(10, 30.0))
-    write(base, "dpo", "metrics.jsonl", metrics(5, 15.0))
+    margins = {"margin": lambda step: step / 4, "val_margin": lambda step: 0.9 if step == 4 else None}
+    write(base, "dpo", "metrics.jsonl", metrics(5, 15.0, **margins))
     reward = {"reward": lambda step: step / 30, "eval_reward": lambda step: 0.25 + step / 50 if step % 6 == 0 else None}
     write(base, "rl", "metrics.jsonl", metrics(25, 50.0, **reward, loss=lambda step: math.sin(step), kl=0.0123))
     for stage, accuracy, answer in (
@@ -276,6 +277,7 @@ def test_each_plot_has_a_line_for_each_stage(whole):
     for key in ("loss", "lr", "tok_per_sec", "peak_memory_gib"):
         assert lines(key) == list(STAGES), key
     assert lines("val_bpb") == ["base"] and lines("accuracy") == ["mid", "sft", "dpo", "rl"]
+    assert lines("margin") == lines("val_margin") == ["dpo"]
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
 
 

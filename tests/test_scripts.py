@@ -48,6 +48,7 @@ CONTRACT_FLAGS = {
     "chat_cli": "source",
     "mid_train": "device_batch_size total_batch_size",
     "chat_sft": "device_batch_size target_examples_per_step",
+    "chat_dpo": "device_batch_size target_examples_per_step beta",
     "chat_rl": "device_batch_size examples_per_step",
     "chat_web": "host port source",
 }

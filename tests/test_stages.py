@@ -1,4 +1,4 @@
-"""Mid-training, SFT and RL: exact resumes, equal losses at any world size, odd conversations, rewards that rise.
+"""Mid-training, SFT, DPO and RL: exact resumes, equal losses at any world size, odd conversations, rewards that rise.
 
 The helpers are test_scripts'; most tests run a script's `main` in this process.
 """
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
 
+from nanochat import paths
 from nanochat.conversation import Part, text_of
 from nanochat.faults import Faults
 from nanochat.log import REQUIRED
@@ -32,6 +33,10 @@ BASE = (
 SHORT = "addition,identity,spelling"
 MID = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--total_batch_size=512", "--eval_tokens=512")
 SFT = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8")
+DPO = (
+    *(*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8"),
+    *("--lr_scale=0.2", "--beta=0.3"),
+)
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
     *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2", "--table_lr_scale=1"),
@@ -106,10 +111,12 @@ def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "mode
 def test_a_base_model_becomes_a_chat_model(start, capsys):
     call("mid_train", *MID, "--num_iterations=8", "--eval_every=4")
     call("chat_sft", *SFT, "--num_iterations=8", "--eval_every=4")
-    call("chat_rl", *RL, "--num_iterations=2", "--eval_every=1")
+    call("chat_dpo", *DPO, "--num_iterations=4", "--eval_every=2")
+    call("chat_rl", *RL, "--num_iterations=2", "--eval_every=1", "--source=dpo")
     out = capsys.readouterr().out
     assert "held-out reward" in out and "a reply, reward" in out
-    for stage, key, steps in (("mid", "val_bpb", 8), ("sft", "val_loss", 8), ("rl", "eval_reward", 2)):
+    keys = (("mid", "val_bpb", 8), ("sft", "val_loss", 8), ("dpo", "val_accuracy", 4), ("rl", "eval_reward", 2))
+    for stage, key, steps in keys:
         lines = metrics(start, stage)
         assert [line["step"] for line in lines] == list(range(steps))
         assert all(set(REQUIRED) <= set(line) and math.isfinite(line["loss"]) for line in lines)
@@ -118,14 +125,19 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
     assert losses(start, "sft")[-1] < losses(start, "sft")[0]
     assert metrics(start, "mid")[-1]["val_bpb"] < metrics(start, "mid")[3]["val_bpb"]
     assert all({"reward", "response_tokens", "with_advantage"} <= set(line) for line in metrics(start, "rl"))
+    pairs = {"accuracy", "margin", "chosen_reward", "rejected_reward", "left_out"}
+    assert all(pairs <= set(line) for line in metrics(start, "dpo"))
+    assert losses(start, "dpo")[0] == pytest.approx(math.log(2)) and metrics(start, "dpo")[0]["accuracy"] == 0.5
     commands = [json.loads(line) for line in (start / "runs/commands.jsonl").read_text().splitlines()]
-    assert [c["stage"] for c in commands] == ["base", "mid", "sft", "rl"]
+    assert [c["stage"] for c in commands] == ["base", "mid", "sft", "dpo", "rl"]
     assert all(c["tag"] == "d1" and c["seconds"] > 0 and c["kind"] == "cpu" for c in commands)
 
 
-@pytest.mark.parametrize(("script", "stage", "flags"), [("mid_train", "mid", MID), ("chat_sft", "sft", SFT)])
-def test_sft_and_mid_resume_exactly(start, script, stage, flags):
-    if stage == "sft":
+@pytest.mark.parametrize(
+    ("script", "stage", "flags"), [("mid_train", "mid", MID), ("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)]
+)
+def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
+    if stage != "mid":
         flags = (*flags, "--source=base")
     exactly_resumed(start, script, stage, (*flags, "--num_iterations=8", "--save_every=2", "--eval_every=4"), 8)
 
@@ -167,10 +179,10 @@ def lasting(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F81
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["base", "mid", "sft", "rl"])
+@pytest.mark.parametrize("stage", ["base", "mid", "sft", "dpo", "rl"])
 def test_twenty_ten_and_ten_steps_are_forty(taught, stage):
     flags = BASE if stage == "base" else flags_of(stage, taught)
-    script = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}[stage]
+    script = paths.STAGES[stage]
     flags = (*flags, "--model_tag=d1", "--num_iterations=40", "--save_every=10", "--eval_every=15", "--seed=5")
     exactly_resumed(taught, script, stage, flags, 40, (20, 30))
 
@@ -314,24 +326,37 @@ def torchrun(*argv: str, ranks: int = 2) -> None:
     assert result.returncode == 0, result.stderr
 
 
-STAGES = {"mid": ("mid_train", "val_bpb"), "sft": ("chat_sft", "val_loss"), "rl": ("chat_rl", "eval_reward")}
+STAGES = {
+    "mid": ("mid_train", "val_bpb"),
+    "sft": ("chat_sft", "val_loss"),
+    "dpo": ("chat_dpo", "val_loss"),
+    "rl": ("chat_rl", "eval_reward"),
+}
 
 
 def flags_of(stage: str, base: Path) -> tuple[str, ...]:  # noqa: F811
-    return {"mid": (*MID, "--source_tag=d1"), "sft": (*SFT, "--source=base", "--source_tag=d1"), "rl": graded(base)}[
-        stage
-    ]
+    return {
+        "mid": (*MID, "--source_tag=d1"),
+        "sft": (*SFT, "--source=base", "--source_tag=d1"),
+        "dpo": (*DPO, "--source=sft", "--source_tag=d1", "--sft_weight=0.1"),
+        "rl": graded(base),
+    }[stage]
+
+
+def fewest_rows(stage: str) -> str:
+    return "--device_batch_size=2" if stage == "dpo" else "--device_batch_size=1"
 
 
 def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> None:  # noqa: F811
     """Two runs in one folder whose figures differ by their rounding alone."""
     alone, together = metrics(base, stage, one), metrics(base, stage, other)
     assert [line["step"] for line in together] == [line["step"] for line in alone] == list(range(steps))
-    for name in ("loss", "grad_norm", STAGES[stage][1], "reward", "response_tokens", "tokens", "kl"):
+    names = ("loss", "grad_norm", STAGES[stage][1], "reward", "response_tokens", "tokens", "kl", "accuracy")
+    for name in (*names, "margin", "val_margin"):
         expected = [line.get(name, 0) for line in alone]
-        # a loss of policy gradients is a sum of both signs, a divergence starts at 0
+        # a loss of policy gradients is a sum of both signs, as a margin is; a divergence starts at 0
         rounding = 1e-3 if name == "grad_norm" else 1e-5
-        found = pytest.approx(expected, rel=rounding, abs=1e-5 if stage == "rl" else 0)
+        found = pytest.approx(expected, rel=rounding, abs=1e-5 if stage in ("dpo", "rl") else 0)
         assert [line.get(name, 0) for line in together] == found, name
     weights = [
         load_file(base / f"checkpoints/{stage}/{tag}/step_{steps:06d}/model.safetensors") for tag in (one, other)
@@ -355,7 +380,7 @@ def test_several_ranks_train_as_one(taught, stage, ranks, layout):
     script, _ = STAGES[stage]
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
     call(script, *flags, "--model_tag=one")
-    torchrun(f"scripts.{script}", "--", *flags, *layout, "--model_tag=many", "--device_batch_size=1", ranks=ranks)
+    torchrun(f"scripts.{script}", "--", *flags, *layout, "--model_tag=many", fewest_rows(stage), ranks=ranks)
     same_training(taught, stage, "one", "many", 6)
     if stage == "rl":  # there was something to learn
         assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
@@ -368,7 +393,7 @@ def test_any_layout_goes_on_where_another_stopped(taught, stage):
     script, _ = STAGES[stage]
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
-    on_two = (f"scripts.{script}", "--", *flags, "--model_tag=many", "--device_batch_size=1")
+    on_two = (f"scripts.{script}", "--", *flags, "--model_tag=many", fewest_rows(stage))
     torchrun(*on_two, "--parallel=fsdp")
     folder = taught / "checkpoints" / stage / "many"
     for step in (4, 6):
@@ -407,6 +432,13 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_sft --source=base --tasks=gsm8k=/nowhere", "/nowhere"),
         ("chat_sft --source=base --target_examples_per_step=0", "--target_examples_per_step"),
         ("chat_sft --source=base --model_tag=../x", "--model_tag"),
+        ("chat_dpo", "no sft checkpoint"),
+        ("chat_dpo --source=base --tasks=smoltalk", "two to compare"),
+        ("chat_dpo --source=base --tasks=humaneval", "no train split"),
+        ("chat_dpo --source=base --device_batch_size=1", "--device_batch_size 1: at least 2"),
+        ("chat_dpo --source=base --beta=0", "--beta"),
+        ("chat_dpo --source=base --label_smoothing=0.6", "--label_smoothing 0.6: from 0 to 0.5"),
+        ("chat_dpo --source=base --loss=ipo --label_smoothing=0.1", "goes with --loss dpo"),
         ("chat_rl", "no sft checkpoint"),
         ("chat_rl --source=base --tasks=smoltalk", "no right answer to grade"),
         ("chat_rl --source=base --num_samples=1", "--num_samples"),
@@ -435,6 +467,71 @@ def test_resume_keeps_to_its_source(start, capsys):
     call("mid_train", *MID, "--num_iterations=2")
     code, err = mistake(capsys, "chat_sft", *SFT, "--source=mid", "--num_iterations=4", "--resume")
     assert code == 1 and "base/d1/step_000020" in err and "mid/d1/step_000002" in err
+
+
+@pytest.mark.parametrize(("script", "flags"), [("chat_dpo", DPO), ("chat_rl", (*RL, "--kl=0.1"))], ids=["dpo", "rl"])
+def test_resume_keeps_to_its_reference(start, capsys, script, flags):
+    """A source of the same name whose weights were trained anew is not what the run was measured against."""
+    flags = (*flags, "--source=sft", "--source_tag=d1")
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
+    call(script, *flags, "--num_iterations=1")
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2", "--seed=1")
+    code, err = mistake(capsys, script, *flags, "--num_iterations=2", "--resume")
+    assert code == 1 and "sft/d1/step_000002 has other weights now" in err
+    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")  # as before
+    call(script, *flags, "--num_iterations=2", "--resume")
+
+
+# ---------------------------------------------------------------------- preferences
+
+
+def pairs_file(folder: Path, count: int, odd: Sequence[dict] = ()) -> Path:
+    """A number is followed by a word that its parity says; the other word is the worse reply."""
+    folder.mkdir()
+    words = ("That is an even one.", "This number is odd.")
+    for split, first in (("train", 0), ("test", 1000)):
+        rows = [
+            {"prompt": f"What is {n}?", "chosen": words[n % 2], "rejected": words[1 - n % 2]}
+            for n in range(first, first + count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, [*rows, *odd])))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_held_out_pairs_are_told_apart(start, tmp_path, loss):
+    tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
+    flags = (*CPU, "--source=base", tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--lr_scale=0.5")
+    more = ("--num_iterations=60", "--eval_every=20", "--eval_examples=64", f"--loss={loss}")
+    call("chat_dpo", *flags, *more)
+    lines = metrics(start, "dpo")
+    assert lines[0]["accuracy"] == 0.5
+    found = [line["val_accuracy"] for line in lines if "val_accuracy" in line]
+    assert found[-1] > 0.8, found
+    assert lines[-1]["val_chosen_reward"] > lines[-1]["val_rejected_reward"]
+    assert lines[-1]["val_loss"] < lines[0]["loss"]
+
+
+def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):
+    """Of odd pairs beside good ones the loss is that of the good ones alone; they are counted over a resume."""
+    odd = [
+        {"prompt": "Silent?", "chosen": "", "rejected": "No."},
+        {"prompt": "The same?", "chosen": "Yes.", "rejected": "Yes."},
+        {"prompt": "long " * 300, "chosen": "Never", "rejected": "reached."},
+    ]
+    files = [pairs_file(tmp_path / name, 6, rows) for name, rows in (("good", []), ("odd", odd))]
+    flags = (*CPU, "--source=base", "--source_tag=d1", "--device_batch_size=2", "--num_iterations=3", "--eval_every=1")
+    call("chat_dpo", *flags, f"--tasks={files[0]}", "--target_examples_per_step=6", "--model_tag=good")
+    odd_flags = (*flags, f"--tasks={files[1]}", "--target_examples_per_step=9", "--model_tag=odd", "--save_every=1")
+    call("chat_dpo", *odd_flags)
+    for name in ("loss", "val_loss", "tokens"):
+        good, odd_ones = ([line[name] for line in metrics(start, "dpo", tag)] for tag in ("good", "odd"))
+        assert odd_ones == pytest.approx(good, rel=1e-4), name
+    assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]
+    shutil.rmtree(start / "checkpoints/dpo/odd/step_000003")
+    call("chat_dpo", *odd_flags, "--resume")
+    assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])

@@ -24,13 +24,14 @@ from nanochat.tasks.conversations import Conversations, messages_of
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mmlu import Mmlu
+from nanochat.tasks.preferences import Preferences, UltraFeedback, pair_of
 from nanochat.tasks.smoltalk import SmolTalk
 from nanochat.tasks.spelling import LetterCount, Spelling
-from nanochat.tasks.task import Example, Task
+from nanochat.tasks.task import Example, Pair, Task
 from nanochat.tools import calculate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk)
+FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, UltraFeedback)
 
 
 def text(reply: str) -> list[Part]:
@@ -564,6 +565,82 @@ def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
     assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'messages' that is a list")
 
 
+# ---- Preference pairs ------------------------------------------------------------------------------------
+
+BETTER, WORSE = {"role": "assistant", "content": "Hi!"}, {"role": "assistant", "content": "Go away."}
+PAIR_FORMS = [
+    {"chosen": HELLO, "rejected": [HELLO[0], WORSE]},
+    {"prompt": "Hello", "chosen": HELLO, "rejected": [HELLO[0], WORSE], "score_chosen": 9.0},  # UltraFeedback's
+    {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "chosen": [BETTER], "rejected": [WORSE]},
+    {"prompt": [HELLO[0]], "chosen": [BETTER], "rejected": [WORSE]},
+    {"prompt": [HELLO[0]], "chosen": BETTER, "rejected": "Go away."},
+    {
+        "conversations": [{"from": "human", "value": "Hello"}],
+        "chosen": {"from": "gpt", "value": "Hi!"},
+        "rejected": {"from": "gpt", "value": "Go away."},
+    },
+    {"instruction": "Hello", "input": "", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "instruction": None, "chosen": "Hi!", "rejected": "Go away."},
+]
+
+
+@pytest.mark.parametrize("row", PAIR_FORMS)
+def test_every_form_is_the_same_pair(row):
+    assert pair_of(row) == Pair([HELLO[0]], BETTER, WORSE)
+
+
+BAD_PAIRS = [
+    (HELLO, "no form that is known (but list); these are:"),
+    ({"messages": HELLO}, "no form that is known (with messages)"),
+    ({"chosen": HELLO}, "no form that is known (with chosen)"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "no form that is known (with prompt, chosen, rejected)"),
+    ({"chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
+    ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
+    ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a list of messages, and not an"),
+    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is no object"),
+    ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
+    ({"chosen": HELLO, "rejected": [{"role": "user", "content": "Bye"}, WORSE]}, "do not answer the same messages"),
+    ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "of chosen, message 2 is by assistant, where user is due"),
+    ({"prompt": "Hello", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "chosen does not end with"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD_PAIRS)
+def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, says):
+    path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
+    said = complaint(lambda: Preferences("train", str(path)))
+    assert said.startswith(f"{path} line 3 is no preference pair: ") and says in said
+
+
+def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
+    rows = [{"prompt": str(n), "chosen": "a", "rejected": "b"} for n in range(20)]
+    path = write(tmp_path / "mine.parquet", rows)
+    train, test = Preferences("train", str(path)), Preferences("test", str(path))
+    assert [task.pair(n).question[0]["content"] for task in (train, test) for n in range(len(task))] == [
+        str(n) for n in range(20)
+    ]
+    assert len(test) == 2 and test.example(0).messages == [{"role": "user", "content": "18"}, BETTER | {"content": "a"}]
+
+
+def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train_gen", "train_prefs", "train_sft", "test_prefs", "test_sft"):
+        row = {
+            "prompt": split,
+            **{side: [{"role": "user", "content": split}, BETTER] for side in ("chosen", "rejected")},
+        }
+        write(tmp_path / f"data/{split}-00000-of-00001.parquet", [row])
+    for split in ("train", "test"):
+        task = UltraFeedback(split, str(tmp_path))
+        assert [len(task), task.pair(0).question[0]["content"]] == [1, f"{split}_prefs"]
+    write(tmp_path / "train.jsonl", [PAIR_FORMS[0], {"chosen": HELLO, "rejected": HELLO[:1]}])
+    task = UltraFeedback("train", str(tmp_path / "train.jsonl"))  # a row is checked when it is read
+    assert task.pair(0) == pair_of(PAIR_FORMS[0])
+    assert "line 2 is no preference pair: rejected does not end" in complaint(lambda: task.pair(1))
+
+
 # ---- All that come from a hub ----------------------------------------------------------------------------
 
 
@@ -597,6 +674,6 @@ def test_the_hub_is_asked_for_the_right_split(kind, monkeypatch):
     for split in splits:
         with pytest.raises(UserError, match="enough"):
             kind(split, None, "modelscope")
-    train = "auxiliary_train" if kind is Mmlu else "train"
-    wanted = [(kind.name, train if split == "train" else split, "modelscope") for split in splits]
+    others = {Mmlu: {"train": "auxiliary_train"}, UltraFeedback: {"train": "train_prefs", "test": "test_prefs"}}
+    wanted = [(kind.name, others.get(kind, {}).get(split, split), "modelscope") for split in splits]
     assert asked == wanted and all(split in hub.TASKS[name].splits for name, split, _ in asked)

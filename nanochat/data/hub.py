@@ -43,6 +43,7 @@ MMLU_REVISION = "c30699e8356da336a370243923dbaf21066bb9fe"
 ARC_REVISION = "210d026faf9955653af8916fad021475a3f00453"
 HUMANEVAL_REVISION = "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"
 SMOLTALK_REVISION = "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc"
+ULTRAFEEDBACK_REVISION = "3949bf5f8c17c394422ccfab0c31ea9c20bdeb85"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,12 @@ TASKS = {
             "train": _split("data/train", count=4),
             "test": _split("data/test", "be6773dcce145f3918ff14237b1f765affa427b0b13f6a02d397e665ac908b9a"),
         },
+    ),
+    # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope.
+    "ultrafeedback": TaskData(
+        {"hf": Shards("HuggingFaceH4/ultrafeedback_binarized", ULTRAFEEDBACK_REVISION)},
+        licence="MIT",
+        splits={"train_prefs": _split("data/train_prefs"), "test_prefs": _split("data/test_prefs")},
     ),
 }
 

@@ -68,6 +68,14 @@ class Arithmetic(Task):
             return rng.choice((*MINUS, FEWER)).format(a=a, b=b, **told), f"{a}-{b}"
         return rng.choice(TIMES).format(a=a, b=b), f"{a}*{b}"
 
+    def wrong(self, index: int) -> list[Part]:
+        """The sum with one digit of its call changed, and what the tool answers to that."""
+        call = self.example(index).messages[-1]["content"][0]["text"]
+        rng = random.Random(f"{self.name}/{self.split}/{index}/wrong")
+        place = rng.choice([place for place, character in enumerate(call) if character.isdigit()])
+        digit = rng.choice([d for d in "123456789" if d != call[place]])
+        return sum_example("", call[:place] + digit + call[place + 1 :]).messages[-1]["content"]
+
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """The tool was called and gave the answer, and what the reply states with it is true: `47+38 = 85.`"""
         stated, _, said = text_of(reply).rpartition("=")

@@ -50,6 +50,7 @@ class Conversations(Task):
         return Example(self._messages(self.range[index]))
 
     def _messages(self, index: int) -> list[Message]:
+        """Raises UserError: naming the row, when it is not what it should be."""
         try:
             return messages_of(self.rows[index])
         except UserError:
@@ -73,7 +74,7 @@ def messages_of(row: Any) -> list[Message]:
     elif not isinstance(row, list):
         has = f"with {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"but {type(row).__name__}"
         raise ValueError(f"no form that is known ({has}); these are: {KNOWN}")
-    messages = [_plain(message) for message in row]
+    messages = [plain(message) for message in row]
     check_messages(messages)
     if messages[-1]["role"] == "user":
         messages.pop()
@@ -82,7 +83,7 @@ def messages_of(row: Any) -> list[Message]:
     return messages
 
 
-def _plain(message: Any) -> Any:
+def plain(message: Any) -> Any:
     """Only what a message is made of: a column of a .parquet gives each message every key that any of them has."""
     if not isinstance(message, dict):
         return message

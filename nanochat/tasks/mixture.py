@@ -14,7 +14,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import render
 from nanochat.data.hub import DATASETS
 from nanochat.tasks.registry import open_task, parse_tasks
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.task import Example, Pair, Split, Task
 from nanochat.tokenizer import Tokenizer
 
 WHEEL_SLOTS = 1000
@@ -35,17 +35,22 @@ def default_rl_tasks(pretraining_data: str) -> str:
     return "gsm8k" if _from_hub(pretraining_data) else "stories"
 
 
+def default_dpo_tasks(pretraining_data: str) -> str:
+    """What such a model learns to prefer."""
+    return "ultrafeedback" if _from_hub(pretraining_data) else "stories"
+
+
 def _from_hub(data: str) -> bool:
     return data in DATASETS or ("/" in data and not Path(data).exists())
 
 
-def open_mixture(text: str, split: Split, hub: str = "hf", seed: int = 0) -> "Mixture":
-    """The mixture that a --tasks flag describes.
+def open_mixture(text: str, split: Split, hub: str = "hf", seed: int = 0, pairs: bool = False) -> "Mixture":
+    """The mixture that a --tasks flag describes; its files hold conversations, or preference `pairs`.
 
     Raises UserError: when a name is unknown, or data are missing or damaged.
     """
     choices = parse_tasks(text)
-    return Mixture([open_task(choice, split, hub) for choice in choices], [c.weight for c in choices], seed)
+    return Mixture([open_task(choice, split, hub, pairs) for choice in choices], [c.weight for c in choices], seed)
 
 
 class Mixture:
@@ -70,6 +75,10 @@ class Mixture:
     def example(self, index: int) -> Example:
         task, number = self.draw(index)
         return task.example(number)
+
+    def pair(self, index: int) -> Pair:
+        task, number = self.draw(index)
+        return task.pair(number)
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """The task at each slot of one turn, and how many of its slots stand before that one."""

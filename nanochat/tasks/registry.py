@@ -1,7 +1,7 @@
-"""Tasks by name: `arithmetic`, `gsm8k`, ..., or a file of conversations.
+"""Tasks by name: `arithmetic`, `gsm8k`, ..., or a file of conversations or of preference pairs.
 
 A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
-or folder in place of the hub's; a PATH alone is conversations in .jsonl.
+or folder in place of the hub's; a PATH alone is conversations in .jsonl, or where pairs are asked for, pairs.
 """
 
 import difflib
@@ -19,6 +19,7 @@ from nanochat.tasks.gsm8k import Gsm8k
 from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.identity import Identity
 from nanochat.tasks.mmlu import Mmlu
+from nanochat.tasks.preferences import Preferences, UltraFeedback
 from nanochat.tasks.smoltalk import SmolTalk
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.stories import Stories, StoryQuestions
@@ -42,6 +43,7 @@ FROM_HUB: dict[str, Any] = {
     "arc_challenge": ArcChallenge,
     "humaneval": HumanEval,
     "smoltalk": SmolTalk,
+    "ultrafeedback": UltraFeedback,
 }
 NAMES = (*BUILT_IN, *FROM_HUB)
 
@@ -92,14 +94,14 @@ def _parse_entry(entry: str) -> Choice:
     raise UserError(f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}")
 
 
-def open_task(choice: Choice, split: Split, hub: str = "hf") -> Task:
-    """The task of an entry.
+def open_task(choice: Choice, split: Split, hub: str = "hf", pairs: bool = False) -> Task:
+    """The task of an entry; a file alone holds conversations, or preference `pairs`.
 
     Raises UserError: in one line, when its data are missing or damaged.
     """
     if choice.name == "conversations":
         assert choice.path is not None
-        return Conversations(split, choice.path, hub)
+        return (Preferences if pairs else Conversations)(split, choice.path, hub)
     if choice.name in BUILT_IN:
         return BUILT_IN[choice.name](split)
     return FROM_HUB[choice.name](split, choice.path, hub)
@@ -113,4 +115,16 @@ def require_grades(choices: Sequence[Choice]) -> None:
             name = choice.path if choice.name == "conversations" else choice.name
             raise UserError(
                 f"--tasks {name}: a dialogue has no right answer to grade; those with one are {', '.join(graded)}"
+            )
+
+
+def require_pairs(choices: Sequence[Choice]) -> None:
+    """Raises UserError: for an entry that has no second reply to compare."""
+    tasks = {**BUILT_IN, **FROM_HUB}.items()
+    paired = [name for name, task in tasks if task.kind != "dialogue" or issubclass(task, Preferences)]
+    for choice in choices:
+        if choice.name not in (*paired, "conversations"):
+            raise UserError(
+                f"--tasks {choice.name}: a dialogue has one reply to a question, not two to compare; those with a "
+                f"better and a worse one are {', '.join(paired)}, and a .jsonl of pairs"
             )

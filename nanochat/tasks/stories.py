@@ -41,8 +41,7 @@ class Stories(_Told):
     name, kind, baseline = "stories", "generative", 0.0
 
     def example(self, index: int) -> Example:
-        rng = random.Random(f"stories/{self.split}/{index}")
-        story = demo.story(rng, self.corpus)
+        rng, story = self._draw(index)
         order = rng.choice(ORDERS)
         hero = story.hero if "{hero}" in order else ""
         messages = [
@@ -50,6 +49,21 @@ class Stories(_Told):
             {"role": "assistant", "content": story.text},
         ]
         return Example(messages, hero)
+
+    def wrong(self, index: int) -> str:
+        """The story, but from its middle on its hero has another name: what a small model gets wrong."""
+        rng, story = self._draw(index)
+        text, name = story.text, re.compile(rf"\b{story.hero}\b")
+        places = [match.start() for match in name.finditer(text)]
+        middle = next((place for place in places if place > len(text) // 2), places[-1])
+        others = rng.sample(names := demo.words("hero"), len(names))
+        told = (text[:middle] + name.sub(other, text[middle:]) for other in others if other not in text)
+        # A hero who is named once can have another name, unless that is a girl's and the story says "he".
+        return next(wrong for wrong in told if not demo.check_story(wrong).ok)
+
+    def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
+        rng = random.Random(f"stories/{self.split}/{index}")
+        return rng, demo.story(rng, self.corpus)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         text = text_of(reply)

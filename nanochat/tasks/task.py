@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat.conversation import Message, Part, text_of
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Part, parts_of, text_of
 
 Split = Literal["train", "test"]
 Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all
@@ -23,6 +24,21 @@ class Example:
         return self.messages[:-1]
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two replies to one question, of which the first is preferred."""
+
+    question: list[Message]
+    chosen: Message
+    rejected: Message
+
+    @property
+    def conversations(self) -> tuple[list[Message], list[Message]]:
+        """Both, with nothing to learn from but the replies that are compared."""
+        given = [{**message, "train": False} for message in self.question]
+        return [*given, self.chosen], [*given, self.rejected]
+
+
 class Task:
     """A row of examples, the same for the same arguments on every machine.
 
@@ -39,6 +55,21 @@ class Task:
     def example(self, index: int) -> Example:
         """Example 0 <= index < len."""
         raise NotImplementedError
+
+    def pair(self, index: int) -> Pair:
+        """Example `index` for preference optimisation: its reference answer and a wrong one."""
+        messages = self.example(index).messages
+        return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
+
+    def wrong(self, index: int) -> str | list[Part]:
+        """A reply to example `index` that is not right, the same at every call: here the reference answer of the next
+        example that has another."""
+        example = self.example(index)
+        for other in range(index + 1, index + 100):
+            reply = self.example(other % len(self)).messages[-1]["content"]
+            if not self.grade(example, parts_of(reply)):
+                return reply
+        raise UserError(f"--tasks {self.name}: all answers are the same, there is no wrong one")
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Whether an assistant's reply is right."""
