@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import parallel, scaling
+from nanochat import optim, parallel, scaling
 from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -33,6 +33,7 @@ CONFIG = tiny_config(sequence_len=16)
 STEPS = 20
 LAYOUTS = {  # processes, --parallel, --replicate
     "ddp 2": (2, "ddp", 1),
+    "ddp 4": (4, "ddp", 1),
     "fsdp 2": (2, "fsdp", 1),
     "fsdp 4": (4, "fsdp", 1),
     "hybrid 2 x 2": (4, "fsdp", 2),
@@ -255,12 +256,14 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.events: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             kind, place = self.KINDS[function.overloadpacket.__name__]
             tensors = args[place] if isinstance(args[place], list) else [args[place]]
             self.bytes[kind] += sum(t.nbytes for t in tensors)
+            self.events.append(kind)
         return function(*args, **(kwargs or {}))
 
 
@@ -276,8 +279,74 @@ def counted(device: Device, how: str, replicate: int) -> list[dict[str, int]]:
     return [dict(collectives.bytes), predicted]
 
 
+# ---------------------------------------------------------------------- collectives during the backward
+
+
+def loss_without_head(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Reaches neither the head, whose gradient is the first to travel, nor the last block's value embedding."""
+    values = model.value_embeddings
+    model.value_embeddings = torch.nn.ModuleDict({name: table for name, table in values.items() if name != "2"})
+    try:
+        return model.hidden(batch[0]).square().sum(), (batch[1] != IGNORE).sum()
+    finally:
+        model.value_embeddings = values
+
+
+def unlike_losses(run: Run, device: Device, count: int) -> list[tuple[float, ...]]:
+    """Steps whose losses reach other parameters on some ranks than on others, the last on none all of them."""
+    figures = []
+    for step in range(count):
+        partial = device.rank % 2 == 1 or step == count - 1
+        batches = [make_batch(10 * step + device.rank), make_batch(10 * step + device.rank + 5)]
+        loss_fn = loss_without_head if partial else next_token_loss
+        figures.append(numbers(train_step(*run, batches, loss_fn, device=device)))
+    return figures
+
+
+SMALL_BUCKETS = 1 << 14  # bytes: two to a block
+
+
+def overlapped(device: Device) -> list[bool]:
+    """Whether steps whose gradients travel during the backward end with the bits of steps that send them behind it,
+    with a loss that reaches all parameters and with others."""
+    same = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "BUCKET_BYTES", SMALL_BUCKETS)
+        for learn in (steps, unlike_losses):
+            one, other = make_run(device), make_run(device)
+            patch.setattr(other[1], "send_as_ready", lambda: None)
+            alike = learn(one, device, 4) == learn(other, device, 4)
+            alike &= same_bits(weights(one[0]), weights(other[0]))
+            same.append(alike and same_bits(state(one[1]), state(other[1])))
+    return same
+
+
+def happenings(device: Device) -> list[str]:
+    """A step of two micro-batches: the beginnings of its forwards, its blocks' backwards and its collectives."""
+    with pytest.MonkeyPatch.context() as patch, Collectives() as seen:
+        patch.setattr(optim, "BUCKET_BYTES", SMALL_BUCKETS)
+        run = make_run(device)
+        reduce = run[1].reduce
+
+        def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+            seen.events.append("forward")
+            return next_token_loss(model, batch)
+
+        def reduced() -> Tensor:
+            seen.events.append("reduce")
+            return reduce()
+
+        for i, block in enumerate(run[0].blocks):
+            block.register_full_backward_pre_hook(lambda *_, i=i: seen.events.append(f"block {i}"))
+        patch.setattr(run[1], "reduce", reduced)
+        train_step(*run, [make_batch(0), make_batch(1)], loss_fn, device=device)
+    return seen.events
+
+
 def everything(device: Device) -> dict[str, Any]:
     return {
+        "overlapped": overlapped(device),
+        "happenings": happenings(device),
         "trained": trained(device, "fsdp", 1, [{}]),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
@@ -354,11 +423,42 @@ def test_two_ranks_send_what_is_predicted(two_ranks: list[dict[str, Any]]) -> No
 
 
 @slow
-@pytest.mark.parametrize("layout", ["fsdp 4", "hybrid 2 x 2"])
+@pytest.mark.parametrize("layout", ["ddp 4", "fsdp 4", "hybrid 2 x 2"])
 def test_four_ranks_send_what_is_predicted(layout: str) -> None:
     ranks, how, replicate = LAYOUTS[layout]
     for counts, predicted in run_ranks(counted, how, replicate, world_size=ranks):
         assert counts == predicted
+
+
+def test_gradients_travel_during_the_last_backward(two_ranks: list[dict[str, Any]]) -> None:
+    events = two_ranks[0]["happenings"]
+    assert two_ranks[1]["happenings"] == events
+    first, last = events.index("forward"), events.index("forward", 1)
+    assert events[first + 1 : last] == ["block 2", "block 1", "block 0"]  # the sum is not complete: nothing travels
+    ended = events.index("reduce")
+    backward, after = Counter(events[last:ended]), Counter(events[ended:])
+    sent = ("reduce_scatter", "all_reduce")
+    assert [backward[kind] for kind in sent] == [13, 6]
+    assert [after[kind] for kind in sent] == [0, 1]  # that of the figures
+    begun = [events.index(f"block {i}", last) for i in (2, 1, 0)]
+    between = [sum(e in sent for e in events[a:b]) for a, b in zip(begun, [*begun[1:], ended], strict=True)]
+    assert events[last + 1] == "reduce_scatter"  # the head's
+    assert min(between) >= 4, between  # a block's, while the next runs
+
+
+def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["overlapped"] for rank in two_ranks] == [[True, True]] * 2
+
+
+@slow
+def test_gradients_that_travel_early_are_the_same_on_four() -> None:
+    assert run_ranks(overlapped, world_size=4) == [[True, True]] * 4
+
+
+def test_one_process_sends_nothing_early() -> None:
+    model, optimizer = make_run(cpu_device())
+    optimizer.send_as_ready()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 # ---------------------------------------------------------------------- layouts
