@@ -155,7 +155,7 @@ class Optimizer:
         self._sent = 0
         shares = [grad for plan in self._plans for grad in plan.reduced() if grad.numel()]
         if not shares or self.layout.replica:  # the first replica speaks for all
-            return torch.zeros(())
+            return torch.zeros((), device=next(iter(self.turns)).device if self.turns else None)
         return torch.stack(torch._foreach_norm(shares)).square().sum() * self._averaged**2  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> dict[str, Tensor]:
