@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -40,6 +44,7 @@ LAYOUTS = {  # processes, --parallel, --replicate
     "hybrid 2 x 2": (4, "fsdp", 2),
 }
 slow = pytest.mark.slow
+TESTS = Path(__file__).resolve().parent
 Run = tuple[GPT, Optimizer]
 
 
@@ -468,6 +473,49 @@ def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]
 @slow
 def test_gradients_that_travel_early_are_the_same_on_four() -> None:
     assert run_ranks(overlapped, world_size=4) == [[True, True]] * 4
+
+
+FAILING = """
+from test_parallel import *
+from nanochat import device as devices
+
+def loss_fn(model, batch):
+    def fail(_):
+        raise ValueError("planted")
+    model.blocks[1 - device.rank].attention.qkv.weight.register_hook(fail)
+    return next_token_loss(model, batch)
+
+optim.BUCKET_BYTES = SMALL_BUCKETS
+device = devices.init("cpu", "float32")
+model, optimizer = make_run(device)
+try:
+    train_step(model, optimizer, [make_batch(0)], loss_fn, device=device)
+finally:
+    print(optimizer._sent)
+"""
+
+
+@slow
+def test_a_failing_backward_ends_with_gradients_on_their_way() -> None:
+    """Each rank fails in another block; what the one sent, the other never will."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        path = os.pathsep.join((os.fspath(TESTS.parent), os.fspath(TESTS)))
+        env = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
+        command = [sys.executable, "-c", FAILING]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ended = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all("ValueError: planted" in errors for _, errors in ended), ended
+    sent = [int(out) for out, _ in ended]
+    assert sent[0] < sent[1] and sent[0] > 0
 
 
 def test_one_process_sends_nothing_early() -> None:
