@@ -366,6 +366,15 @@ class GPT(nn.Module):
             groups[role].append((name, parameter))
         return groups
 
+    def gradient_order(self) -> list[str]:
+        """Every parameter's name, those first whose gradients a backward completes first."""
+        order = ["head", "norm"]
+        for layer in reversed(range(self.config.n_layer)):
+            order += [f"blocks.{layer}", f"value_embeddings.{layer}"]
+        order += ["residual_scales", "embedding_scales", "embedding"]
+        names = [name for name, _ in self.named_parameters()]
+        return [n for part in order for n in reversed(names) if n == part or n.startswith(f"{part}.")]
+
 
 class Cached:
     """One forward pass against a cache: positions and masks are worked out once for all layers."""

@@ -2,23 +2,26 @@
 
 The optimizer knows parameters by group, never by model. `reduce` sums the ranks' gradients, `step` divides
 by the number of targets and updates: every rank reduces, updates and sends back only its own share (source:
-Rajbhandari et al. 2020, ZeRO stage 1). Of sharded parameters (parallel.py) AdamW updates the rows that a rank
-holds; Muon needs whole matrices, so each matrix has an owner, who is sent its gradient's rows by all ranks and
-sends back where the rows go. Nothing in a step waits for the device: a step that must be skipped is skipped by
-arithmetic.
+Rajbhandari et al. 2020, ZeRO stage 1). Where ranks hold whole models, gradients travel while the last backward
+still runs (source: Li et al. 2020, PyTorch Distributed). Of sharded parameters (parallel.py) AdamW updates the rows
+that a rank holds; Muon needs whole matrices, so each matrix has an owner, who is sent its gradient's rows by all
+ranks and sends back where the rows go. Nothing in a step waits for the device: a step that must be skipped is
+skipped by arithmetic.
 
 Muon: Jordan et al. 2024; orthogonalisation by Amsel et al. 2025, Polar Express (arXiv 2505.16932);
 per-neuron second moment by Li et al. 2025, NorMuon (arXiv 2510.05491); cautious weight decay by
 Chen et al. 2025 (arXiv 2510.12402). AdamW: Loshchilov and Hutter 2019.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nanochat.parallel import Layout, local
 
@@ -31,6 +34,7 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 SHARD_ELEMENTS = 4096  # smaller AdamW tensors are updated by every rank alike: cheaper than sending them
+BUCKET_BYTES = 32 << 20  # of matrices' gradients that travel together: enough to fill a link, and early enough
 
 Shape = tuple[int, int]  # rows and columns of a matrix
 Piece = tuple[nn.Parameter, int, int]  # rows [a, b) of a parameter are a matrix
@@ -50,9 +54,17 @@ class ParameterGroup:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Sending:
+    """A part of the reduction, and the parameters whose gradients it needs."""
+
+    parameters: list[nn.Parameter]
+    start: Callable[[], None]
+
+
 class Optimizer:
     """Muon and AdamW over groups of parameters laid out over the ranks. `dtype` is that of the orthogonalisation's
-    products."""
+    products, `order` names the parameters as a backward comes to their gradients: in that order they travel."""
 
     def __init__(
         self,
@@ -60,14 +72,24 @@ class Optimizer:
         *,
         layout: Layout | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        order: Sequence[str] = (),
     ):
         self.groups = [g for g in groups if g.parameters]
         self.layout, self.dtype = layout or Layout(), dtype
         self.shapes: dict[str, tuple[int, ...]] = {}  # of states of which each rank has its share: the whole's
         names = [name for g in self.groups for name, _ in g.parameters]
         assert len(names) == len(set(names)), "a parameter stands in two groups"
-        muon = _ShardedMuonPlan if self.layout.sharded else _ReplicatedMuonPlan if self.layout.ranks > 1 else _MuonPlan
+        turns = {name: turn for turn, name in enumerate(order)}
+        self.turns = {p: turns.get(name, len(turns)) for g in self.groups for name, p in g.parameters}
+        self._replicated = self.layout.ranks > 1 and not self.layout.sharded
+        muon = _ReplicatedMuonPlan if self._replicated else _ShardedMuonPlan if self.layout.sharded else _MuonPlan
         self._plans = [muon(g, self) if g.kind == "muon" else _AdamWPlan(g, self) for g in self.groups]
+        # The same order on every rank: the backends match collectives by it.
+        sendings = [sending for plan in self._plans for sending in plan.sendings()]
+        self._sendings = sorted(sendings, key=lambda sending: max(self.turns[p] for p in sending.parameters))
+        self._sent = 0  # so many of them are on their way
+        self._awaited: set[nn.Parameter] = set()  # whose gradients the last backward has not brought yet
+        self._hooks: list[RemovableHandle] = []
         # FSDP2 hands over the mean over its ranks, the one reduction that all backends and versions know.
         self._averaged = self.layout.ranks * self.layout.replicas if self.layout.sharded else 1
 
@@ -98,6 +120,26 @@ class Optimizer:
             for _, parameter in group.parameters:
                 parameter.grad = None
 
+    def send_as_ready(self) -> None:
+        """Say before a step's last backward: where ranks hold whole models, what has its gradients goes on its way
+        during the backward, and the gradients are dropped. `reduce` sends the rest."""
+        if not self._replicated:
+            return
+        assert not self._sent, "a backward failed: its gradients are partly sent"
+        self._awaited = set(self.turns)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._has_gradient) for p in self.turns]
+
+    @torch.no_grad()
+    def _has_gradient(self, parameter: Tensor) -> None:
+        assert parameter in self._awaited, "a gradient was added to after it was sent"
+        self._awaited.remove(parameter)  # type: ignore[arg-type]
+        while self._sent < len(self._sendings) and self._awaited.isdisjoint(self._sendings[self._sent].parameters):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._sendings[self._sent].start()
+        self._sent += 1
+
     @torch.no_grad()
     def reduce(self) -> Tensor:
         """Sum all gradients over the ranks, each rank keeping its share; then `step` may follow.
@@ -105,11 +147,15 @@ class Optimizer:
         Returns the squared norm of this rank's share, 0-D: the shares' sum over the ranks is that of the whole
         gradient, and not finite if any gradient of any rank is not.
         """
-        for plan in self._plans:
-            plan.reduce()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        while self._sent < len(self._sendings):
+            self._send_next()
+        self._sent = 0
         shares = [grad for plan in self._plans for grad in plan.reduced() if grad.numel()]
         if not shares or self.layout.replica:  # the first replica speaks for all
-            return torch.zeros(())
+            return torch.zeros((), device=next(iter(self.turns)).device if self.turns else None)
         return torch.stack(torch._foreach_norm(shares)).square().sum() * self._averaged**2  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -166,6 +212,9 @@ class _MuonPlan(_Plan):
         self.grads: dict[Shape, Tensor] = {}
         self.works = []
 
+    def sendings(self) -> list[_Sending]:
+        return [_Sending([p for _, p in self.group.parameters], self.reduce)]
+
     def _key(self, shape: Shape) -> str:
         return f"muon.{self.group.parameters[0][0]}.{shape[0]}x{shape[1]}"
 
@@ -213,44 +262,109 @@ class _MuonPlan(_Plan):
 
 
 class _ReplicatedMuonPlan(_MuonPlan):
-    """Each rank holds all weights: it is sent the gradients of its matrices, and sends the new matrices back."""
+    """Each rank holds all weights. Their gradients are summed by the bucket, each rank keeping an equal slice of it,
+    wherever matrices begin and end: nothing is padded, however few they are. The slices' parts go on to the matrices'
+    owners, and new weights take the same ways back: 1/ranks of the bytes goes a second time."""
 
     def __init__(self, group: ParameterGroup, optimizer: Optimizer):
         super().__init__(group, optimizer)
-        self.gathered: dict[Shape, Tensor] = {}
+        self.buckets = buckets([p for _, p in sorted(group.parameters, key=lambda one: optimizer.turns[one[1]])])
+        self.lengths = [-(-sum(p.numel() for p in bucket) // self.layout.ranks) for bucket in self.buckets]  # of slices
+        self.slices: dict[int, Tensor] = {}  # this rank's, by bucket
+        self.own: dict[Shape, Tensor] = {}  # this rank's new weights
 
-    def _padded(self, shape: Shape, matrices: list[Tensor], count: int) -> Tensor:
-        """Stack, with zeros behind: the collectives want equal runs."""
-        return torch.stack(
-            matrices + [torch.zeros_like(self.stacks[shape][0][0][: shape[0]])] * (count - len(matrices))
-        )
-
-    def reduce(self) -> None:
+        # The ways of elements: by owner, of this rank's slices, which one and from where to where in it; and by the
+        # rank that sends them, of this rank's matrices, which one and from where to where in it. Ranks agree on the
+        # order, that of the stacks.
+        self.to_owner: list[list[tuple[int, int, int]]] = [[] for _ in range(self.layout.ranks)]
+        self.from_rank: list[list[tuple[Shape, int, int, int]]] = [[] for _ in range(self.layout.ranks)]
+        places = {}
+        for number, bucket in enumerate(self.buckets):
+            offset = 0
+            for parameter in bucket:
+                places[parameter] = number, offset
+                offset += parameter.numel()
         for shape, pieces in self.stacks.items():
-            run = -(-len(pieces) // self.layout.ranks)
-            grads = self._padded(shape, [_grad(p)[a:b] for p, a, b in pieces], run * self.layout.ranks)
-            mine = grads.new_empty(run, *shape)
-            self.works.append(_started(_reduce_scatter(mine, grads, group=self.layout.group, async_op=True)))
-            self.grads[shape] = mine[: _length(self.layout.share(len(pieces)))]
+            runs = self.layout.shares(len(pieces))
+            for i, (parameter, top, bottom) in enumerate(pieces):
+                number, offset = places[parameter]
+                begin, end = offset + top * shape[1], offset + bottom * shape[1]
+                owner, length = i // _length(runs[0]), self.lengths[number]
+                for rank in range(self.layout.ranks) if owner == self.layout.rank else [self.layout.rank]:
+                    first, last = max(begin, rank * length), min(end, (rank + 1) * length)
+                    if first < last and rank == self.layout.rank:
+                        self.to_owner[owner].append((number, first - rank * length, last - rank * length))
+                    if first < last and owner == self.layout.rank:
+                        self.from_rank[rank].append((shape, i - runs[owner].start, first - begin, last - begin))
+
+    def sendings(self) -> list[_Sending]:
+        return [_Sending(bucket, functools.partial(self._start, i)) for i, bucket in enumerate(self.buckets)]
+
+    def _start(self, number: int) -> None:
+        grads = [_grad(p).flatten() for p in self.buckets[number]]
+        missing = self.lengths[number] * self.layout.ranks - sum(len(g) for g in grads)  # less than an element a rank
+        whole = torch.cat([*grads, grads[0].new_zeros(missing)] if missing else grads)
+        for parameter in self.buckets[number]:
+            parameter.grad = None  # on its way
+        self.slices[number] = mine = whole.new_empty(self.lengths[number])
+        self.works.append(_started(_reduce_scatter(mine, whole, group=self.layout.group, async_op=True)))
 
     def reduced(self) -> list[Tensor]:
         self.finish_works()
+        empty = self.slices[0].new_empty(0)
+        sent = torch.cat([empty] + [self.slices[n][a:b] for parts in self.to_owner for n, a, b in parts])
+        self.slices = {}
+        received = self._exchange(sent, self._owners(), self._senders())
+        self.finish_works()
+        for shape, pieces in self.stacks.items():
+            self.grads[shape] = empty.new_empty(_length(self.layout.share(len(pieces))), *shape)
+        parts = self._parts(self.grads)
+        _copy(parts, received.split([len(part) for part in parts]))
         return super().reduced()
+
+    def _owners(self) -> list[int]:
+        """Elements of this rank's slices, by owner."""
+        return [sum(b - a for _, a, b in parts) for parts in self.to_owner]
+
+    def _senders(self) -> list[int]:
+        """Elements of this rank's matrices, by the rank whose slices they are in."""
+        return [sum(b - a for _, _, a, b in parts) for parts in self.from_rank]
+
+    def _parts(self, stacks: dict[Shape, Tensor]) -> list[Tensor]:
+        """This rank's matrices as they come and go, piece by piece, over the same memory."""
+        return [stacks[shape][i].view(-1)[a:b] for parts in self.from_rank for shape, i, a, b in parts]
+
+    def _exchange(self, sent: Tensor, counts: list[int], incoming: list[int]) -> Tensor:
+        """Send so many elements to each rank; what comes from each is there when the works have finished."""
+        received, group = sent.new_empty(sum(incoming)), self.layout.group
+        self.works.append(_started(dist.all_to_all_single(received, sent, incoming, counts, group, async_op=True)))
+        return received
+
+    def update(self, targets: Tensor, ok: Tensor, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        super().update(targets, ok, lr_scale, momentum, weight_decay_scale)
+        parts = self._parts(self.own)
+        self.own = {}
+        sent = torch.cat([targets.new_empty(0), *parts])
+        self.received = self._exchange(sent, self._senders(), self._owners())
 
     def _apply(self, shape: Shape, update: Tensor, size: Tensor, rate: Tensor, decay: float) -> None:
         pieces = self.stacks[shape]
-        run, own = -(-len(pieces) // self.layout.ranks), pieces[self.layout.share(len(pieces))]
-        weight = self._padded(shape, [p.detach()[a:b] for p, a, b in own], run)
-        _updated(weight[: len(own)], update, size, rate, decay)
-        self.gathered[shape] = weight.new_empty(run * self.layout.ranks, *shape)
-        work = _all_gather(self.gathered[shape], weight, group=self.layout.group, async_op=True)
-        self.works.append(_started(work))
+        weights = [p.detach()[a:b] for p, a, b in pieces[self.layout.share(len(pieces))]]
+        self.own[shape] = _updated(torch.stack(weights), update, size, rate, decay) if weights else update
 
     def finish(self) -> None:
         self.finish_works()
-        for shape, pieces in self.stacks.items():
-            new = self.gathered.pop(shape)[: len(pieces)].unbind()
-            _copy([p.detach()[a:b] for p, a, b in pieces], new)
+        received = self.received.split([b - a for parts in self.to_owner for _, a, b in parts])
+        slices = [self.received.new_empty(length) for length in self.lengths]  # what stands behind a bucket is not read
+        _copy([slices[n][a:b] for parts in self.to_owner for n, a, b in parts], received)
+        del self.received, received
+        gathered = [mine.new_empty(len(mine) * self.layout.ranks) for mine in slices]
+        for mine, whole in zip(slices, gathered, strict=True):
+            self.works.append(_started(_all_gather(whole, mine, group=self.layout.group, async_op=True)))
+        self.finish_works()
+        for bucket, whole in zip(self.buckets, gathered, strict=True):
+            new = whole[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])
+            _copy([p.detach() for p in bucket], [values.view_as(p) for values, p in zip(new, bucket, strict=True)])
 
 
 class _ShardedMuonPlan(_MuonPlan):
@@ -358,25 +472,29 @@ class _AdamWPlan(_Plan):
         self.key = f"adamw.{group.parameters[0][0]}.steps"
         group.state[self.key] = torch.zeros(1, device=group.parameters[0][1].device)
         self.works = []
-        self.grads: list[Tensor] = []
+        self.grads: dict[int, Tensor] = {}  # by parameter, in no order
 
-    def reduce(self) -> None:
-        for (_, parameter), rows in zip(self.group.parameters, self.rows, strict=True):
-            grad = _grad(parameter)
-            if rows is not None:
-                mine = torch.empty_like(grad[rows])
-                work = _reduce_scatter(mine, grad.contiguous(), group=self.layout.group, async_op=True)
-                self.works.append(_started(work))
-                grad = mine
-            elif self.layout.ranks > 1 and not self.layout.sharded:
-                self.works.append(_started(dist.all_reduce(grad, group=self.layout.group, async_op=True)))
-            self.grads.append(grad)
+    def sendings(self) -> list[_Sending]:
+        return [_Sending([p], functools.partial(self._start, i)) for i, (_, p) in enumerate(self.group.parameters)]
+
+    def _start(self, number: int) -> None:
+        parameter, rows = self.group.parameters[number][1], self.rows[number]
+        grad = _grad(parameter)
+        parameter.grad = None
+        if rows is not None:
+            mine = torch.empty_like(grad[rows])
+            work = _reduce_scatter(mine, grad.contiguous(), group=self.layout.group, async_op=True)
+            self.works.append(_started(work))
+            grad = mine
+        elif self.layout.ranks > 1 and not self.layout.sharded:
+            self.works.append(_started(dist.all_reduce(grad, group=self.layout.group, async_op=True)))
+        self.grads[number] = grad
 
     def reduced(self) -> list[Tensor]:
         """This rank's share of the summed gradients; of those that every rank holds, rank 0 has the share."""
         self.finish_works()
         all_mine = self.layout.sharded or self.layout.rank == 0
-        return [grad for grad, rows in zip(self.grads, self.rows, strict=True) if all_mine or rows is not None]
+        return [self.grads[i] for i, rows in enumerate(self.rows) if all_mine or rows is not None]
 
     def update(self, targets: Tensor, ok: Tensor, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
         group, state = self.group, self.group.state
@@ -405,7 +523,7 @@ class _AdamWPlan(_Plan):
             grad_scale=targets,
             found_inf=1 - ok,
         )
-        self.grads = []
+        self.grads = {}
         for parameter, weight, rows in zip(parameters, weights, self.rows, strict=True):
             if rows is not None:
                 work = _all_gather(parameter.detach(), weight.clone(), group=self.layout.group, async_op=True)
@@ -413,6 +531,19 @@ class _AdamWPlan(_Plan):
 
     def finish(self) -> None:
         self.finish_works()
+
+
+def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters cut into runs of at most BUCKET_BYTES, or of one."""
+    cut: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not cut or parameter.nbytes > room:
+            cut.append([])
+            room = BUCKET_BYTES
+        cut[-1].append(parameter)
+        room -= parameter.nbytes
+    return cut
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

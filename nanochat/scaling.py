@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import SHARD_ELEMENTS
+from nanochat.optim import SHARD_ELEMENTS, buckets
 from nanochat.parallel import Layout
 
 WIDTH_PER_LAYER = 64
@@ -132,7 +132,7 @@ def communication(
     scattered or reduced, and what it sends in an all-to-all, its own part included.
 
     Of n bytes a ring sends and receives n (R - 1) / R over R ranks, for an all-reduce twice that. `weight_bytes` are
-    those of a block's gathered weights. Exact, the padding to equal shares included.
+    those of a block's gathered weights. Exact, what rounds shares up to equal ones included.
     """
     with torch.device("meta"):
         model = GPT(config)
@@ -145,7 +145,7 @@ def communication(
     def padded(count: int) -> int:
         return -(-count // ranks) * ranks
 
-    roles = model.parameter_groups()
+    roles, order = model.parameter_groups(), model.gradient_order()
     heads = config.head_dim * config.n_head, config.head_dim * config.n_kv_head, config.head_dim * config.n_kv_head
     for role, splits in (("matrix", None), ("qkv", heads)):
         stacks: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # parameter's rows, first and last of a matrix
@@ -154,14 +154,20 @@ def communication(
             for rows in splits or (p.size(0),):
                 stacks.setdefault((rows, p.size(1)), []).append((p.size(0), start, start + rows))
                 start += rows
+        if parallel == "ddp":
+            by_turn = [p for _, p in sorted(roles[role], key=lambda one: order.index(one[0]))]
+            for elements in (sum(p.numel() for p in bucket) for bucket in buckets(by_turn)):
+                total["reduce_scatter"] += 4 * padded(elements)
+                total["all_gather"] += 4 * padded(elements)
+                length = padded(elements) // ranks  # of a rank's slice, whose gradients go to the owners
+                total["all_to_all"] += 4 * max(0, min(length, elements - layout.rank * length))
         for (rows, columns), matrices in stacks.items():
-            if parallel == "ddp":
-                for kind in ("reduce_scatter", "all_gather"):
-                    total[kind] += 4 * padded(len(matrices)) * rows * columns
+            own = len(range(len(matrices))[layout.share(len(matrices))])
+            if parallel == "ddp":  # new weights back to the slices
+                total["all_to_all"] += 4 * own * rows * columns
                 continue
             held = [layout.share(size) for size, _, _ in matrices]
             mine = sum(max(0, min(b, h.stop) - max(a, h.start)) for h, (_, a, b) in zip(held, matrices, strict=True))
-            own = len(range(len(matrices))[layout.share(len(matrices))])
             # gradients to the owners; updates back, and each rank is told the size of each
             total["all_to_all"] += 4 * (mine * columns + own * (rows * columns + ranks))
 

@@ -161,6 +161,7 @@ def make_optimizer(
         ],
         layout=layout or lay_out(device),
         dtype=device.dtype,
+        order=model.gradient_order(),
     )
 
 
@@ -189,6 +190,8 @@ def train_step(
         synchronize_gradients(model, last)
         with device.autocast():
             loss, targets = loss_fn(model, batch)
+        if last:
+            optimizer.send_as_ready()
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
     computed = computed or device.mark()

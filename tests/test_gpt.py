@@ -296,6 +296,22 @@ def test_every_parameter_stands_in_one_group(shape: str) -> None:
 
 
 @shapes
+def test_the_gradients_order_is_the_backwards(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    model.init_weights()
+    names, came = {p: name for name, p in model.named_parameters()}, []
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(lambda p: came.append(names[p]))
+    model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
+    order = model.gradient_order()
+    assert sorted(order) == sorted(came) == sorted(names.values())
+    assert order[0].startswith("norm." if model.config.tied_head else "head.")
+    assert order[-1] == came[-1] == "embedding.weight"
+    layers = [[name.split(".")[1] for name in list_ if name.count(".") > 1] for list_ in (order, came)]
+    assert layers[0] == layers[1] == sorted(layers[0], reverse=True)  # within a block the order may differ
+
+
+@shapes
 def test_from_the_meta_device_the_same(shape: str) -> None:
     config = tiny_config(**SHAPES[shape])
     direct = GPT(config)

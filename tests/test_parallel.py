@@ -2,10 +2,15 @@
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import parallel, scaling
+from nanochat import optim, parallel, scaling
 from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -35,11 +40,13 @@ CONFIG = tiny_config(sequence_len=16)
 STEPS = 20
 LAYOUTS = {  # processes, --parallel, --replicate
     "ddp 2": (2, "ddp", 1),
+    "ddp 4": (4, "ddp", 1),
     "fsdp 2": (2, "fsdp", 1),
     "fsdp 4": (4, "fsdp", 1),
     "hybrid 2 x 2": (4, "fsdp", 2),
 }
 slow = pytest.mark.slow
+TESTS = Path(__file__).resolve().parent
 Run = tuple[GPT, Optimizer]
 
 
@@ -128,6 +135,20 @@ def test_models_of_every_shape_shard(layout: str) -> None:
 def test_compiled_it_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "RANK_SECONDS", 300)  # two compilers on two cores take 80 to 110 s
     compare("fsdp 2", {"compiled": True, "recompute": True})
+
+
+def in_bfloat16(device: Device) -> list[list[float]]:
+    """Losses of 20 steps under ddp and fsdp with bf16 products, and in fp32."""
+    low = replace(device, dtype=torch.bfloat16)
+    runs = (make_run(low, "ddp"), low), (make_run(low, "fsdp"), low), (make_run(device, "ddp"), device)
+    return [[loss for loss, *_ in steps(run, where)] for run, where in runs]
+
+
+@slow
+def test_sharded_bfloat16_learns_as_replicated() -> None:
+    for ddp, fsdp, exact in run_ranks(in_bfloat16):
+        assert fsdp == pytest.approx(ddp, rel=1e-2)
+        assert max(abs(a / b - 1) for a, b in zip(ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
 
 
 # ---------------------------------------------------------------------- the rest, on two ranks
@@ -257,12 +278,14 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.events: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             kind, place = self.KINDS[function.overloadpacket.__name__]
             tensors = args[place] if isinstance(args[place], list) else [args[place]]
             self.bytes[kind] += sum(t.nbytes for t in tensors)
+            self.events.append(kind)
         return function(*args, **(kwargs or {}))
 
 
@@ -293,8 +316,74 @@ def own_seconds(device: Device, how: str) -> float:
     return seconds
 
 
+# ---------------------------------------------------------------------- collectives during the backward
+
+
+def loss_without_head(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Reaches neither the head, whose gradient is the first to travel, nor the last block's value embedding."""
+    values = model.value_embeddings
+    model.value_embeddings = torch.nn.ModuleDict({name: table for name, table in values.items() if name != "2"})
+    try:
+        return model.hidden(batch[0]).square().sum(), (batch[1] != IGNORE).sum()
+    finally:
+        model.value_embeddings = values
+
+
+def unlike_losses(run: Run, device: Device, count: int) -> list[tuple[float, ...]]:
+    """Steps whose losses reach other parameters on some ranks than on others, the last on none all of them."""
+    figures = []
+    for step in range(count):
+        partial = device.rank % 2 == 1 or step == count - 1
+        batches = [make_batch(10 * step + device.rank), make_batch(10 * step + device.rank + 5)]
+        loss_fn = loss_without_head if partial else next_token_loss
+        figures.append(numbers(train_step(*run, batches, loss_fn, device=device)))
+    return figures
+
+
+SMALL_BUCKETS = 1 << 14  # bytes: two to a block
+
+
+def overlapped(device: Device) -> list[bool]:
+    """Whether steps whose gradients travel during the backward end with the bits of steps that send them behind it,
+    with a loss that reaches all parameters and with others."""
+    same = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "BUCKET_BYTES", SMALL_BUCKETS)
+        for learn in (steps, unlike_losses):
+            one, other = make_run(device), make_run(device)
+            patch.setattr(other[1], "send_as_ready", lambda: None)
+            alike = learn(one, device, 4) == learn(other, device, 4)
+            alike &= same_bits(weights(one[0]), weights(other[0]))
+            same.append(alike and same_bits(state(one[1]), state(other[1])))
+    return same
+
+
+def happenings(device: Device) -> list[str]:
+    """A step of two micro-batches: the beginnings of its forwards, its blocks' backwards and its collectives."""
+    with pytest.MonkeyPatch.context() as patch, Collectives() as seen:
+        patch.setattr(optim, "BUCKET_BYTES", SMALL_BUCKETS)
+        run = make_run(device)
+        reduce = run[1].reduce
+
+        def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+            seen.events.append("forward")
+            return next_token_loss(model, batch)
+
+        def reduced() -> Tensor:
+            seen.events.append("reduce")
+            return reduce()
+
+        for i, block in enumerate(run[0].blocks):
+            block.register_full_backward_pre_hook(lambda *_, i=i: seen.events.append(f"block {i}"))
+        patch.setattr(run[1], "reduce", reduced)
+        train_step(*run, [make_batch(0), make_batch(1)], loss_fn, device=device)
+    return seen.events
+
+
 def everything(device: Device) -> dict[str, Any]:
     return {
+        "overlapped": overlapped(device),
+        "happenings": happenings(device),
         "trained": trained(device, "fsdp", 1, [{}]),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
@@ -377,11 +466,85 @@ def test_two_ranks_send_what_is_predicted(two_ranks: list[dict[str, Any]]) -> No
 
 
 @slow
-@pytest.mark.parametrize("layout", ["fsdp 4", "hybrid 2 x 2"])
+@pytest.mark.parametrize("layout", ["ddp 4", "fsdp 4", "hybrid 2 x 2"])
 def test_four_ranks_send_what_is_predicted(layout: str) -> None:
     ranks, how, replicate = LAYOUTS[layout]
     for counts, predicted in run_ranks(counted, how, replicate, world_size=ranks):
         assert counts == predicted
+
+
+def test_gradients_travel_during_the_last_backward(two_ranks: list[dict[str, Any]]) -> None:
+    events = two_ranks[0]["happenings"]
+    assert two_ranks[1]["happenings"] == events
+    first, last = events.index("forward"), events.index("forward", 1)
+    assert events[first + 1 : last] == ["block 2", "block 1", "block 0"]  # the sum is not complete: nothing travels
+    ended = events.index("reduce")
+    backward, after = Counter(events[last:ended]), Counter(events[ended:])
+    sent = ("reduce_scatter", "all_reduce")
+    assert [backward[kind] for kind in sent] == [13, 6]
+    assert [after[kind] for kind in sent] == [0, 1]  # that of the figures
+    begun = [events.index(f"block {i}", last) for i in (2, 1, 0)]
+    between = [sum(e in sent for e in events[a:b]) for a, b in zip(begun, [*begun[1:], ended], strict=True)]
+    assert events[last + 1] == "reduce_scatter"  # the head's
+    assert min(between) >= 4, between  # a block's, while the next runs
+
+
+def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["overlapped"] for rank in two_ranks] == [[True, True]] * 2
+
+
+@slow
+def test_gradients_that_travel_early_are_the_same_on_four() -> None:
+    assert run_ranks(overlapped, world_size=4) == [[True, True]] * 4
+
+
+FAILING = """
+from test_parallel import *
+from nanochat import device as devices
+
+def loss_fn(model, batch):
+    def fail(_):
+        raise ValueError("planted")
+    model.blocks[1 - device.rank].attention.qkv.weight.register_hook(fail)
+    return next_token_loss(model, batch)
+
+optim.BUCKET_BYTES = SMALL_BUCKETS
+device = devices.init("cpu", "float32")
+model, optimizer = make_run(device)
+try:
+    train_step(model, optimizer, [make_batch(0)], loss_fn, device=device)
+finally:
+    print(optimizer._sent)
+"""
+
+
+@slow
+def test_a_failing_backward_ends_with_gradients_on_their_way() -> None:
+    """Each rank fails in another block; what the one sent, the other never will."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        path = os.pathsep.join((os.fspath(TESTS.parent), os.fspath(TESTS)))
+        env = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
+        command = [sys.executable, "-c", FAILING]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        ended = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all("ValueError: planted" in errors for _, errors in ended), ended
+    sent = [int(out) for out, _ in ended]
+    assert sent[0] < sent[1] and sent[0] > 0
+
+
+def test_one_process_sends_nothing_early() -> None:
+    model, optimizer = make_run(cpu_device())
+    optimizer.send_as_ready()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 # ---------------------------------------------------------------------- layouts

@@ -528,8 +528,8 @@ static void launched(enum kind kind) {
         simnpu_launched(what);
 }
 
-/* Counts a call (`bytes`: the larger of what the rank puts in and what it gets out) and carries out the fault that is
- * ordered for it. */
+/* Counts a call (`bytes`: the larger of what the rank puts in and what it gets out, of an all-to-all what it puts in)
+ * and carries out the fault that is ordered for it. */
 static HcclResult begin(HcclComm comm, enum kind kind, uint64_t bytes) {
     pthread_mutex_lock(&process_lock);
     uint64_t number = ++calls_of_kind[kind];
@@ -825,7 +825,7 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
     if (wrong_type(ALL_TO_ALL_V, send_type) || wrong_type(ALL_TO_ALL_V, receive_type))
         return HCCL_E_PARA;
     size_t send_size = TYPE[send_type].size, receive_size = TYPE[receive_type].size;
-    uint64_t sent = 0, received = 0;
+    uint64_t sent = 0;
     struct call call = {.kind = ALL_TO_ALL_V, .type = send_type, .parts = comm->ranks};
     for (uint32_t rank = 0; rank < comm->ranks; rank++) {
         call.from[rank] = (const char *)send + ((const uint64_t *)send_offsets)[rank] * send_size;
@@ -833,9 +833,8 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
         call.into[rank] = (char *)receive + ((const uint64_t *)receive_offsets)[rank] * receive_size;
         call.into_bytes[rank] = ((const uint64_t *)receive_counts)[rank] * receive_size;
         sent += call.from_bytes[rank];
-        received += call.into_bytes[rank];
     }
-    return collective(comm, &call, sent > received ? sent : received);
+    return collective(comm, &call, sent);
 }
 
 /* The matrix says how much each rank sends to each; the messages stand one behind the other in both buffers. */

@@ -1,5 +1,5 @@
-"""The training step under ddp, fsdp and hybrid over the real HCCL process group: equal to one CPU, and how much of the
-device's memory it takes (sharded_worker.py)."""
+"""The training step under ddp, fsdp and hybrid over the real HCCL process group: equal to one CPU, the bytes that it
+hands to HCCL, that it never waits, and how much of the device's memory it takes (sharded_worker.py)."""
 
 import json
 import os
@@ -28,9 +28,14 @@ def test_sharded_training(simulated: Callable, ranks: int, tmp_path: Path) -> No
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     expected = steps(make_run(cpu_device()), cpu_device(), 6)
     for rank in results:
-        assert set(rank) == {"ddp", "fsdp", "memory", *(["hybrid"] if ranks == 4 else [])}
-        for layout in set(rank) - {"memory"}:
+        layouts = {"ddp", "fsdp", *(["hybrid"] if ranks == 4 else [])}
+        assert set(rank) == layouts | {"counts", "memory"}
+        for layout in layouts:
             for got, alone in zip(rank[layout], expected, strict=True):
                 assert got == pytest.approx(alone, rel=1e-5), layout
+            counts = rank["counts"][layout]
+            counts["handed"]["all_to_all"] = counts["handed"].pop("all_to_all_v")  # as torch_npu asks for it
+            assert counts["handed"] == counts["predicted"], layout
+            assert counts["waits"] == 0, layout
         if ranks == 4:  # 0.25 of it are the shards; the rest is what a block gathers, and Muon's updates on their way
             assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]
