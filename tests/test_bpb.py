@@ -169,6 +169,7 @@ def score_on_a_rank(device: Device, row_tokens: int) -> tuple[float, list[tuple[
     return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_tokens", [5, 200])  # several rows; one row for two ranks
 def test_two_ranks_score_as_one_and_share_the_work(row_tokens: int) -> None:
     alone, asked = score_on_a_rank(cpu_device(), row_tokens)

@@ -471,6 +471,7 @@ def test_report(capsys: pytest.CaptureFixture[str]):
     assert lines[-1] == "1 passed, 2 failed, 1 skipped: mend the FAIL lines from the top"
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_a_cpu():
     command = [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)

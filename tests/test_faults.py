@@ -133,6 +133,7 @@ def evaluation_on_a_rank(device: Device, who: int) -> dict[str, Any]:
     return {"value": value, "calls": calls, "agreed": Faults(device, 0).agree(device.rank == who)}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_one_rank_breaks_off_has_no_value_on_any():
     whole = run_ranks(evaluation_on_a_rank, 7)
     assert whole[0]["value"] == whole[1]["value"] > 0 and not whole[0]["agreed"]
@@ -255,7 +256,8 @@ def test_of_many_the_one_that_stands_elsewhere_hangs():
         assert re.search(r"rank 2 on \S+ hangs in step 44 .*others wait in .*\(barrier\)", line)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_by_the_others(rank):
     def stop(ranks: list[Any]) -> Any:
         os.kill(ranks[rank].pid, signal.SIGSTOP)
@@ -268,6 +270,7 @@ def test_a_stopped_rank_is_named_by_the_others(rank):
     assert HANG_SECONDS / 2 < seconds < 10
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_no_save_with_it_and_the_rest_leave_in_time():
     """torchrun's SIGTERM comes to the survivor of a kill -9: it cannot agree with the dead one, and must not wait."""
 

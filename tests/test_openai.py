@@ -352,6 +352,7 @@ def test_the_description_names_every_route(port: int):
     assert paths <= set(described["paths"]) and "messages" in json.dumps(described["components"]["schemas"]["ChatBody"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [15, pytest.param(1500, marks=pytest.mark.soak)])
 def test_nothing_that_the_description_allows_makes_it_fail(port: int, examples: int):
     """So many requests a route, the same at every run."""

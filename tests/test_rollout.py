@@ -207,6 +207,7 @@ def sampled_on_a_rank(device: Device) -> dict[str, Any]:
     return {"drawn": drawn, "batches": batches}
 
 
+@pytest.mark.slow
 def test_whoever_is_free_samples_the_next_batch_and_all_ranks_have_all_samples() -> None:
     ranks = run_ranks(sampled_on_a_rank)
     alone = sampled_on_a_rank(cpu_device())

@@ -265,8 +265,9 @@ def ranks_save(folder: Path, rank: int, barrier: Any) -> None:
         begin(saver, 2, seed=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doomed_rank", [0, 1])
-@pytest.mark.parametrize("torn", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("torn", [False, True])
 def test_a_kill_of_one_of_two_ranks_costs_nothing(folder, templates, doomed_rank, torn):
     outcomes = []
     for at in range(1, 400):
@@ -743,6 +744,7 @@ def fsdp_then_ddp(device: Device, base: str) -> dict[str, list[Any]]:
     return joined([train(device, base, 15, 5, "fsdp"), train(device, base, 20, 5, "ddp")])
 
 
+@pytest.mark.slow
 def test_another_world_goes_on_with_the_same_documents(tmp_path):
     """1 process -> 2, sharded -> 2, replicated -> 1, against one straight through."""
     straight = train(cpu_device(), str(tmp_path / "straight"), 30, save_every=100)

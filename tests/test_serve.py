@@ -501,6 +501,7 @@ def exchange(port: int, *sent: bytes, pause: float = 0.0) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 def test_headers_that_do_not_come_and_connections_that_rest_are_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("nanochat.serve.connection.HEAD_SECONDS", 0.3)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -288,6 +288,7 @@ def test_gsm8k_from_a_folder(start, tmp_path):
 # ---------------------------------------------------------------------- rewards
 
 
+@pytest.mark.slow
 def test_reinforcement_raises_a_reward(start, monkeypatch):
     """Rewarded for answers with an `a` in them, the model says `a` more often; every loss does it."""
 

@@ -803,7 +803,8 @@ def torchrun(simulated: Simulated) -> Simulated:
     return run
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_torch_distributed(torchrun: Simulated, ranks: int, tmp_path: Path) -> None:
     """Everything in hccl_worker.py, in one launch; the counts are written when the processes end."""
     worker, counts = os.fspath(HERE / "hccl_worker.py"), os.fspath(tmp_path / "counts")

@@ -137,11 +137,13 @@ print(tokenizer.decode(generated[0]))
 """
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(on_npu, texts):
     done = launch(on_npu[0], texts, sys.executable, "-c", PYTHON)
     assert done.returncode == 0 and "hello" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_chat_over_the_pages_api(on_npu, texts):
     """What the page sends and gets, from a server on a simulated NPU."""
     command = [sys.executable, RUN, sys.executable, "-m", "scripts.chat_web", "--device=npu", "--source=rl", "--port=0"]
@@ -180,7 +182,8 @@ def test_a_chat_over_the_pages_api(on_npu, texts):
         assert server.wait(30) in (0, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_several_npus_have_one_npus_losses(on_npu, texts, tmp_path, ranks: int):
     base = tmp_path / "base"
     sizes = [
@@ -358,6 +361,7 @@ def one_line(done: subprocess.CompletedProcess, *words: str) -> None:
         assert re.search(word, said[0]), said[0]
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
     big = BASE.replace("--device_batch_size=2", "--device_batch_size=64").replace("1024", "8192")
     done = launch(
@@ -367,6 +371,7 @@ def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
     one_line(done, "out of memory: lower --device_batch_size", "NPU out of memory")
 
 
+@pytest.mark.slow
 def test_a_missing_set_env_is_one_line(texts, tmp_path):
     variables = build.environment()
     without = {k: v for k, v in variables.items() if k != "LD_LIBRARY_PATH"}

@@ -37,6 +37,7 @@ def test_inside(checked, name: str):
     assert checked[name] is None, checked[name]
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_seen(simulated):
     planted = """
 import sys
@@ -85,6 +86,7 @@ def test_a_program_is_counted_by_step_and_call_site(simulated, tmp_path):
     assert sites == {"counted_step.py:6 step": [4, 0], "counted_step.py:7 step": [2, 1]}
 
 
+@pytest.mark.slow
 def test_a_process_ends_as_its_program_says(simulated):
     assert simulated(["-c", "import torch, sys; torch.ones(1, device='npu'); sys.exit(3)"]).returncode == 3
     failed = simulated(["-c", "import torch; torch.ones(1, device='npu') + torch.ones(2, 3, device='npu:1')"])
