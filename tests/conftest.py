@@ -12,6 +12,14 @@ from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A soak runs where `-m` names it, and nowhere else: `-m "not slow"` does not."""
+    if "soak" not in config.option.markexpr:
+        soaks = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=soaks)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs, checkpoints and downloads of all tests go to a temporary folder."""
