@@ -428,14 +428,15 @@ def resume(
     device: Device,
     source: Path | None = None,
     batch_tokens: int | None = None,
+    needs: dict[str, str] | None = None,
 ) -> tuple[Progress, list[dict[str, Tensor]]]:
     """Go on from the newest whole checkpoint of a folder: its weights, optimizer and generators are loaded; returns
     its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
 
     `flags` names those of `config` that a run keeps from its beginning to its end, `source` is the checkpoint that it
-    began from; where its meta data have `reference`, that is the sha256 of weights the run needs to its end.
-    `batch_tokens` is what every step takes, where they take equally many. Other flags may change, which is told in one
-    line unless they are INDIFFERENT.
+    began from, `needs` the digests of what else must stay, by its name, which the meta data have too, `batch_tokens`
+    what every step takes, where they take equally many. Other flags may change, which is told in one line unless they
+    are INDIFFERENT.
     Raises UserError: when what is kept, the sizes or the tokenizer are others than the checkpoint's, when it is beyond
     `steps_asked`, when none is whole.
     """
@@ -471,13 +472,14 @@ def resume(
     if source is not None and meta["source"] != short_name(source):
         raise UserError(
             f"--resume: {step_folder} was trained from {meta['source']}, the source is now {short_name(source)}: name "
-            "that by --source_step, or give another --model_tag"
+            "that by --source, --source_tag and --source_step, or give another --model_tag"
         )
-    if source is not None and "reference" in meta and meta["reference"] != weights_sha256(source):
-        raise UserError(
-            f"--resume: {source} has other weights now than those that {step_folder} was measured against: put them "
-            "back, or give another --model_tag"
-        )
+    for what, digest in (needs or {}).items():
+        if meta.get("needs", {}).get(what, digest) != digest:
+            raise UserError(
+                f"--resume: {what} changed since {step_folder} was saved: put back what was there, or give another "
+                "--model_tag"
+            )
     if meta["step"] > steps_asked:
         raise UserError(f"--resume: {step_folder} is beyond {steps_asked} steps: raise --num_iterations to go on")
     for name, value in asdict(model.config).items():

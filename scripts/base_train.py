@@ -77,7 +77,7 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, parallel, scaling
     from nanochat import device as devices
     from nanochat.data.loader import Loader, LoaderState
-    from nanochat.data.sources import open_corpus
+    from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.stage import Stage
@@ -126,12 +126,13 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ resume
     tag = config.model_tag or f"d{config.depth}"
     folder = checkpoint_dir("base", tag)
-    progress, shares = Progress(), []
+    progress, shares, needs = Progress(), [], {"what --data names": fingerprint(train_corpus)}
     if config.resume:
         kept = "data val_data shards seed optimizer"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, batch_tokens=batch_tokens
-        )
+            folder, config, kept, steps, model, tokenizer, optimizer, device,
+            batch_tokens=batch_tokens, needs=needs,
+        )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
         rank=device.rank, world_size=device.world_size, seed=config.seed,
@@ -158,6 +159,7 @@ def main(config: Config) -> None:
         loader_state=lambda: micro[-1].state.to_tensors(),
         meta=lambda: {
             "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
+            "needs": needs,
         },
     )  # fmt: skip
     with stage:

@@ -88,7 +88,7 @@ def main(config: Config) -> None:
         config.source, config.source_tag or config.model_tag, config.source_step, device
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    reference, compared = copy.deepcopy(model), {"reference": checkpoint_manager.weights_sha256(source)}
+    reference = copy.deepcopy(model)
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model.train(), layout, device, config.activation_checkpointing)
     parallel.shard(reference, layout, device)
@@ -101,6 +101,9 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_dpo_tasks(pretraining["data"])
     require_pairs(parse_tasks(tasks))
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed, pairs=True) for split in ("train", "test"))
+    needs = {
+        "what --tasks names": train.fingerprint(), "the reference's weights": checkpoint_manager.weights_sha256(source)
+    }  # fmt: skip
     row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
 
     def drawn(mixture: Mixture, first: int, count: int) -> list[tuple[Rendered, Rendered]]:
@@ -150,13 +153,20 @@ def main(config: Config) -> None:
     if config.resume:
         kept = "tasks seed target_examples_per_step loss beta label_smoothing sft_weight"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
         )
         left_out = int(shares[0]["left_out"].item()) if shares else 0
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     held_out_pairs = drawn(held_out, 0, min(config.eval_examples, sum(map(len, held_out.tasks))))
+    if not held_out_pairs and not drawn(train, 0, examples):
+        raise UserError(
+            f"--tasks {tasks}: the first pairs leave nothing to prefer: both replies are the same or one is empty, or "
+            f"the prompts are longer than the context of {row_tokens} tokens"
+        )
+    if not held_out_pairs:
+        print0("no held-out pair leaves anything to prefer: there will be no val_loss")
 
     def evaluate() -> dict[str, float]:
         figures = torch.zeros(len(losses.PAIR_FIGURES), device=device.torch_device)
@@ -170,7 +180,7 @@ def main(config: Config) -> None:
         "dpo", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {"left_out": torch.tensor(left_out)},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, **compared},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device, token_flops)

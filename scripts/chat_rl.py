@@ -97,7 +97,6 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
-    compared = {"reference": checkpoint_manager.weights_sha256(source)} if config.kl else {}
     layout = parallel.lay_out(device, config.parallel, config.replicate)
     parallel.shard(model, layout, device, config.activation_checkpointing)
     if reference is not None:
@@ -111,6 +110,9 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_rl_tasks(pretraining["data"])
     require_grades(parse_tasks(tasks))
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
+    needs = {"what --tasks names": train.fingerprint()}
+    if config.kl:
+        needs["the reference's weights"] = checkpoint_manager.weights_sha256(source)
     steps, row_tokens = config.num_iterations, model.config.sequence_len
     clip_high = config.clip_high if config.clip_high is not None else 0.28 if config.loss == "dapo" else 0.2
     clips = {"clip_low": config.clip_low, "clip_high": clip_high}
@@ -131,7 +133,7 @@ def main(config: Config) -> None:
     if config.resume:
         kept = "tasks seed examples_per_step num_samples max_tokens temperature top_k loss kl clip_low clip_high"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
         )
     engine = Engine(model, tokenizer, device, config.graphs)
 
@@ -168,7 +170,7 @@ def main(config: Config) -> None:
         "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {f"reward_{w}": torch.tensor(value, dtype=torch.float64) for w, value in reward.items()},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, **compared},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device)

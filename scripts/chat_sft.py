@@ -87,6 +87,7 @@ def main(config: Config) -> None:
     pretraining = source_meta.get("pretraining", {"data": ""})
     tasks = config.tasks or default_tasks(pretraining["data"])
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
+    needs = {"what --tasks names": train.fingerprint()}
     row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
 
     def packed(mixture: Mixture, first: int, count: int) -> tuple[Rows, list[Rendered]]:
@@ -107,7 +108,7 @@ def main(config: Config) -> None:
     if config.resume:
         kept = "tasks seed target_examples_per_step"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
         )
 
     # ------------------------------------------------------------------ train
@@ -129,7 +130,7 @@ def main(config: Config) -> None:
         "sft", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {what: torch.tensor(count) for what, count in odd.items()},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device, token_flops)

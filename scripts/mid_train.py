@@ -89,6 +89,7 @@ def main(config: Config) -> None:
     train_corpus, val_corpus = (
         MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed), tokenizer) for split in ("train", "test")
     )
+    needs = {"what --tasks names": train_corpus.mixture.fingerprint()}
     row_tokens = model.config.sequence_len
     micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
     asked = config.total_batch_size or pretraining.get("batch_tokens", micro_tokens)
@@ -112,7 +113,7 @@ def main(config: Config) -> None:
     if config.resume:
         kept = "tasks seed"
         progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source, batch_tokens
+            folder, config, kept, steps, model, tokenizer, optimizer, device, source, batch_tokens, needs
         )
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
@@ -137,7 +138,7 @@ def main(config: Config) -> None:
         "mid", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: micro[-1].state.to_tensors(),
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining},
+        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device, token_flops)

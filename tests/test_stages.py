@@ -470,6 +470,32 @@ def test_resume_keeps_to_its_source(start, capsys):
     assert code == 1 and "base/d1/step_000020" in err and "mid/d1/step_000002" in err
 
 
+def test_resume_keeps_to_its_data(start, tmp_path, capsys):
+    """Other rows under the same name would come in another order: some twice, some never."""
+    said = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "no"}]} for i in range(9)
+    ]
+    pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
+    for script, rows, flags in (("chat_sft", said, SFT), ("mid_train", said, MID), ("chat_dpo", pairs, DPO)):
+        file = tmp_path / f"{script}.jsonl"
+        flags = (*(f for f in flags if "--tasks" not in f), "--source=base", f"--tasks={file}")
+        file.write_text("\n".join(map(json.dumps, rows)))
+        call(script, *flags, "--num_iterations=1")
+        file.write_text("\n".join(map(json.dumps, reversed(rows))))
+        code, err = mistake(capsys, script, *flags, "--num_iterations=2", "--resume")
+        assert code == 1 and "what --tasks names changed since" in err, script
+        file.write_text("\n".join(map(json.dumps, rows)))
+        call(script, *flags, "--num_iterations=2", "--resume")
+
+
+def test_pairs_with_nothing_to_prefer_are_an_error(start, tmp_path, capsys):
+    file = tmp_path / "same.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{i}?", "chosen": "no", "rejected": "no"}) for i in range(9)))
+    flags = (*(flag for flag in DPO if "--tasks" not in flag), "--source=base", f"--tasks={file}")
+    code, err = mistake(capsys, "chat_dpo", *flags, "--num_iterations=2")
+    assert code == 1 and "nothing to prefer" in err and "longer than the context" in err
+
+
 @pytest.mark.parametrize(("script", "flags"), [("chat_dpo", DPO), ("chat_rl", (*RL, "--kl=0.1"))], ids=["dpo", "rl"])
 def test_resume_keeps_to_its_reference(start, capsys, script, flags):
     """A source of the same name whose weights were trained anew is not what the run was measured against."""
@@ -478,7 +504,7 @@ def test_resume_keeps_to_its_reference(start, capsys, script, flags):
     call(script, *flags, "--num_iterations=1")
     call("chat_sft", *SFT, "--source=base", "--num_iterations=2", "--seed=1")
     code, err = mistake(capsys, script, *flags, "--num_iterations=2", "--resume")
-    assert code == 1 and "sft/d1/step_000002 has other weights now" in err
+    assert code == 1 and "the reference's weights changed since" in err
     call("chat_sft", *SFT, "--source=base", "--num_iterations=2")  # as before
     call(script, *flags, "--num_iterations=2", "--resume")
 

@@ -590,6 +590,13 @@ def test_every_form_is_the_same_pair(row):
     assert pair_of(row) == Pair([HELLO[0]], BETTER, WORSE)
 
 
+def test_a_system_message_of_its_own_stands_before_the_question():
+    system = {"role": "system", "content": "Be brief."}
+    row = {"system": "Be brief.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."}
+    assert pair_of(row) == Pair([system, HELLO[0]], BETTER, WORSE)
+    assert pair_of(row | {"system": ""}) == Pair([HELLO[0]], BETTER, WORSE)
+
+
 BAD_PAIRS = [
     (HELLO, "no form that is known (but list); these are:"),
     ({"messages": HELLO}, "no form that is known (with messages)"),

@@ -4,6 +4,7 @@ Draws go round a wheel of slots that the tasks share by weight, shuffled anew ea
 a shuffled order, each once before any comes again.
 """
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +58,9 @@ class Mixture:
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0):
         for task in tasks:
             if not len(task):
-                raise UserError(f"--tasks {task.name}: there are no examples in it")
+                raise UserError(
+                    f"--tasks {task.name}: there are no examples in this split: two rows or more, or files of both"
+                )
         self.tasks, self.seed = list(tasks), seed
         shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
         self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # of each task on the wheel
@@ -79,6 +82,14 @@ class Mixture:
     def pair(self, index: int) -> Pair:
         task, number = self.draw(index)
         return task.pair(number)
+
+    def fingerprint(self) -> str:
+        """A sha256 by which to know it again: of the tasks' names and lengths, and of sixteen examples of each."""
+        digest = hashlib.sha256()
+        for task in self.tasks:
+            numbers = sorted({i * len(task) // 16 for i in range(16)})
+            digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
+        return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """The task at each slot of one turn, and how many of its slots stand before that one."""

@@ -2,11 +2,11 @@
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
-                                                           [message]
+                                                           [message]; "question" is as good as "prompt"
     {"conversations": [...], "chosen": ..., "rejected": ...}                          ShareGPT's names
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
 
-Splits, and when a row is checked, are those of conversations.py. As a dialogue a pair is its chosen reply.
+A text under "system" stands before the prompt. Splits, and when a row is checked, are those of conversations.py. As a dialogue a pair is its chosen reply.
 """
 
 from typing import Any
@@ -82,7 +82,10 @@ def _conversation(row: dict[str, Any], side: str) -> list[Message]:
         messages = [plain(reply) if isinstance(reply, dict) else {"role": "assistant", "content": reply}]
     first = messages[0].get("role") if messages and isinstance(messages[0], dict) else None
     if first == "assistant":
-        messages = _question(row, side) + messages
+        question = _question(row, side)
+        if row.get("system"):
+            question = [{"role": "system", "content": row["system"]}, *question]
+        messages = question + messages
     try:
         check_messages(messages)
     except ValueError as error:
@@ -93,11 +96,14 @@ def _conversation(row: dict[str, Any], side: str) -> list[Message]:
 
 
 def _question(row: dict[str, Any], side: str) -> list[Any]:
-    prompt = row.get("prompt", row.get("conversations"))
+    prompt = row.get("prompt", row.get("question", row.get("conversations")))
     if isinstance(row.get("instruction"), str) and prompt is None:
         prompt = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
         return [plain(message) for message in prompt]
-    raise ValueError(f"{side} is a reply alone, and there is no prompt that is a text or a list of messages")
+    raise ValueError(
+        f"{side} is a reply alone, and there is no prompt that is a text or a list of messages; forms that are known: "
+        f"{KNOWN}"
+    )
