@@ -6,7 +6,8 @@
     {"conversations": [...], "chosen": ..., "rejected": ...}                          ShareGPT's names
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
 
-A text under "system" stands before the prompt. Splits, and when a row is checked, are those of conversations.py. As a dialogue a pair is its chosen reply.
+A text under "system" stands before the prompt. Splits, and when a row is checked, are those of conversations.py. As a
+dialogue a pair is its chosen reply.
 """
 
 from typing import Any
