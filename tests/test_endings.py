@@ -203,7 +203,7 @@ def test_a_signal_in_later_stages_costs_nothing(straight, tmp_path, stage, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_signal_while_the_first_replies_are_sampled_costs_nothing(straight, tmp_path, ranks):
     print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), "rl", early=True))
 

@@ -366,29 +366,34 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
         assert torch.allclose(weights[1][name], tensor, rtol=1e-3, atol=1e-4), name
 
 
-@pytest.mark.slow
+LAYOUTS = {
+    "ddp": (2, ("--parallel=ddp",)),
+    "fsdp": (2, ("--parallel=fsdp",)),
+    "hybrid": (4, ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")),
+}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, ("--parallel=ddp",)),
-        (2, ("--parallel=fsdp",)),
-        (4, ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")),
+    ("stage", "layout"),
+    [  # a launch of four for each stage takes long
+        pytest.param(s, LAYOUTS[w], id=f"{s}-{w}", marks=pytest.mark.soak if w == "hybrid" and s != "rl" else [])
+        for s in STAGES
+        for w in LAYOUTS
     ],
-    ids=["ddp", "fsdp", "hybrid"],
 )
-@pytest.mark.parametrize("stage", STAGES)
-def test_several_ranks_train_as_one(taught, stage, ranks, layout):
-    script, _ = STAGES[stage]
+@pytest.mark.slow
+def test_several_ranks_train_as_one(taught, stage, layout):
+    (ranks, flags_of_layout), (script, _) = layout, STAGES[stage]
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
     call(script, *flags, "--model_tag=one")
-    torchrun(f"scripts.{script}", "--", *flags, *layout, "--model_tag=many", fewest_rows(stage), ranks=ranks)
+    torchrun(f"scripts.{script}", "--", *flags, *flags_of_layout, "--model_tag=many", fewest_rows(stage), ranks=ranks)
     same_training(taught, stage, "one", "many", 6)
     if stage == "rl":  # there was something to learn
         assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["mid", "dpo", "rl", pytest.param("sft", marks=pytest.mark.soak)])  # as dpo
 def test_any_layout_goes_on_where_another_stopped(taught, stage):
     """Two sharded ranks, then one process, then two whole ones."""
     script, _ = STAGES[stage]

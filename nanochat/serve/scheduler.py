@@ -20,6 +20,7 @@ from nanochat.engine import Call, Engine, Sampling, Slots, check_sampling
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histograms
 STALL_STEPS = 1.0  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs
+JOINS = 3  # requests at most that join then in one turn: each takes about a third of a decoded token's time
 SMOOTHING = 0.2  # weight of the newest in a running mean
 FEW_ROWS = 4  # a batch of so many takes hardly longer to decode than one row alone
 SHORTEST_MATCH = 8  # tokens; copying fewer is not worth it
@@ -463,22 +464,29 @@ class Scheduler:
         self.tokens_reused += shared
 
     def _read_prompts(self) -> int:
-        """Read on in the prompts that came first; returns the number of tokens read."""
-        budget = self.slots.prefill_chunk
-        if any(row is not None and row.joined for row in self.rows):
+        """Read on in the prompts that came first; returns the number of tokens read.
+
+        While others wait for their tokens, requests join in turns that read nothing, a few at a time.
+        """
+        budget, others = self.slots.prefill_chunk, any(row is not None and row.joined for row in self.rows)
+        if others:
             budget = self._patience()
-        left = budget
+        left, joined = budget, 0
         while self.filling and left > 0:
             row = self.filling[0]
             if not row.begun:
                 self._begin(row)
             wanted = row.request.prompt[:-1]
             chunk = wanted[row.filled : row.filled + left]
+            if chunk and others and joined:
+                break
             if chunk:
                 left -= self.slots.prefill(row.slot, chunk, row.filled)
                 row.filled += len(chunk)
                 self.contents[row.slot] = wanted[: row.filled]
             if row.filled == len(wanted):
+                if others and (left < budget or joined == JOINS):
+                    break
                 self.filling.popleft()
                 request = row.request
                 sampling = Sampling(
@@ -491,6 +499,7 @@ class Scheduler:
                 )
                 self.slots.join(row.slot, request.prompt, request.max_tokens, sampling)
                 row.joined = True
+                joined += 1
         return budget - left
 
     def _patience(self) -> int:

@@ -299,7 +299,7 @@ assert device._store_of_this_start() is None  # and says what to set
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nearly_every_line_for_npus_runs(texts, tmp_path, monkeypatch):
     """Statements of device.py's functions and of kernels_npu.py, all commands together: at least 95%."""
     files = [ROOT / "nanochat/device.py", ROOT / "nanochat/kernels_npu.py"]
