@@ -70,7 +70,7 @@ class Layout:
 def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate: int = 1) -> Layout:
     """Share the run out over the ranks; neighbours form a group.
 
-    Raises UserError: when the ranks do not form that many groups.
+    Raises UserError: when the ranks do not form that many groups; when torch's processes on a cpu cannot be sharded.
     """
     if replicate > 1:
         if parallel != "fsdp":
@@ -83,6 +83,8 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
             raise UserError(f"--replicate {replicate} is a whole model on each process: use --parallel ddp")
     if device.world_size == 1:
         return Layout()  # nothing to shard
+    if parallel == "fsdp" and device.kind == "cpu":
+        _require_means(device)
     ranks = device.world_size // replicate
     if replicate == 1:
         mesh = init_device_mesh(device.kind, (ranks,), mesh_dim_names=("shard",))
@@ -94,6 +96,18 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
         mesh = DeviceMesh.from_group(groups, device.kind, table, mesh_dim_names=("replicate", "shard"))
     replica, rank = divmod(device.rank, ranks)
     return Layout(parallel == "fsdp", rank, ranks, replica, replicate, mesh)
+
+
+def _require_means(device: Device) -> None:
+    """FSDP asks for the mean of gradients; torch 2.7 gives their sum between processes on a cpu, without a word."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    mean = torch.zeros(1)
+    scatter(mean, torch.ones(device.world_size), op=dist.ReduceOp.AVG)
+    if mean.item() != 1:
+        raise UserError(
+            f"--parallel fsdp: torch {torch.__version__} sums on a cpu where a mean is asked for, so that every "
+            "gradient would be too large: use --parallel ddp, or a newer torch"
+        )
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:

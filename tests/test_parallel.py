@@ -602,3 +602,18 @@ def test_base_train_shards(base: Path) -> None:  # noqa: F811
         assert names[0].stat().st_size == names[1].stat().st_size
     last = [json.loads(line) for line in (base / "runs/base/fsdp/metrics.jsonl").read_text().splitlines()][-1]
     assert last["val_bpb"] > 0
+
+
+def torch_that_sums(device: Device) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "reduce_scatter_single", lambda mean, whole, **_: mean.fill_(2), raising=False)
+        try:
+            lay_out(device, "fsdp")
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_torch_that_sums_where_it_should_average_is_refused():
+    assert all("--parallel ddp" in said for said in run_ranks(torch_that_sums))
