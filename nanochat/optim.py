@@ -16,14 +16,14 @@ Chen et al. 2025 (arXiv 2510.12402). AdamW: Loshchilov and Hutter 2019.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nanochat.parallel import Layout, local
+from nanochat.parallel import Layout, all_gather, local, reduce_scatter
 
 # Five steps of the Polar Express iteration for singular values down to 1e-3 of the norm, its safety factor included.
 POLAR_EXPRESS = (
@@ -307,7 +307,7 @@ class _ReplicatedMuonPlan(_MuonPlan):
         for parameter in self.buckets[number]:
             parameter.grad = None  # on its way
         self.slices[number] = mine = whole.new_empty(self.lengths[number])
-        self.works.append(_started(_reduce_scatter(mine, whole, group=self.layout.group, async_op=True)))
+        self.works.append(_started(reduce_scatter(mine, whole, group=self.layout.group, async_op=True)))
 
     def reduced(self) -> list[Tensor]:
         self.finish_works()
@@ -360,7 +360,7 @@ class _ReplicatedMuonPlan(_MuonPlan):
         del self.received, received
         gathered = [mine.new_empty(len(mine) * self.layout.ranks) for mine in slices]
         for mine, whole in zip(slices, gathered, strict=True):
-            self.works.append(_started(_all_gather(whole, mine, group=self.layout.group, async_op=True)))
+            self.works.append(_started(all_gather(whole, mine, group=self.layout.group, async_op=True)))
         self.finish_works()
         for bucket, whole in zip(self.buckets, gathered, strict=True):
             new = whole[: sum(p.numel() for p in bucket)].split([p.numel() for p in bucket])
@@ -483,7 +483,7 @@ class _AdamWPlan(_Plan):
         parameter.grad = None
         if rows is not None:
             mine = torch.empty_like(grad[rows])
-            work = _reduce_scatter(mine, grad.contiguous(), group=self.layout.group, async_op=True)
+            work = reduce_scatter(mine, grad.contiguous(), group=self.layout.group, async_op=True)
             self.works.append(_started(work))
             grad = mine
         elif self.layout.ranks > 1 and not self.layout.sharded:
@@ -526,7 +526,7 @@ class _AdamWPlan(_Plan):
         self.grads = {}
         for parameter, weight, rows in zip(parameters, weights, self.rows, strict=True):
             if rows is not None:
-                work = _all_gather(parameter.detach(), weight.clone(), group=self.layout.group, async_op=True)
+                work = all_gather(parameter.detach(), weight.clone(), group=self.layout.group, async_op=True)
                 self.works.append(_started(work))
 
     def finish(self) -> None:
@@ -568,16 +568,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _length(run: slice) -> int:
     return run.stop - run.start
-
-
-def _reduce_scatter(output: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
-    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    return named(output, whole, **options)
-
-
-def _all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
-    named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return named(whole, share, **options)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -98,11 +98,22 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
     return Layout(parallel == "fsdp", rank, ranks, replica, replicate, mesh)
 
 
+def reduce_scatter(share: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
+    """torch's own, under the name that it has in this version."""
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return named(share, whole, **options)
+
+
+def all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
+    """torch's own, under the name that it has in this version."""
+    named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return named(whole, share, **options)
+
+
 def _require_means(device: Device) -> None:
     """FSDP asks for the mean of gradients; torch 2.7 gives their sum between processes on a cpu, without a word."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     mean = torch.zeros(1)
-    scatter(mean, torch.ones(device.world_size), op=dist.ReduceOp.AVG)
+    reduce_scatter(mean, torch.ones(device.world_size), op=dist.ReduceOp.AVG)
     if mean.item() != 1:
         raise UserError(
             f"--parallel fsdp: torch {torch.__version__} sums on a cpu where a mean is asked for, so that every "
@@ -150,7 +161,7 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
 def synchronize_gradients(model: Any, last: bool) -> None:
     """Say before each backward whether it is the step's last: only then do sharded gradients travel."""
     model = getattr(model, "_orig_mod", model)  # behind torch.compile
-    if is_sharded(model):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
 

@@ -350,8 +350,9 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     scheduler = running(engine, prefill_chunk=64)
     events: list[str] = []
     slots = scheduler.slots
-    prefill, decode = slots.prefill, slots.decode
+    prefill, decode, join = slots.prefill, slots.decode, slots.join
     monkeypatch.setattr(slots, "prefill", lambda s, t, h: events.append(f"{len(t)}") or prefill(s, t, h))
+    monkeypatch.setattr(slots, "join", lambda *a: events.append("join") or join(*a))
     monkeypatch.setattr(slots, "decode", lambda *a: events.append("decode") or decode(*a))
     runner = scheduler.submit(Request(prompt_of(3), 400))
     wait_until(lambda: runner.completion_tokens > 5)
@@ -359,11 +360,13 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     tokens = tokens_of(long)
     runner.cancel()
     assert tokens == engine.generate([prompt_of(300)], max_tokens=3, temperature=0)[0][0]
-    pieces = [place for place, event in enumerate(events) if event != "decode"][1:]  # the first is the runner's own
+    pieces = [place for place, event in enumerate(events) if event.isdigit()][1:]  # the first is the runner's own
     assert sum(int(events[place]) for place in pieces) == 299
     for place in pieces:
         assert int(events[place]) <= 64
         assert events[place + 1] == "decode", "two pieces without a token for the others between them"
+    joined = len(events) - 1 - events[::-1].index("join")
+    assert events[joined - 1] == events[joined + 1] == "decode", "it joins in a turn that reads nothing"
 
 
 # ---------------------------------------------------------------------- the text
