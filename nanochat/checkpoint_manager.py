@@ -31,13 +31,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import paths, storage
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
-from nanochat.parallel import first_decides, load_whole, whole_weights
+from nanochat.parallel.mesh import first_decides, load_whole, whole_weights
+from nanochat.shell import paths, storage
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import print0, warn
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # {"role": str, "content": str | list[Part], "train"?: bool}

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat.cli import UserError, explainers
-from nanochat.log import warn
+from nanochat.shell.cli import UserError, explainers
+from nanochat.shell.log import warn
 
 KINDS = ("npu", "cuda", "cpu")
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -164,18 +164,18 @@ class Device:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def compile(
-        self, function: Callable[..., Any], asked: Literal["auto", "on", "off"], run_flops: float
+        self, function: Callable[..., Any], requested: Literal["auto", "on", "off"], run_flops: float
     ) -> tuple[Callable[..., Any], str]:
         """`torch.compile` by policy: the flag decides; auto is on for cuda, for a cpu when the run repays it, and
         off for npu. Returns the function, and for the log what was decided and why.
 
         Raises UserError: when it is asked for and has no compiler here."""
         missing = self._compiler_missing()
-        if asked == "off":
+        if requested == "off":
             return function, "eager (--compile off)"
-        if asked == "on" and missing:
+        if requested == "on" and missing:
             raise UserError(f"--compile on needs {missing}; install it or leave --compile out")
-        if asked == "auto":
+        if requested == "auto":
             if self.kind == "npu":
                 return function, "eager (compile is opt-in here: --compile on)"
             if missing:
@@ -239,14 +239,14 @@ class Device:
         return None if importlib.util.find_spec("triton") else "triton"
 
 
-def kind_of(asked: str) -> str:
+def kind_of(requested: str) -> str:
     """npu, cuda or cpu for what `init` takes, without a touch on the device.
 
     Raises UserError: when it is none of them, or there is none here.
     """
-    kind, _, index = asked.partition(":")
+    kind, _, index = requested.partition(":")
     if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
-        raise UserError(f"--device {asked!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
+        raise UserError(f"--device {requested!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
     if kind == "auto":
         return next(k for k in KINDS if _available(k))
     if not _available(kind):
@@ -327,7 +327,7 @@ def kernels(kind: str) -> ModuleType | None:
     own are fused, or there are none."""
     if kind != "npu":
         return None
-    return importlib.import_module("nanochat.kernels_npu")
+    return importlib.import_module("nanochat.kernels.npu")
 
 
 def _store_of_this_start() -> Store | None:

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from nanochat import device as devices
 from nanochat.attention import KVCache
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.faults import Interrupted
 from nanochat.gpt import GPT
-from nanochat.packed import PackedLinear, pack
-from nanochat.parallel import is_sharded, whole
+from nanochat.kernels.cpu import PackedLinear, pack
+from nanochat.parallel.mesh import is_sharded, whole
+from nanochat.shell.cli import Interrupted, UserError
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import calculate
+from nanochat.tools.calculator import calculate
 
 NO_ANSWER = "error"  # what a call that the calculator cannot answer is given
 
@@ -123,7 +122,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int | Sequence[int] = 0,
         keep_stop: bool = False,
-        asked: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[list[int | None], list[bool]]]:
         """Yield one column of new tokens at a time: a token for each running row, None for each ended one; and
         whether the model chose it, or the tool gave it.
@@ -134,7 +133,7 @@ class Engine:
         Rows end with a stop token, which is handed out only with `keep_stop`, after `max_tokens` (the tool's among
         them), or where the context ends.
         Raises UserError: when a setting is out of range, or a prompt fills the context. Raises Interrupted: when
-        `asked`, before a token, says to break off.
+        `should_stop`, before a token, says to break off.
         """
         check_sampling(temperature, top_k, top_p)
         context = self.model.config.sequence_len
@@ -158,7 +157,7 @@ class Engine:
         rows = [_Row(number, most) for number, most in enumerate(room)]  # those in the batch
         decoder = self._decoder(cache, len(rows))
         for made in range(1, max(room) + 1):
-            if asked():
+            if should_stop():
                 raise Interrupted
             column_noise = noise[:, made - 1 : made]
             tokens = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, noise=column_noise)  # (B,)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.packing import Rows
+from nanochat.data.packing import Rows
 
 PAIR_FIGURES = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
 

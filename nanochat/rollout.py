@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import Rows
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
-from nanochat.faults import Interrupted
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
-from nanochat.packing import Rows
+from nanochat.shell.cli import Interrupted
 from nanochat.tasks.task import Example, Task
 
 
@@ -40,14 +40,14 @@ def sample_replies(
     seed: int,
     rows: int,
     top_k: int = 0,
-    asked: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Samples:
     """`samples` replies to each question, each rewarded by its task; all ranks together, and each has all of them.
 
     A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
     whoever is done takes the next one. What is sampled depends on `seed`, a question's number and a sample's alone, not
     on who samples it beside what, but for the rounding of products of other shapes. A reply that is cut off by
-    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `asked` says, before each
+    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `should_stop` says, before each
     token, whether to break off.
     Raises Interrupted: on every rank, when any of them broke off.
     """
@@ -63,7 +63,7 @@ def sample_replies(
         try:
             tokens, masks = engine.generate(
                 [prompts[i] for i, _ in members], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-                seed=[seed_of(seed, i, g) for i, g in members], keep_stop=True, asked=asked,
+                seed=[seed_of(seed, i, g) for i, g in members], keep_stop=True, should_stop=should_stop,
             )  # fmt: skip
         except Interrupted:
             mine = None

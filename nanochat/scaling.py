@@ -12,7 +12,7 @@ import torch
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SHARD_ELEMENTS, buckets
-from nanochat.parallel import Layout
+from nanochat.parallel.mesh import Layout
 
 WIDTH_PER_LAYER = 64
 HEAD_DIM = 128

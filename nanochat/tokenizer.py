@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import tiktoken
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document and every conversation

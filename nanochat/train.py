@@ -16,11 +16,11 @@ from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.faults import Interrupted
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.parallel import Layout, is_sharded, lay_out, synchronize_gradients
+from nanochat.parallel.mesh import Layout, is_sharded, lay_out, synchronize_gradients
 from nanochat.scaling import Rates
+from nanochat.shell.cli import Interrupted
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -222,15 +222,15 @@ def mean_loss(
     batches: Iterable[Any],
     loss_fn: LossFunction,
     device: Device,
-    asked: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> float:
     """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
 
-    Of a sharded model every rank must have equally many batches. `asked` says, before a batch, whether to break off.
+    Of a sharded model every rank must have equally many batches. `should_stop` says, before a batch, whether to break off.
     Raises Interrupted: on every rank, when any of them broke off."""
     totals = torch.zeros(3, device=device.torch_device)  # loss, targets, ranks that broke off
     for batch in batches:
-        if asked():
+        if should_stop():
             totals[2] = 1
             break
         with device.autocast():

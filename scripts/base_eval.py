@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.cli import UserError, require, run
+from nanochat.shell.cli import UserError, require, run
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def main(config: Config) -> None:
 
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model, tag_of
-    from nanochat.data import demo
     from nanochat.data.sources import open_corpus
+    from nanochat.demo import corpus as demo
     from nanochat.engine import Engine, check_sampling
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.log import print0, record
-    from nanochat.paths import STAGES, run_dir
+    from nanochat.shell.log import print0, record
+    from nanochat.shell.paths import STAGES, run_dir
 
     # ------------------------------------------------------------------ load
     require(config, "eval_tokens device_batch_size max_tokens shards", 1)

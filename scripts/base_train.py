@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import UserError, require, run
-from nanochat.log import check_trackers, print0, record
-from nanochat.paths import checkpoint_dir, safe_tag, tokenizer_dir
+from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.log import check_trackers, print0, record
+from nanochat.shell.paths import checkpoint_dir, safe_tag, tokenizer_dir
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,14 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, parallel, scaling
+    from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
-    from nanochat.stage import Stage
+    from nanochat.parallel import mesh
+    from nanochat.run.stage import Stage
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -90,7 +91,7 @@ def main(config: Config) -> None:
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    layout = parallel.lay_out(device, config.parallel, config.replicate)
+    layout = mesh.lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")
 
     # ------------------------------------------------------------------ model
@@ -100,7 +101,7 @@ def main(config: Config) -> None:
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     with torch.device("meta"):
         model = GPT(model_config)
-    parallel.shard(model, layout, device, config.activation_checkpointing)
+    mesh.shard(model, layout, device, config.activation_checkpointing)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.seed)
     counts = scaling.parameter_counts(model)
@@ -147,7 +148,7 @@ def main(config: Config) -> None:
     token_bytes = torch.tensor(tokenizer.token_bytes())
 
     def evaluate() -> dict[str, float]:
-        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.asked)
+        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.should_stop)
         if not math.isfinite(val_bpb):
             raise UserError(f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates")
         progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)

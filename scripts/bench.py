@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tyro
 
-from nanochat.cli import UserError, require, run
+from nanochat.shell.cli import UserError, require, run
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def train(config: Config) -> None:
     from nanochat import device as devices
     from nanochat import scaling
     from nanochat.gpt import GPT
-    from nanochat.log import print0
+    from nanochat.shell.log import print0
     from nanochat.train import make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
@@ -148,9 +148,9 @@ def serve(config: Config) -> None:
     from nanochat import scaling
     from nanochat.engine import Engine
     from nanochat.gpt import GPT
-    from nanochat.log import print0
     from nanochat.serve.load import closed_loop, open_loop
     from nanochat.serve.scheduler import Request, Scheduler
+    from nanochat.shell.log import print0
     from nanochat.tokenizer import Tokenizer
 
     # ------------------------------------------------------------------ a model of random weights that never ends

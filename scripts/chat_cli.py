@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import UserError, require, run
+from nanochat.shell.cli import UserError, require, run
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nanochat.cli import UserError, require, run
-from nanochat.log import check_trackers, print0, record
-from nanochat.paths import checkpoint_dir
+from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.log import check_trackers, print0, record
+from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,12 @@ def main(config: Config) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanochat import checkpoint_manager, losses, parallel, scaling
+    from nanochat import checkpoint_manager, losses, scaling
     from nanochat import device as devices
     from nanochat.conversation import Rendered, render
-    from nanochat.packing import pack_pairs
-    from nanochat.stage import Stage
+    from nanochat.data.packing import pack_pairs
+    from nanochat.parallel import mesh
+    from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
@@ -89,9 +90,9 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model)
-    layout = parallel.lay_out(device, config.parallel, config.replicate)
-    parallel.shard(model.train(), layout, device, config.activation_checkpointing)
-    parallel.shard(reference, layout, device)
+    layout = mesh.lay_out(device, config.parallel, config.replicate)
+    mesh.shard(model.train(), layout, device, config.activation_checkpointing)
+    mesh.shard(reference, layout, device)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
@@ -171,7 +172,7 @@ def main(config: Config) -> None:
     def evaluate() -> dict[str, float]:
         figures = torch.zeros(len(losses.PAIR_FIGURES), device=device.torch_device)
         told = functools.partial(loss_fn, figures=figures)
-        val_loss = mean_loss(model, batches(held_out_pairs), told, device, stage.asked)
+        val_loss = mean_loss(model, batches(held_out_pairs), told, device, stage.should_stop)
         if not math.isfinite(val_loss):
             return {}  # nothing held out may be left
         return {"val_loss": val_loss} | {f"val_{name}": value for name, value in read(figures).items()}

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.cli import UserError, require, run
-from nanochat.log import print0, record, warn
-from nanochat.paths import STAGES, run_dir
+from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.log import print0, record, warn
+from nanochat.shell.paths import STAGES, run_dir
 
 SETTINGS = ("max_examples", "samples", "max_tokens", "temperature", "top_k", "top_p", "seed")  # that figures depend on
 

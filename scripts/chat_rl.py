@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nanochat.cli import UserError, require, run
-from nanochat.log import check_trackers, print0, record
-from nanochat.paths import checkpoint_dir
+from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.log import check_trackers, print0, record
+from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ def main(config: Config) -> None:
     import numpy as np
     import torch
 
-    from nanochat import checkpoint_manager, losses, parallel, rollout, scaling
+    from nanochat import checkpoint_manager, losses, rollout, scaling
     from nanochat import device as devices
     from nanochat.conversation import render_prompt
+    from nanochat.data.packing import pack
     from nanochat.engine import Engine, check_sampling, seed_of
-    from nanochat.faults import Interrupted
-    from nanochat.packing import pack
-    from nanochat.stage import Stage
+    from nanochat.parallel import mesh
+    from nanochat.run.stage import Stage
+    from nanochat.shell.cli import Interrupted
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
@@ -97,10 +98,10 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
-    layout = parallel.lay_out(device, config.parallel, config.replicate)
-    parallel.shard(model, layout, device, config.activation_checkpointing)
+    layout = mesh.lay_out(device, config.parallel, config.replicate)
+    mesh.shard(model, layout, device, config.activation_checkpointing)
     if reference is not None:
-        parallel.shard(reference, layout, device)
+        mesh.shard(reference, layout, device)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
@@ -148,7 +149,7 @@ def main(config: Config) -> None:
         return rollout.sample_replies(
             engine, questions(mixture, first, count), samples=samples, max_tokens=config.max_tokens,
             temperature=config.temperature, top_k=config.top_k, seed=seed, rows=config.rollout_rows,
-            asked=stage.faults.asked,
+            should_stop=stage.faults.should_stop,
         )  # fmt: skip
 
     def held_out_reward() -> float:

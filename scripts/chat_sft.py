@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import require, run
-from nanochat.log import check_trackers, print0, record
-from nanochat.paths import checkpoint_dir
+from nanochat.shell.cli import require, run
+from nanochat.shell.log import check_trackers, print0, record
+from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, parallel, scaling
+    from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
     from nanochat.conversation import Rendered, render
+    from nanochat.data.packing import Rows, pack
     from nanochat.losses import masked_loss
-    from nanochat.packing import Rows, pack
-    from nanochat.stage import Stage
+    from nanochat.parallel import mesh
+    from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
 
@@ -77,8 +78,8 @@ def main(config: Config) -> None:
         config.source, config.source_tag or config.model_tag, config.source_step, device
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    layout = parallel.lay_out(device, config.parallel, config.replicate)
-    parallel.shard(model.train(), layout, device, config.activation_checkpointing)
+    layout = mesh.lay_out(device, config.parallel, config.replicate)
+    mesh.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
@@ -120,7 +121,7 @@ def main(config: Config) -> None:
 
     def evaluate() -> dict[str, float]:
         mine = held_out_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
-        val_loss = mean_loss(model, mine, masked_loss, device, stage.asked)
+        val_loss = mean_loss(model, mine, masked_loss, device, stage.should_stop)
         return {"val_loss": val_loss} if math.isfinite(val_loss) else {}  # nothing held out may be a target
 
     odd = {"no_target": 0, "cut": 0}  # conversations since the last log line

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.cli import UserError, fail, out_of_memory, parse, require, run
+from nanochat.shell.cli import UserError, fail, out_of_memory, parse, require, run
 
 GRACE_SECONDS = 8.0  # that running replies have when the server is told to end
 IDLE_SECONDS = 5  # that a connection may wait for its next request
@@ -172,8 +172,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model, tag_of
         from nanochat.engine import Engine, Slots
-        from nanochat.log import print0
         from nanochat.serve.scheduler import Scheduler
+        from nanochat.shell.log import print0
 
         device = devices.init(config.device, config.dtype)
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.cli import run
-from nanochat.log import print0
+from nanochat.shell.cli import run
+from nanochat.shell.log import print0
 
 
 @dataclass(frozen=True)

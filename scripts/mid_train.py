@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import UserError, require, run
-from nanochat.log import check_trackers, print0, record
-from nanochat.paths import checkpoint_dir
+from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.log import check_trackers, print0, record
+from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,12 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, parallel, scaling
+    from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.stage import Stage
+    from nanochat.parallel import mesh
+    from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
 
@@ -77,8 +78,8 @@ def main(config: Config) -> None:
         config.source, config.source_tag or config.model_tag, config.source_step, device
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    layout = parallel.lay_out(device, config.parallel, config.replicate)
-    parallel.shard(model.train(), layout, device, config.activation_checkpointing)
+    layout = mesh.lay_out(device, config.parallel, config.replicate)
+    mesh.shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")
@@ -128,7 +129,7 @@ def main(config: Config) -> None:
     token_bytes = torch.tensor(tokenizer.token_bytes())
 
     def evaluate() -> dict[str, float]:
-        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.asked)
+        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.should_stop)
         if not math.isfinite(val_bpb):
             raise UserError(f"validation is {val_bpb} at step {progress.step}: lower --lr_scale")
         progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)

@@ -5,9 +5,9 @@ python -m scripts.report --model_tag cpu
 
 from dataclasses import dataclass
 
-from nanochat.cli import run
-from nanochat.log import print0
-from nanochat.paths import base_dir, safe_tag
+from nanochat.shell.cli import run
+from nanochat.shell.log import print0
+from nanochat.shell.paths import base_dir, safe_tag
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat import report, report_page  # here: --help stays quick
+    from nanochat.report import page, summary  # here: --help stays quick
 
-    tag = safe_tag(config.model_tag or report.newest_tag())
-    summary = report.collect(tag)
+    tag = safe_tag(config.model_tag or summary.newest_tag())
+    collected = summary.collect(tag)
     folder = base_dir() / "runs" / "report" / tag
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.html", report_page.to_html(summary)), ("report.md", report.to_markdown(summary))):
+    for name, text in (("report.html", page.to_html(collected)), ("report.md", summary.to_markdown(collected))):
         (folder / name).write_text(text, encoding="utf-8")
         print0(folder / name)
 

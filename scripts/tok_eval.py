@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.cli import UserError, run
-from nanochat.log import print0
-from nanochat.paths import tokenizer_dir
+from nanochat.shell.cli import UserError, run
+from nanochat.shell.log import print0
+from nanochat.shell.paths import tokenizer_dir
 
 HELD_OUT_CHARS = 1_000_000
 

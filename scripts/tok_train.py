@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanochat.cli import UserError, run
-from nanochat.log import print0, record
-from nanochat.paths import STAGES, base_dir, tokenizer_dir
+from nanochat.shell.cli import UserError, run
+from nanochat.shell.log import print0, record
+from nanochat.shell.paths import STAGES, base_dir, tokenizer_dir
 
 if TYPE_CHECKING:
     from nanochat.data.sources import Corpus

@@ -21,11 +21,11 @@ import pytest
 import torch
 from tiny import cpu_device, tiny_tokenizer
 
-from nanochat import cli, paths
 from nanochat.checkpoint_manager import save
 from nanochat.conversation import check_messages, render
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.shell import cli, paths
 from scripts import chat_cli
 
 ROOT = Path(__file__).resolve().parent.parent

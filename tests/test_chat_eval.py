@@ -14,12 +14,13 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import checkpoint_manager, cli, paths
-from nanochat.cli import UserError
+from nanochat import checkpoint_manager
 from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
 from nanochat.evals.chat import Graded, Result, chat_core, evaluate, graded_choices, preferred_letters, readable
+from nanochat.shell import cli, paths
+from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN
 from nanochat.tasks.task import Example, Task, choice_question, chosen_letter
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import run_ranks
 
-from nanochat import checkpoint_manager, paths, storage
+from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.checkpoint_manager import (
     DamagedCheckpoint,
@@ -27,10 +27,11 @@ from nanochat.checkpoint_manager import (
     set_aside,
     steps,
 )
-from nanochat.cli import UserError
 from nanochat.data.loader import LaneState, LoaderState
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.shell import paths, storage
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 

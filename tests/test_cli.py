@@ -13,8 +13,8 @@ from typing import Literal
 import pytest
 import torch
 
-from nanochat import cli
-from nanochat.cli import UserError
+from nanochat.shell import cli
+from nanochat.shell.cli import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -196,7 +196,7 @@ PROGRAM = '''
 """A program."""
 import sys, time
 from dataclasses import dataclass
-from nanochat.cli import UserError, run
+from nanochat.shell.cli import UserError, run
 
 @dataclass(frozen=True)
 class Config:

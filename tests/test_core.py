@@ -18,12 +18,13 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import checkpoint_manager, paths
-from nanochat.cli import UserError
+from nanochat import checkpoint_manager
 from nanochat.data.hub import Client
 from nanochat.device import Device
 from nanochat.evals import core
 from nanochat.evals.core import CoreTask, evaluate, open_bundle, padded_length, prompts, token_rows, wilson_interval
+from nanochat.shell import paths
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 

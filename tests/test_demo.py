@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nanochat.data import demo
-from nanochat.data.demo import Story, check_story
+from nanochat.demo import corpus as demo
+from nanochat.demo.corpus import Story, check_story
 
 STORIES = 300
 REFUSED_AT_LEAST = 0.95

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
-from nanochat.cli import UserError
 from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
+from nanochat.shell.cli import UserError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

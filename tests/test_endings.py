@@ -242,7 +242,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_
 SLOW = """
 import os, sys, time
 sys.argv = ["base_train", *sys.argv[1:]]
-from nanochat import cli, storage
+from nanochat.shell import cli, storage
 from scripts import base_train
 
 write_file = storage.write_file
@@ -293,7 +293,8 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
 LEAK = """
 import os, sys
 sys.argv = ["base_train", *sys.argv[1:]]
-from nanochat import checkpoint_manager, cli
+from nanochat import checkpoint_manager
+from nanochat.shell import cli
 from scripts import base_train
 
 def resident():

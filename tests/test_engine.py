@@ -9,10 +9,10 @@ from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 from torch import Tensor
 
 from nanochat import engine as engines
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Sampling, Slots, check_sampling, sample, sample_rows, uniforms
 from nanochat.gpt import GPT
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 CONTEXT = 48

@@ -10,9 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
 
-from nanochat import checkpoint_manager, cli, paths
+from nanochat import checkpoint_manager
 from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPTConfig
+from nanochat.shell import cli, paths
 from scripts import chat_cli, export
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from tiny import cpu_device, lively_model, run_ranks, tiny_config
 
 from nanochat import device as devices
-from nanochat import faults as module
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.evals.bpb import bits_per_byte
-from nanochat.faults import Faults, Interrupted, checksum, require_agreement, slow_ranks
+from nanochat.run import faults as module
+from nanochat.run.faults import Faults, checksum, require_agreement, slow_ranks
+from nanochat.shell.cli import Interrupted, UserError
 
 # ---------------------------------------------------------------------- the stop
 
@@ -72,10 +72,10 @@ def test_one_process_stops_at_the_next_boundary_and_gives_the_handlers_back(numb
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     try:
         with Faults(cpu_device(), 5) as faults:
-            assert not faults.boundary(6) and not faults.asked()
+            assert not faults.boundary(6) and not faults.should_stop()
             os.kill(os.getpid(), number)
             for _ in range(1000):
-                if faults.asked():
+                if faults.should_stop():
                     break
                 time.sleep(0.01)
             time.sleep(0.3)  # the thread has seen it too
@@ -111,7 +111,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
         with Faults(cpu_device(), 0) as faults:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
-            assert not faults.asked() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert not faults.should_stop() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -314,7 +314,7 @@ def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown():
                 faults.boundary(step)
             for _ in range(10):
                 time.sleep(0.1)
-                faults.asked()
+                faults.should_stop()
             with faults.phase("saving", seconds=60):
                 time.sleep(1)
     finally:

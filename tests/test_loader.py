@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.cli import UserError
 from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, LANES, PREFETCH, TOKENIZE_DOCUMENTS, Loader, LoaderState
 from nanochat.data.sources import open_corpus
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 BEGIN = 0

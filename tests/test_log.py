@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import log
-from nanochat.cli import UserError
-from nanochat.log import REQUIRED, RunLog, duration, print0, warn
+from nanochat.shell import log
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import REQUIRED, RunLog, duration, print0, warn
 
 
 def metrics(step: int, **further) -> dict:
@@ -144,7 +144,7 @@ def test_the_live_line_in_a_terminal(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from nanochat.log import RunLog, print0
+from nanochat.shell.log import RunLog, print0
 with RunLog("base", Path({str(tmp_path)!r}), 300) as run:
     for step in range(300):
         values = {{"step": step, "loss": 5.0, "seconds": step * 0.5}}

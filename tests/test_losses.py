@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanochat import losses
 from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import Rows, pack, pack_pairs
 from nanochat.losses import (
     PAIR_FIGURES,
     PairBatch,
@@ -24,7 +25,6 @@ from nanochat.losses import (
     reply_logp,
     token_logp,
 )
-from nanochat.packing import Rows, pack, pack_pairs
 
 
 class Fixed:

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from tiny import tiny_tokenizer
 
-from nanochat.cli import UserError
 from nanochat.conversation import check_messages, parts_of, render, text_of
-from nanochat.data.demo import check_story, held_out_pair
+from nanochat.demo.corpus import check_story, held_out_pair
+from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import (
     BUILT_IN_TASKS,
     HUB_TASKS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanochat.device import Device
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
-from nanochat.parallel import Layout, lay_out, whole
+from nanochat.parallel.mesh import Layout, lay_out, whole
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())

@@ -6,8 +6,8 @@ import torch
 from tiny import cpu_device, lively_model, tiny_config
 
 from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import Rows, pack, pack_pairs
 from nanochat.losses import masked_loss
-from nanochat.packing import Rows, pack, pack_pairs
 
 
 def sequences(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:

@@ -25,15 +25,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import optim, parallel, scaling
-from nanochat.cli import UserError
+from nanochat import optim, scaling
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.evals.bpb import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
-from nanochat.parallel import Layout, lay_out, load_whole, shard, whole, whole_weights
+from nanochat.parallel import mesh
+from nanochat.parallel.mesh import Layout, lay_out, load_whole, shard, whole, whole_weights
+from nanochat.shell.cli import UserError
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)
@@ -264,7 +265,7 @@ def shares(device: Device) -> list[Any]:
     run = make_run(device, "fsdp")
     tensors = [*run[0].parameters(), *run[1].state_dict().values()]
     assert all(isinstance(t, DTensor) for t in tensors if t.numel() > 1)
-    return [sum(parallel.local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
+    return [sum(mesh.local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
 
 
 class Collectives(TorchDispatchMode):

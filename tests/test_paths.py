@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import paths
-from nanochat.cli import UserError
+from nanochat.shell import paths
+from nanochat.shell.cli import UserError
 
 OUTSIDE = (
     *("", ".", "..", "...", "../x", "../../etc/passwd", "..\\x", "x/..", "x/../../y", "./x", "/", "/etc", "//x", "x/"),

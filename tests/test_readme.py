@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.cli import parse
+from nanochat.shell.cli import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))

@@ -14,9 +14,11 @@ from typing import NamedTuple
 import pytest
 from markdown_it import MarkdownIt  # rich brings it
 
-from nanochat import cli, report, report_page
-from nanochat.cli import UserError
-from nanochat.paths import STAGES
+from nanochat.report import page as report_page
+from nanochat.report import summary as report
+from nanochat.shell import cli
+from nanochat.shell.cli import UserError
+from nanochat.shell.paths import STAGES
 from scripts import report as script
 
 TAG = "made-up"
@@ -460,7 +462,8 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
 
 def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
     code = (
-        "import sys; from nanochat import report, report_page; summary = report.collect(sys.argv[1]); "
+        "import sys; from nanochat.report import page as report_page, summary as report; "
+        "summary = report.collect(sys.argv[1]); "
         "report.to_markdown(summary); "
         "assert 'matplotlib' not in sys.modules; report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"

@@ -11,9 +11,9 @@ from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenize
 from nanochat import rollout
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import pack
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
-from nanochat.packing import pack
 from nanochat.tasks.task import Example, Task
 
 

@@ -25,9 +25,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat import sandbox
-from nanochat.cli import UserError
-from nanochat.sandbox import Run, passes, run_checks, run_python
+from nanochat.shell.cli import UserError
+from nanochat.tools.calculator import sandbox
+from nanochat.tools.sandbox import Run, passes, run_checks, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = os.uname().machine
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 RUNNER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from nanochat import sandbox
+from nanochat.tools.calculator import sandbox
 print("ready", flush=True)
 for line in sys.stdin:
     name, arguments, options = json.loads(line)
@@ -228,7 +228,7 @@ PROBES = [
     Probe("subclasses", "c = [c for c in object.__subclasses__() if c.__name__ == '_wrap_close'][0]\n"
           "c.__init__.__globals__['system'](TOUCH)"),
     Probe("another libc", "ctypes.CDLL('libc.so.6').system(TOUCH.encode())"),
-    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.sandbox import run_python\n"
+    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.tools.sandbox import run_python\n"
           "if run_python('print(1)').ok: print('ESCAPED')"),
 ]  # fmt: skip
 
@@ -861,7 +861,7 @@ def test_a_zygote_that_was_killed_is_replaced():
     assert run_python("print(1)").output == "1\n"
 
 
-START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.sandbox import run_python\n"
+START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import run_python\n"
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(60)"])
@@ -938,7 +938,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(program))) == 0
 {START}
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 try:
     run_python("1")
 except UserError as error:

@@ -26,14 +26,15 @@ import pytest
 import torch
 from tiny import cpu_device, run_ranks
 
-from nanochat import checkpoint_manager, paths, storage
+from nanochat import checkpoint_manager
 from nanochat.checkpoint_manager import Saver, Training, load_training, mend, newest, steps
-from nanochat.cli import UserError
 from nanochat.data.loader import Loader, LoaderState
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.parallel import lay_out, shard
+from nanochat.parallel.mesh import lay_out, shard
 from nanochat.scaling import Rates
+from nanochat.shell import paths, storage
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
@@ -784,7 +785,7 @@ def test_a_resume_that_cannot_be_is_one_line(tmp_path):
 def test_a_failed_last_save_ends_the_process_with_an_error(tmp_path):
     """A whole process, on a disk of its own that fills up: one line, and not exit code 0."""
     code = (
-        "import os, errno\nfrom nanochat.cli import fail, UserError\nimport test_saver as t\n"
+        "import os, errno\nfrom nanochat.shell.cli import fail, UserError\nimport test_saver as t\n"
         "from pathlib import Path\n"
         "t.os.write = t.FullDisk(100)\n"
         f"try:\n    t.save_step(Path({str(tmp_path)!r}), 1)\nexcept UserError as error:\n    fail(str(error))\n"

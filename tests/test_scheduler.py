@@ -11,9 +11,9 @@ import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import engine as engines
-from nanochat.cli import UserError
 from nanochat.engine import Engine
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut
+from nanochat.shell.cli import UserError
 
 CONTEXT = 80
 

@@ -20,11 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat import cli, train
 from nanochat import device as devices
+from nanochat import train
 from nanochat.checkpoint_manager import INDIFFERENT
 from nanochat.checkpoint_manager import steps as steps_of
-from nanochat.log import REQUIRED
+from nanochat.shell import cli
+from nanochat.shell.log import REQUIRED
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
 

@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.cli import UserError
 from nanochat.data import hub, sources
 from nanochat.data.sources import open_corpus
+from nanochat.shell.cli import UserError
 
 SEPARATOR = "<|endoftext|>"
 
@@ -253,10 +253,10 @@ def test_a_folder_of_one_file_splits_it(tmp_path):
 
 
 def test_demo_is_without_end_and_passes_seed_and_split(monkeypatch):
-    module = type(sys)("nanochat.data.demo")
+    module = type(sys)("nanochat.demo.corpus")
     module.block = lambda index, split, seed: [f"{index} {split} {seed}"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nanochat.data.demo", module)
-    monkeypatch.setattr("nanochat.data.demo", module, raising=False)
+    monkeypatch.setitem(sys.modules, "nanochat.demo.corpus", module)
+    monkeypatch.setattr("nanochat.demo.corpus", module, raising=False)
     train, val = open_corpus("demo", seed=5)
     assert train.block_count() is None and val.block_count() is None
     assert (train.read_block(7), val.read_block(8)) == (["7 train 5"], ["8 val 5"])

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
 
-from nanochat import paths
 from nanochat.conversation import Part, text_of
-from nanochat.faults import Faults
-from nanochat.log import REQUIRED
+from nanochat.run.faults import Faults
+from nanochat.shell import paths
+from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tasks.task import Example
 from nanochat.tokenizer import Tokenizer

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nanochat import storage
 from nanochat.device import Device
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.shell import storage
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),

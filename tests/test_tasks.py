@@ -14,10 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.cli import UserError
 from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import hub
-from nanochat.data.demo import held_out
+from nanochat.demo.corpus import held_out
+from nanochat.shell.cli import UserError
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.conversations import Conversations, messages_of
@@ -28,7 +28,7 @@ from nanochat.tasks.preferences import Preferences, UltraFeedback, pair_of
 from nanochat.tasks.smoltalk import SmolTalk
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.task import Example, Pair, Task
-from nanochat.tools import calculate
+from nanochat.tools.calculator import calculate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, UltraFeedback)

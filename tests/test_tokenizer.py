@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import RUN_BLOCK, SPECIAL_TOKENS, Tokenizer, bytes_per_token
 from scripts import tok_eval, tok_train
 

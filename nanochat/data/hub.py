@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
-from nanochat.paths import data_dir
+from nanochat.shell.cli import UserError
+from nanochat.shell.paths import data_dir
 
 CHUNK_BYTES = 1 << 20
 LONGEST_WAIT_SECONDS = 300.0

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 LANES = 8  # at least; more ranks than this get a multiple

@@ -29,9 +29,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from nanochat.cli import UserError
 from nanochat.data import hub as hubs
-from nanochat.log import warn
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import warn
 
 DOCUMENT_BYTES = 4096  # of a .txt without separators
 LARGEST_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
@@ -411,7 +411,7 @@ class DemoCorpus:
     """Stories without end, made as they are read."""
 
     def __init__(self, split: Literal["train", "val"], seed: int):
-        from nanochat.data import demo
+        from nanochat.demo import corpus as demo
 
         self.name, self.seed, self.make = "demo", seed, demo.block
         self.split: Literal["train", "val"] = split

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.loader import Documents, tokenize
 from nanochat.device import Device
-from nanochat.faults import Interrupted
+from nanochat.shell.cli import Interrupted
 from nanochat.tokenizer import Tokenizer
 
 
@@ -44,12 +44,12 @@ def bits_per_byte(
     token_bytes: Tensor,
     batch_rows: int,
     device: Device,
-    asked: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> float:
     """Mean bits a byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
 
     `token_bytes` (V,) counts each token's bytes of text, 0 for special tokens, whose prediction is left out.
-    `asked` says, before a batch, whether to break off.
+    `should_stop` says, before a batch, whether to break off.
     Raises Interrupted: on every rank, when any of them broke off.
     """
     totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that broke off
@@ -57,7 +57,7 @@ def bits_per_byte(
     mine = rows[device.rank :: device.world_size]
     for first in range(0, -(-len(rows) // device.world_size), batch_rows):  # equally often on every rank
         batch = mine[first : first + batch_rows]
-        if asked is not None and asked():
+        if should_stop is not None and should_stop():
             totals[2] = 1
             break
         missing = batch_rows - len(batch)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
+from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN, Choice, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
 from nanochat.tokenizer import Tokenizer

@@ -34,13 +34,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.hub import Client, Remote
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.log import duration, print0
-from nanochat.paths import data_dir
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import duration, print0
+from nanochat.shell.paths import data_dir
 from nanochat.tokenizer import Tokenizer
 
 # The address stands in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.

@@ -17,7 +17,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from nanochat.cli import UserError
 from nanochat.conversation import parts_of, render_prompt
 from nanochat.serve import scheduler as scheduling
 from nanochat.serve.gate import Gate, load_page, read_limited, refusal
@@ -25,6 +24,7 @@ from nanochat.serve.replies import ChatForm, EventStream, Form, Mailbox, Reply, 
 from nanochat.serve.scheduler import Overloaded, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, Sampling, components, error_body, read_body
 from nanochat.serve.state import Served, State, closing_at_signals, metrics_text
+from nanochat.shell.cli import UserError
 
 INLINE_BYTES = 4096  # a longer body is read, and its prompts are tokenized, off the event loop
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

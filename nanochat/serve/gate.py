@@ -20,9 +20,9 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from nanochat.log import print0
 from nanochat.serve.schema import CLIENT_LEFT, ApiError
 from nanochat.serve.state import State
+from nanochat.shell.log import print0
 
 MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers

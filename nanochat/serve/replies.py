@@ -20,10 +20,10 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from nanochat.conversation import Part, text_of
-from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import CLIENT_LEFT, ApiError
 from nanochat.serve.state import Served
+from nanochat.shell.log import print0
 
 HEARTBEAT_SECONDS = 15.0  # a stream that waits says so, for proxies that cut silent ones
 

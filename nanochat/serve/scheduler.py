@@ -15,8 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nanochat.cli import UserError
 from nanochat.engine import Call, Engine, Sampling, Slots, check_sampling
+from nanochat.shell.cli import UserError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histograms
 STALL_STEPS = 1.0  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs

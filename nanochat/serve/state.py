@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.serve.scheduler import Histogram, Scheduler
 from nanochat.serve.schema import ApiError
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ Source: Clark et al. 2018, Think you have Solved Question Answering? Try ARC (ar
 from collections.abc import Sequence
 
 from nanochat.conversation import Part
-from nanochat.data.rows import open_split
+from nanochat.data.records import open_split
 from nanochat.tasks.mmlu import choice_example
 from nanochat.tasks.task import Example, Split, Task, chosen_letter
 

@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.demo import held_out_pair, words
+from nanochat.demo.corpus import held_out_pair, words
 from nanochat.tasks.task import Example, Split, Task
-from nanochat.tools import calculate
+from nanochat.tools.calculator import calculate
 
 PLUS = (
     "What is {a} + {b}?",

@@ -12,9 +12,9 @@ checked when the file is opened. A last question that nobody answered is left of
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, check_messages
-from nanochat.data.rows import data_files, find_split, open_rows
+from nanochat.data.records import data_files, find_split, open_rows
+from nanochat.shell.cli import UserError
 from nanochat.tasks.task import Example, Split, Task
 
 NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}

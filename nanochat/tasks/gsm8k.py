@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.rows import open_split
+from nanochat.data.records import open_split
 from nanochat.tasks.task import Example, Split, Task
 
 MARK = re.compile(r"<<([^<>=]*)=([^<>]*)>>")

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.rows import open_split
-from nanochat.sandbox import passes
+from nanochat.data.records import open_split
 from nanochat.tasks.task import Example, Split, Task
+from nanochat.tools.sandbox import passes
 
 ASK = "Complete this Python function. Answer with the whole function in one code block."
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)  # the last one may be cut off

@@ -8,7 +8,7 @@ Source: Hendrycks et al. 2021, Measuring Massive Multitask Language Understandin
 from collections.abc import Sequence
 
 from nanochat.conversation import Part
-from nanochat.data.rows import open_split
+from nanochat.data.records import open_split
 from nanochat.tasks.task import Example, Split, Task, choice_question, chosen_letter
 
 LETTERS = ("A", "B", "C", "D")

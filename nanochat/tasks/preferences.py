@@ -12,9 +12,9 @@ dialogue a pair is its chosen reply.
 
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, check_messages
-from nanochat.data.rows import open_split
+from nanochat.data.records import open_split
+from nanochat.shell.cli import UserError
 from nanochat.tasks.conversations import Conversations, plain
 from nanochat.tasks.task import Pair, Split
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.arithmetic import Addition, Arithmetic
 from nanochat.tasks.conversations import Conversations

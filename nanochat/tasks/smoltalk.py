@@ -5,7 +5,7 @@ The part of it that its authors made for their smallest models (smol-smoltalk): 
 Source: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737).
 """
 
-from nanochat.data.rows import open_split
+from nanochat.data.records import open_split
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.task import Split
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.demo import held_out
-from nanochat.data.demo_grammar import ENDING, LEXICON, OPENING, PLOTS
+from nanochat.demo.corpus import held_out
+from nanochat.demo.grammar import ENDING, LEXICON, OPENING, PLOTS
 from nanochat.tasks.task import Example, Split, Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.data import demo
+from nanochat.demo import corpus as demo
 from nanochat.tasks.task import Example, Split, Task
 
 ORDERS = (

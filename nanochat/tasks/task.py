@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parts_of, text_of
+from nanochat.shell.cli import UserError
 
 Split = Literal["train", "test"]
 Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nanochat import attention, engine, scaling
 from nanochat import device as devices
+from nanochat.data.packing import Rows
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.losses import masked_loss
-from nanochat.packing import Rows
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
 

@@ -281,7 +281,8 @@ def npu_lines(path: Path) -> set[int]:
 # What no script asks for here.
 PIECES = """
 import os
-from nanochat import cli, device
+from nanochat.shell import cli
+from nanochat import device
 found = device.init("npu:0", "float32")
 assert found.total_memory() == 64 << 30 and device.kernels("cpu") is None
 assert device.explain(ValueError("other")) is None
@@ -302,7 +303,7 @@ assert device._store_of_this_start() is None  # and says what to set
 @pytest.mark.soak
 def test_nearly_every_line_for_npus_runs(texts, tmp_path, monkeypatch):
     """Statements of device.py's functions and of kernels_npu.py, all commands together: at least 95%."""
-    files = [ROOT / "nanochat/device.py", ROOT / "nanochat/kernels_npu.py"]
+    files = [ROOT / "nanochat/device.py", ROOT / "nanochat/kernels/npu.py"]
     data = tmp_path / "coverage"
     monkeypatch.setenv("COVERAGE_FILE", str(data))
     base, run = (

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.shell.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.cli import UserError
 from nanochat.data import hub as hubs
 from nanochat.data.sources import BYTE_ORDER_MARK, _NoDamage
+from nanochat.shell.cli import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 BLOCK_BYTES = 256 << 10  # of a .gz, decompressed to reach one of its lines

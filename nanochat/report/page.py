@@ -11,9 +11,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from nanochat.log import duration
-from nanochat.paths import STAGES
-from nanochat.report import (
+from nanochat.report.summary import (
     VERDICTS,
     Cell,
     RunSummary,
@@ -27,6 +25,8 @@ from nanochat.report import (
     smooth,
     stage_table,
 )
+from nanochat.shell.log import duration
+from nanochat.shell.paths import STAGES
 
 # ---------------------------------------------------------------------- plots
 

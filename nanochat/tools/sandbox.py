@@ -46,7 +46,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 
 MEMORY_BYTES = 512 * 1024**2  # what a program may use besides the bare interpreter
 OUTPUT_BYTES = 64 * 1024  # kept of what it prints, the note that it was cut included
@@ -133,7 +133,7 @@ class _Zygote:
 
     def __init__(self):
         root = str(Path(__file__).resolve().parent.parent)
-        start = f"import sys; sys.path.insert(0, {root!r}); from nanochat.sandbox import zygote; zygote()"
+        start = f"import sys; sys.path.insert(0, {root!r}); from nanochat.tools.sandbox import zygote; zygote()"
         # A Python that needs this to find its own library does not start without it.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

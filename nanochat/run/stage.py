@@ -26,15 +26,15 @@ from torch import Tensor
 from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.checkpoint_manager import Saver, Training
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.faults import Faults, Interrupted, require_agreement
 from nanochat.gpt import GPT
-from nanochat.log import RunLog, print0
 from nanochat.optim import Optimizer
-from nanochat.parallel import Layout
-from nanochat.paths import checkpoint_dir, lock, run_dir
-from nanochat.profile import Recorder
+from nanochat.parallel.mesh import Layout
+from nanochat.run.faults import Faults, require_agreement
+from nanochat.run.profiling import Recorder
+from nanochat.shell.cli import Interrupted, UserError
+from nanochat.shell.log import RunLog, print0
+from nanochat.shell.paths import checkpoint_dir, lock, run_dir
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
 
@@ -42,7 +42,7 @@ from nanochat.train import Meter, Progress, StepStats
 class Stage:
     """A context manager around a training loop, on all ranks.
 
-    `evaluate` returns what an evaluation adds to a log line; it asks `stage.asked` now and then, and raises
+    `evaluate` returns what an evaluation adds to a log line; it asks `stage.should_stop` now and then, and raises
     Interrupted, on every rank, when that said so. `loader_state` and `meta` are asked for when a checkpoint is
     written: the position in the data, and what stands in meta.json beside the stage, the config and the progress.
     """
@@ -106,11 +106,11 @@ class Stage:
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # told to end because another rank failed, which has said why
 
-    def asked(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a stop was asked for, to be asked at every batch of something long; of a sharded model, whose ranks
         must make equally many forward passes, it is a collective."""
-        asked = self.faults.asked()
-        return self.faults.agree(asked) if self.layout.sharded else asked
+        stopping = self.faults.should_stop()
+        return self.faults.agree(stopping) if self.layout.sharded else stopping
 
     def steps(self, meter: Meter) -> Iterator[int]:
         """The steps still to go, as the loop begins them; it ends where the run is to stop."""

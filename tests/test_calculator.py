@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from nanochat.tools import MAX_LENGTH, calculate
+from nanochat.tools.calculator import MAX_LENGTH, calculate
 
 ANSWERS = {
     "2+3": "5",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
-from nanochat.paths import base_dir
+from nanochat.shell.cli import UserError
+from nanochat.shell.paths import base_dir
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 

@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.cli import UserError
 from nanochat.data import hub, rows
-from nanochat.data.rows import find_split, open_rows, open_split
+from nanochat.data.records import find_split, open_rows, open_split
+from nanochat.shell.cli import UserError
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
 

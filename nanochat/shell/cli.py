@@ -29,6 +29,10 @@ class UserError(ValueError):
     """A mistake the user can mend; its text names the flag and the next step."""
 
 
+class Interrupted(Exception):
+    """A stop was asked for while this was under way: it has no result, on any rank."""
+
+
 def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     """Read flags into the dataclass. Hyphens and underscores are alike; a `--` that torchrun
     hands on is skipped."""

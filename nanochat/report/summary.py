@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
-from nanochat.cli import UserError
 from nanochat.conversation import text_of
-from nanochat.log import duration
-from nanochat.paths import STAGES, base_dir, run_dir, safe_tag
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import duration
+from nanochat.shell.paths import STAGES, base_dir, run_dir, safe_tag
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import combinations, product
 from typing import Literal
 
-from nanochat.data.demo_grammar import ENDING, FILLERS, LEXICON, OPENERS, OPENING, PLOTS, QUESTIONS
+from nanochat.demo.grammar import ENDING, FILLERS, LEXICON, OPENERS, OPENING, PLOTS, QUESTIONS
 
 Split = Literal["train", "val"]
 

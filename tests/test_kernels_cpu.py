@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from tiny import SHAPES, cpu_device, lively_model, tiny_config
 
-from nanochat.packed import PackedLinear, pack
+from nanochat.kernels.cpu import PackedLinear, pack
 
 pytestmark = pytest.mark.skipif(not cpu_device(dtype=torch.float32).packs_weights, reason="this torch packs nothing")
 

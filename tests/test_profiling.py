@@ -24,7 +24,7 @@ from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixt
 from tiny import cpu_device
 
 from nanochat.device import Device
-from nanochat.profile import Recorder
+from nanochat.run.profiling import Recorder
 
 HEADER = "Name,Input Shapes,Call Stack,Host Self Duration(us),Host Total Duration(us),Device Self Duration(us)\n"
 CALLS = "aten::mul,,,1000,9000,2000\naten::mm,,,3000,9000,12000\naten::mul,,,1000,9000,4000\n"
@@ -136,7 +136,7 @@ def test_the_tables_of_a_vendor(tmp_path, monkeypatch):
     def own_time() -> None:
         now[0] += 100
 
-    monkeypatch.setattr("nanochat.profile.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("nanochat.run.profiling.time", SimpleNamespace(perf_counter=lambda: now[0]))
     tables = {"operator_details.csv": HEADER + CALLS, "kernel_details.csv": KERNELS, "trace_view.json": "[]"}
     profiler = lambda folder: VendorProfiler(tables, folder, own_time)  # noqa: E731
     device = accelerator(monkeypatch, profiler, lambda: waits.append(recorder.seen))

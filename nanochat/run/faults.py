@@ -2,7 +2,7 @@
 
 `Faults` stands beside a training loop. Two threads of its own hear signals and talk to the other ranks through the
 job's TCPStore, never through the collective library, which may be what hangs. The loop asks `boundary` once a step,
-and long work between two boundaries asks `asked` now and then; neither waits for the device nor for another rank,
+and long work between two boundaries asks `should_stop` now and then; neither waits for the device nor for another rank,
 unless a stop is being agreed on.
 
 The stop: the rank that hears a signal says so in the store. Every rank then keeps its main thread at its next
@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.log import print0, warn
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import print0, warn
 
 POLL_SECONDS = 0.5  # between two looks at the store; a tenth of it while a stop is agreed on
 BEAT_SECONDS = 1.0
@@ -54,10 +54,6 @@ AT_ONCE_SECONDS = 1.0  # a second Ctrl-C later than this is meant as one, not se
 WINDOW = 10  # steps whose middle is compared, twice in a row
 SLOW_RATIO, SLOW_SECONDS = 1.5, 0.005  # slower than the middle rank by both: worth a line
 CHUNK = 1 << 18  # elements summed at once
-
-
-class Interrupted(Exception):
-    """A stop was asked for while this was under way: it has no result, on any rank."""
 
 
 class Faults:
@@ -151,7 +147,7 @@ class Faults:
         self._began = self.device.mark()
         return False
 
-    def asked(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a stop was asked for; at every batch of something long. It also shows that the work goes on."""
         self._ticks += 1
         return bool(self.signal)

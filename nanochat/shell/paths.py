@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import IO
 
-from nanochat.cli import UserError
+from nanochat.shell.cli import UserError
 
 # Each stage and the script that makes its checkpoints.
 STAGES = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "dpo": "chat_dpo", "rl": "chat_rl"}

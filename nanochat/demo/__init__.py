@@ -1,0 +1,1 @@
+"""The built-in corpus: its grammar, its stories and their checker."""

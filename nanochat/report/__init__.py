@@ -1,0 +1,1 @@
+"""A run's files become one page."""

@@ -1,0 +1,1 @@
+"""The ground floor: the command line, paths, the log, files on disk."""
