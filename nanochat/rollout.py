@@ -47,8 +47,8 @@ def sample_replies(
     A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
     whoever is done takes the next one. What is sampled depends on `seed`, a question's number and a sample's alone, not
     on who samples it beside what, but for the rounding of products of other shapes. A reply that is cut off by
-    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `should_stop` says, before each
-    token, whether to break off.
+    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `should_stop` says,
+    before each token, whether to break off.
     Raises Interrupted: on every rank, when any of them broke off.
     """
     tokenizer, device = engine.tokenizer, engine.device

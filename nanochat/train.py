@@ -226,7 +226,8 @@ def mean_loss(
 ) -> float:
     """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
 
-    Of a sharded model every rank must have equally many batches. `should_stop` says, before a batch, whether to break off.
+    Of a sharded model every rank must have equally many batches. `should_stop` says, before a batch, whether to
+    break off.
     Raises Interrupted: on every rank, when any of them broke off."""
     totals = torch.zeros(3, device=device.torch_device)  # loss, targets, ranks that broke off
     for batch in batches:

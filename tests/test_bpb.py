@@ -48,13 +48,13 @@ class Pairs:
 
     def __init__(self, vocab_size: int):
         self.table = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 9
-        self.should_stop: list[tuple[int, int]] = []
+        self.asked: list[tuple[int, int]] = []
         self.shapes: set[tuple[int, ...]] = set()
 
     def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.shapes.add(tuple(tokens.shape))
         pairs = torch.stack((tokens, targets), dim=-1)[targets != IGNORE]
-        self.should_stop += [(first, second) for first, second in pairs.tolist()]
+        self.asked += [(first, second) for first, second in pairs.tolist()]
         return torch.where(targets == IGNORE, 0.0, self.table[tokens, targets.clamp(min=0)])
 
 
@@ -138,7 +138,7 @@ def test_neither_rows_nor_batches_change_what_a_bigram_scores(row_tokens: int, b
     value = bits_per_byte(model, rows, weights(tokenizer), batch_rows, cpu_device())
     assert value == pytest.approx(by_hand(tokenizer), rel=1e-5)
     tokens = stream(tokenizer)
-    assert sorted(model.should_stop) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
+    assert sorted(model.asked) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
     assert model.shapes == {(batch_rows, row_tokens)}, "a shape of its own for the last batch: compiled twice"
 
 
@@ -166,7 +166,7 @@ def score_on_a_rank(device: Device, row_tokens: int) -> tuple[float, list[tuple[
     tokenizer = tiny_tokenizer()
     model = Pairs(tokenizer.vocab_size)
     rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
-    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.should_stop
+    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.asked
 
 
 @pytest.mark.slow

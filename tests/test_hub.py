@@ -184,15 +184,15 @@ def test_download_follows_the_redirect_and_leaves_one_whole_file(fake, client, w
 def test_the_token_stays_with_the_hub(fake, client, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     download(fake, client, tmp_path)
-    assert [headers.get("authorization") for headers in fake.should_stop("hub")] == ["Bearer secret"]
-    assert [headers.get("authorization") for headers in fake.should_stop("store")] == [None]
+    assert [headers.get("authorization") for headers in fake.asked("hub")] == ["Bearer secret"]
+    assert [headers.get("authorization") for headers in fake.asked("store")] == [None]
 
 
 def test_a_cut_connection_resumes_where_it_ended(fake, client, waits, tmp_path):
     fake.faults.extend(["cut 1000", "cut 5000"])
     assert download(fake, client, tmp_path).read_bytes() == BODY
-    assert [headers.get("range") for headers in fake.should_stop("store")] == [None, "bytes=1000-", "bytes=6000-"]
-    assert [headers.get("if-range") for headers in fake.should_stop("store")] == [None, '"v1"', '"v1"']
+    assert [headers.get("range") for headers in fake.asked("store")] == [None, "bytes=1000-", "bytes=6000-"]
+    assert [headers.get("if-range") for headers in fake.asked("store")] == [None, '"v1"', '"v1"']
     assert waits == [2.0, 2.0]  # each attempt brought bytes, so the backoff does not grow
 
 
@@ -204,7 +204,7 @@ def test_a_killed_process_is_resumed_by_the_next(fake, waits, tmp_path):
     assert left_over(tmp_path) == ["a.parquet.partial", "a.parquet.partial.json"]
     assert (tmp_path / "a.parquet.partial").read_bytes() == BODY[:1000]
     assert download(fake, Client(), tmp_path).read_bytes() == BODY
-    assert fake.should_stop("store")[-1]["range"] == "bytes=1000-"
+    assert fake.asked("store")[-1]["range"] == "bytes=1000-"
 
 
 def test_a_whole_partial_is_only_renamed(fake, client, tmp_path):
@@ -212,13 +212,13 @@ def test_a_whole_partial_is_only_renamed(fake, client, tmp_path):
     known = {"etag": '"v1"', "size": len(BODY), "sha256": hashlib.sha256(BODY).hexdigest()}
     (tmp_path / "a.parquet.partial.json").write_text(json.dumps(known))
     assert download(fake, client, tmp_path).read_bytes() == BODY
-    assert [headers.get("range") for headers in fake.should_stop("store")] == [f"bytes={len(BODY)}-"]
+    assert [headers.get("range") for headers in fake.asked("store")] == [f"bytes={len(BODY)}-"]
 
 
 def test_a_partial_of_unknown_origin_starts_over(fake, client, tmp_path):
     (tmp_path / "a.parquet.partial").write_bytes(b"?" * 5000)
     assert download(fake, client, tmp_path).read_bytes() == BODY
-    assert [headers.get("range") for headers in fake.should_stop("store")] == [None]
+    assert [headers.get("range") for headers in fake.asked("store")] == [None]
 
 
 @pytest.mark.parametrize("server", ["", "ignores if-range"])
@@ -230,7 +230,7 @@ def test_a_file_that_changed_between_attempts_starts_over(fake, client, tmp_path
     fake.etag, fake.files["a.parquet"] = '"v2"', BODY[::-1]
     fake.faults.append(server)
     assert download(fake, client, tmp_path).read_bytes() == BODY[::-1]
-    assert fake.should_stop("store")[1]["if-range"] == '"v1"'
+    assert fake.asked("store")[1]["if-range"] == '"v1"'
 
 
 def test_a_file_that_shrank_starts_over(fake, client, tmp_path):
@@ -245,7 +245,7 @@ def test_a_file_that_shrank_starts_over(fake, client, tmp_path):
 def test_a_server_without_ranges_sends_it_all_again(fake, client, tmp_path):
     fake.faults.extend(["cut 1000", "no range"])
     assert download(fake, client, tmp_path).read_bytes() == BODY
-    assert len(fake.should_stop("store")) == 2
+    assert len(fake.asked("store")) == 2
 
 
 def test_retry_after_is_honoured_in_seconds_and_as_a_date(fake, client, waits, tmp_path):
@@ -261,13 +261,13 @@ def test_server_errors_back_off_exponentially_then_give_up(fake, client, waits, 
     fake.faults.extend(["503"] * 6)
     with pytest.raises(UserError, match=r"failed 6 times in a row \(HTTP 503\)"):
         download(fake, client, tmp_path / "other")
-    assert waits[3:] == [2.0, 4.0, 8.0, 16.0, 32.0] and len(fake.should_stop("store")) == 10
+    assert waits[3:] == [2.0, 4.0, 8.0, 16.0, 32.0] and len(fake.asked("store")) == 10
 
 
 def test_a_wrong_hash_is_fetched_once_more(fake, client, tmp_path):
     fake.faults.append("wrong")
     assert download(fake, client, tmp_path).read_bytes() == BODY
-    assert [headers.get("range") for headers in fake.should_stop("store")] == [None, None]
+    assert [headers.get("range") for headers in fake.asked("store")] == [None, None]
 
 
 def test_a_hash_wrong_twice_is_an_error_and_leaves_nothing(fake, client, tmp_path):
@@ -500,7 +500,7 @@ def test_two_processes_download_once(fake, tmp_path):
     for process in both:
         assert process.communicate(timeout=15)[1].count(b"Traceback") == 0 and process.returncode == 0
     assert (tmp_path / "a.parquet").read_bytes() == BODY
-    assert len(fake.should_stop("store")) == 1 and left_over(tmp_path) == ["a.parquet"]
+    assert len(fake.asked("store")) == 1 and left_over(tmp_path) == ["a.parquet"]
 
 
 def test_a_second_process_waits_for_the_lock(fake, client, tmp_path):
