@@ -77,7 +77,7 @@ def test_stages_and_scripts_go_together():
 def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     folder = tmp_path / "run"
     program = (
-        "import sys; from pathlib import Path; from nanochat import paths\n"
+        "import sys; from pathlib import Path; from nanochat.shell import paths\n"
         "try: paths.lock(Path(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.data import hub, rows
+from nanochat.data import hub, records
 from nanochat.data.records import find_split, open_rows, open_split
 from nanochat.shell.cli import UserError
 
@@ -28,8 +28,8 @@ def write(path: Path, wanted: list, between: str = "\n") -> Path:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_every_row_in_any_order(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(rows, "BLOCK_BYTES", 1000)  # several blocks in the .gz
-    monkeypatch.setattr(rows, "CACHE_BYTES", 2000)  # and row groups that have to go
+    monkeypatch.setattr(records, "BLOCK_BYTES", 1000)  # several blocks in the .gz
+    monkeypatch.setattr(records, "CACHE_BYTES", 2000)  # and row groups that have to go
     opened = open_rows(write(tmp_path / name, WANTED))
     assert len(opened) == 1000 and [opened[n] for n in range(1000)] == WANTED
     order = random.Random(0).sample(range(1000), 200)
@@ -44,7 +44,7 @@ def test_no_more_than_the_cache_is_kept(tmp_path, monkeypatch):
     for index in range(0, 1000, 10):
         opened[index]
     assert len(opened.files[0].groups) == 16  # all of them
-    monkeypatch.setattr(rows, "CACHE_BYTES", 1)
+    monkeypatch.setattr(records, "CACHE_BYTES", 1)
     opened = open_rows(tmp_path / "a.parquet")
     assert [opened[n]["answer"] for n in (0, 999, 1, 2)] == [0, 999, 1, 2]
     assert list(opened.files[0].groups) == [0]  # the one in use always stays

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanochat.shell.cli import UserError
-from nanochat.tools.calculator import sandbox
+from nanochat.tools import sandbox
 from nanochat.tools.sandbox import Run, passes, run_checks, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 RUNNER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from nanochat.tools.calculator import sandbox
+from nanochat.tools import sandbox
 print("ready", flush=True)
 for line in sys.stdin:
     name, arguments, options = json.loads(line)

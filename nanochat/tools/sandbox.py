@@ -132,7 +132,7 @@ class _Zygote:
     living: set["_Zygote"] = set()
 
     def __init__(self):
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parent.parent.parent)
         start = f"import sys; sys.path.insert(0, {root!r}); from nanochat.tools.sandbox import zygote; zygote()"
         # A Python that needs this to find its own library does not start without it.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
