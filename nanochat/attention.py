@@ -132,9 +132,9 @@ class KVCache:
         self.position = torch.zeros(batch, device=device, dtype=torch.long)
         self.rows = torch.arange(batch, device=device)[:, None]  # (B, 1)
         self.capacity = capacity
-        self.visible = capacity  # keys beyond this are not read; the engine lowers it while rows are short
-        self.fresh = True  # nothing written yet: a prefill may attend among its own tokens alone
-        self.last_place: int | None = None  # what would stand behind it is filling that nobody reads, and stays in it
+        self.attended_len = capacity  # keys beyond this are not read; the engine lowers it while rows are short
+        self.is_empty = True  # nothing written yet: a prefill may attend among its own tokens alone
+        self.max_position: int | None = None  # positions are clamped to it: what lies after is padding that nobody reads
 
     def select(self, rows: Tensor) -> "KVCache":
         """A cache that begins as these rows of this one, (B,) of indices; a row may come several times."""
@@ -142,8 +142,8 @@ class KVCache:
         other.keys, other.values = self.keys[:, rows], self.values[:, rows]
         other.position = self.position[rows]
         other.rows = torch.arange(len(rows), device=rows.device)[:, None]
-        other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
-        other.last_place = self.last_place
+        other.capacity, other.attended_len, other.is_empty = self.capacity, self.attended_len, self.is_empty
+        other.max_position = self.max_position
         return other
 
     def view(self, first: int, end: int) -> "KVCache":
@@ -151,8 +151,8 @@ class KVCache:
         other = KVCache.__new__(KVCache)
         other.keys, other.values = self.keys[:, first:end], self.values[:, first:end]
         other.position, other.rows = self.position[first:end], self.rows[: end - first]
-        other.capacity, other.visible, other.fresh = self.capacity, self.visible, self.fresh
-        other.last_place = self.last_place
+        other.capacity, other.attended_len, other.is_empty = self.capacity, self.attended_len, self.is_empty
+        other.max_position = self.max_position
         return other
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
@@ -164,14 +164,14 @@ class KVCache:
     def positions(self, tokens: int) -> Tensor:
         """(B, T): where the next `tokens` tokens of each row stand."""
         positions = self.position[:, None] + torch.arange(tokens, device=self.position.device)
-        return positions if self.last_place is None else positions.clamp_(max=self.last_place)
+        return positions if self.max_position is None else positions.clamp_(max=self.max_position)
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
-        """For each window in use a bool mask (B, 1, T, visible): True where a query sees a key, or, for a device with
-        kernels of its own, where it does not."""
-        if self.last_place is not None:  # an idle row may stand behind what is visible; seeing nothing, it would be NaN
-            positions = positions.clamp(max=self.visible - 1)
-        distance = positions[:, None, :, None] - torch.arange(self.visible, device=positions.device)
+        """For each window in use a bool mask (B, 1, T, attended_len): True where a query sees a key, or, for a device
+        with kernels of its own, where it does not."""
+        if self.max_position is not None:  # an idle row may stand behind attended_len; seeing nothing, it would be NaN
+            positions = positions.clamp(max=self.attended_len - 1)
+        distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
         causal = distance >= 0
         seen = {w: causal & (distance < w) if w else causal for w in set(windows)}
         return seen if devices.kernels(positions.device.type) is None else {w: ~mask for w, mask in seen.items()}
@@ -182,11 +182,11 @@ class KVCache:
         self.values[layer][self.rows, :, positions] = v.to(self.values.dtype)
 
     def attend(self, layer: int, q: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """q (B, T, H, D) against the visible part of this layer's cache; returns (B, T, H, D).
+        """q (B, T, H, D) against the first attended_len keys of this layer's cache; returns (B, T, H, D).
 
         In bf16 a CPU attends by plain products: torch's fused kernel takes 3 times as long there for 16 rows of one
         query (docs/measurements.md)."""
-        k, v = self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
+        k, v = self.keys[layer, :, :, : self.attended_len], self.values[layer, :, :, : self.attended_len]
         q = q.transpose(1, 2).to(k.dtype)  # (B, H, T, D)
         fused = devices.kernels(q.device.type)
         if fused is not None:

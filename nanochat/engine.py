@@ -37,7 +37,7 @@ GREEDY_BELOW = 1e-6  # a temperature; dividing by less would overflow
 TOP_P_FIRST = 64  # best tokens that top_p looks at before it sorts them all
 
 CHUNK_STEP = 16  # a chunk of a prompt is filled up to so many tokens, or a power of two times as many
-CACHE_STEP = 64  # the visible part of the cache grows by so many tokens, so that shapes repeat
+CACHE_STEP = 64  # attended_len grows by so many tokens, so that shapes repeat
 MASK = 2**64 - 1  # whole numbers of 64 bits
 GAMMA = 0x9E3779B97F4A7C15  # what SplitMix64 counts by
 
@@ -101,7 +101,7 @@ class Engine:
         cache = self.model.new_cache(len(prompts), capacity, self.device.dtype)
         hidden = self.model.hidden(self.device.to_device(tokens), cache)  # (B, T, C)
         cache.position += lengths
-        cache.fresh = False
+        cache.is_empty = False
         last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]  # (B, C)
         return self.model.logits(last), cache
 
@@ -189,7 +189,7 @@ class Engine:
                 noise = noise[index]
                 decoder = self._decoder(cache, len(rows))
             if not self.device.static_shapes:
-                cache.visible = min(capacity, _round_up(longest + made))
+                cache.attended_len = min(capacity, _round_up(longest + made))
             logits = decoder(tokens)
 
     def _decoder(self, cache: KVCache, batch: int) -> Callable[[Tensor], Tensor]:
@@ -201,7 +201,7 @@ class Engine:
 
         def decode(tokens: Tensor) -> Tensor:
             static.copy_(tokens)
-            return recorded(cache.visible)
+            return recorded(cache.attended_len)
 
         return decode
 
@@ -359,9 +359,9 @@ class Slots:
         config, device = engine.model.config, engine.model.device
         self.engine, self.slots, self.context = engine, slots, config.sequence_len
         self.cache = engine.model.new_cache(slots, _round_up(self.context), engine.device.dtype)
-        self.cache.fresh = False
+        self.cache.is_empty = False
         # A request's last token is never fed, so that nothing worth keeping stands in the context's last place.
-        self.cache.last_place = self.context - 1
+        self.cache.max_position = self.context - 1
         self.last = torch.zeros(slots, dtype=torch.long, device=device)  # the token each row goes on from
         self.active = torch.zeros(slots, dtype=torch.long, device=device)  # 1: the row moves on with a decoded token
         self.noise = torch.zeros(slots, self.context, device=device)  # by the place of the token fed
@@ -399,7 +399,7 @@ class Slots:
         begin = self.engine.device.to_device(torch.tensor([[*tokens, *[0] * (size - len(tokens))]]))
         row = self.cache.view(slot, slot + 1)
         if not self.engine.device.static_shapes:
-            row.visible = min(row.capacity, _round_up(held + size))
+            row.attended_len = min(row.capacity, _round_up(held + size))
         self.engine.model.hidden(begin, row)
         row.position.add_(len(tokens))
         return size
@@ -485,7 +485,7 @@ class Slots:
         if self.engine.graphs:
             return self.logits.setdefault(rows, Recorded(self.engine.device, logits))(rows)
         if not self.engine.device.static_shapes:
-            cache.visible = min(cache.capacity, _round_up(longest + 1))
+            cache.attended_len = min(cache.capacity, _round_up(longest + 1))
         return logits()
 
     @torch.inference_mode()

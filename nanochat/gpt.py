@@ -382,7 +382,7 @@ class Cached:
     def __init__(self, cache: KVCache, tokens: int, windows: list[int]):
         self.cache = cache
         self.positions = cache.positions(tokens)  # (B, T)
-        self.alone = cache.fresh and tokens > 1  # an empty cache: the prompt need not be read back from it
+        self.alone = cache.is_empty and tokens > 1  # an empty cache: the prompt need not be read back from it
         self.masks = {} if self.alone else cache.masks(self.positions, windows)
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> Tensor:

@@ -128,11 +128,11 @@ def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
         torch.testing.assert_close(torch.stack([out[row] for out in outs]), alone, **CLOSE)
 
 
-def test_keys_beyond_visible_are_not_read() -> None:
+def test_keys_beyond_attended_len_are_not_read() -> None:
     q, k, v = random_qkv(1, 5, 2, 2)
     cache = KVCache(1, 1, 16, 2, 4, "cpu", torch.float32)
     cache.keys[:, :, :, 5:], cache.values[:, :, :, 5:] = torch.nan, torch.nan
-    cache.visible = 5
+    cache.attended_len = 5
     out = cached_attention(cache, q, k, v, 0)
     torch.testing.assert_close(out, reference(q, k, v, 0.7), **CLOSE)
     assert cache.masks(cache.positions(1), [0])[0].shape == (1, 1, 1, 5)
@@ -153,10 +153,10 @@ def test_select_gives_rows_that_begin_alike_and_part() -> None:
     q, k, v = random_qkv(1, 6, 4, 2)
     cache = KVCache(1, 1, 10, 2, 4, "cpu", torch.float32)
     cached_attention(cache, *(x[:, :4] for x in (q, k, v)), 0)
-    cache.visible, cache.fresh = 8, False
+    cache.attended_len, cache.is_empty = 8, False
     before = cache.keys.clone()
     copies = cache.select(torch.zeros(3, dtype=torch.long))
-    assert (copies.capacity, copies.visible, copies.fresh) == (10, 8, False)
+    assert (copies.capacity, copies.attended_len, copies.is_empty) == (10, 8, False)
     ends = [torch.randn(3, 2, heads, 4) for heads in (4, 2, 2)]
     out = cached_attention(copies, *ends, 0)
     for row in range(3):

@@ -69,7 +69,7 @@ def test_greedy_is_the_model_without_a_cache(shape: str, length: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mixed_batch_is_each_prompt_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "CACHE_STEP", 8)  # the visible part grows several times
+    monkeypatch.setattr(engines, "CACHE_STEP", 8)  # attended_len grows several times
     engine = make_engine(shape)
     prompts = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12)]
     columns = list(engine.stream(prompts, max_tokens=14, temperature=0))
