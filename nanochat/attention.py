@@ -134,7 +134,7 @@ class KVCache:
         self.capacity = capacity
         self.attended_len = capacity  # keys beyond this are not read; the engine lowers it while rows are short
         self.is_empty = True  # nothing written yet: a prefill may attend among its own tokens alone
-        self.max_position: int | None = None  # positions are clamped to it: what lies after is padding that nobody reads
+        self.max_position: int | None = None  # positions are clamped to it: what lies after it is padding
 
     def select(self, rows: Tensor) -> "KVCache":
         """A cache that begins as these rows of this one, (B,) of indices; a row may come several times."""
