@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Positive, Seed, UserError, run
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,21 @@ class Config:
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
-    shards: int | None = None  # files of a hub dataset, as in training
-    eval_tokens: int = 1_048_576  # of each split
-    device_batch_size: int = 16  # rows a device computes at once
+    shards: Positive | None = None  # files of a hub dataset, as in training
+    eval_tokens: Positive = 1_048_576  # of each split
+    device_batch_size: Positive = 16  # rows a device computes at once
     core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: left out
-    core_examples: int = 0  # of each of its tasks; 0: all
-    samples: int = 4  # to print
+    core_examples: Count = 0  # of each of its tasks; 0: all
+    samples: Count = 4  # to print
     prompt: str = ""  # what every sample begins with; default: openings of held-out demo stories, or nothing
-    stories: int = 0  # demo stories to sample and grade with the story checker
-    max_tokens: int = 256  # of a sample
+    stories: Count = 0  # demo stories to sample and grade with the story checker
+    max_tokens: Positive = 256  # of a sample
     temperature: float = 0.7  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    seed: int = 0  # of the samples
+    seed: Seed = 0  # of the samples
 
 
 def main(config: Config) -> None:
@@ -55,9 +55,6 @@ def main(config: Config) -> None:
     from nanochat.shell.paths import STAGES, run_dir
 
     # ------------------------------------------------------------------ load
-    require(config, "eval_tokens device_batch_size max_tokens shards", 1)
-    require(config, "samples stories core_examples", 0)
-    require(config, "seed", 0, 2**63 - 1)
     check_sampling(config.temperature, config.top_k, config.top_p)
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     tasks = core.open_bundle(config.core, config.core_examples) if config.core else []

@@ -9,9 +9,9 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir, safe_tag, tokenizer_dir
 
@@ -22,51 +22,51 @@ class Config:
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
-    shards: int | None = None  # files of a hub dataset to train on; default: its first few
-    dataloader_num_workers: int = 1  # threads that tokenize
+    shards: Positive | None = None  # files of a hub dataset to train on; default: its first few
+    dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
     # model
-    depth: int = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
-    head_dim: int = 128  # channels of an attention head
-    max_seq_len: int = 2048  # tokens of context
+    depth: Positive = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
+    head_dim: Positive = 128  # channels of an attention head
+    max_seq_len: Positive = 2048  # tokens of context
     window_pattern: str = "L"  # a letter a layer: S sees a quarter of the context, L all of it, e.g. SSSL
-    logit_cap: float = 15.0  # soft cap of the logits; 0 for none
+    logit_cap: Annotated[float, Range(0, 1e4)] = 15.0  # soft cap of the logits; 0 for none
     # horizon and batch
-    num_iterations: int | None = None  # steps; default: from --target_param_data_ratio
-    target_param_data_ratio: float = 12.0  # training tokens a scaling parameter
-    device_batch_size: int = 16  # rows a device computes at once
-    total_batch_size: int | None = None  # tokens a step over all devices; default: a power law of the horizon
-    gradient_accumulation_steps: int | None = None  # instead of --total_batch_size: micro-batches a step
+    num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
+    target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens a scaling parameter
+    device_batch_size: Positive = 16  # rows a device computes at once
+    total_batch_size: Positive | None = None  # tokens a step over all devices; default: a power law of the horizon
+    gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches a step
     # optimizer; rates are by rule unless set
     optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
-    matrix_lr: float | None = None  # of the matrices
-    embedding_lr: float | None = None  # of the token embedding
-    value_embedding_lr: float | None = None  # of the value embeddings
-    head_lr: float | None = None  # of the output head
-    weight_decay: float | None = None  # of the matrices
-    warmdown_fraction: float = 0.65  # of the run, at its end, over which rates fall
+    matrix_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the matrices
+    embedding_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the token embedding
+    value_embedding_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the value embeddings
+    head_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the output head
+    weight_decay: Annotated[float, Range(0, 1e4)] | None = None  # of the matrices
+    warmdown_fraction: Fraction = 0.65  # of the run, at its end, over which rates fall
     # evaluation, logging, saving
-    eval_every: int = 250  # steps between evaluations; 0: only at the end
-    eval_tokens: int = 1_048_576  # of validation text
-    log_every: int = 10  # steps between log lines; reading a loss waits for the device
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: int = 0  # steps whose multiples stay as well
-    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
+    eval_every: Count = 250  # steps between evaluations; 0: only at the end
+    eval_tokens: Positive = 1_048_576  # of validation text
+    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: Count = 0  # steps whose multiples stay as well
+    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
     resume: bool = False  # go on from the newest whole checkpoint of this tag
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
-    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
+    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
+    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-    seed: int = 0  # of weights and data order
+    seed: Seed = 0  # of weights and data order
 
 
 def main(config: Config) -> None:
@@ -187,15 +187,6 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
-    require(config, "depth max_seq_len device_batch_size log_every head_dim eval_tokens", 1)
-    require(config, "num_iterations total_batch_size gradient_accumulation_steps shards", 1)
-    require(config, "replicate hang_seconds agree_every", 1)
-    require(config, "eval_every save_every keep_last keep_every profile", 0)
-    require(config, "dataloader_num_workers", 0, 256)
-    require(config, "seed", 0, 2**63 - 1)
-    require(config, "warmdown_fraction", 0, 1)
-    require(config, "target_param_data_ratio", 1e-3, 1e6)
-    require(config, "matrix_lr embedding_lr value_embedding_lr head_lr weight_decay logit_cap", 0, 1e4)
     check_trackers(config.track)
     safe_tag(config.model_tag or "default")
     if config.head_dim % 2:

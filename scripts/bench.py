@@ -13,35 +13,33 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Positive, Range, UserError, run
 
 
 @dataclass(frozen=True)
 class Config:
     what: tyro.conf.Positional[Literal["train", "serve"]]  # train: whole steps, optimizer included, on random tokens
-    depth: int = 4  # layers; the width is 64 x depth, rounded up to whole heads
-    head_dim: int = 128  # channels of an attention head
-    max_seq_len: int = 512  # tokens a row
-    vocab_size: int = 8192
-    device_batch_size: int = 8  # rows
+    depth: Positive = 4  # layers; the width is 64 x depth, rounded up to whole heads
+    head_dim: Annotated[int, Range(2)] = 128  # channels of an attention head
+    max_seq_len: Positive = 512  # tokens a row
+    vocab_size: Positive = 8192
+    device_batch_size: Positive = 8  # rows
     optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
-    steps: int = 20  # measured, each between two measurements of the bare product
+    steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once
-    prompt_tokens: int = 16  # serve: of each request
-    new_tokens: int = 128  # serve: of each request
+    prompt_tokens: Positive = 16  # serve: of each request
+    new_tokens: Positive = 128  # serve: of each request
     json: str | None = None  # also write the figures to this file; serve: and a plot beside it
 
 
 def main(config: Config) -> None:
-    require(config, "depth max_seq_len device_batch_size vocab_size steps prompt_tokens new_tokens", 1)
-    require(config, "head_dim", 2)
     if config.json and not Path(config.json).parent.is_dir():
         raise UserError(f"--json {config.json}: there is no folder {Path(config.json).parent}")
     train(config) if config.what == "train" else serve(config)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Positive, Seed, UserError, check_ranges, run
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Config:
     step: int | None = None  # default: the newest
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None  # answer this and leave; default: ask
     system: str = ""  # what the model is told before the conversation
-    max_tokens: int = 256  # of a reply
+    max_tokens: Positive = 256  # of a reply
     temperature: float = 0.7  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    seed: int = 0  # of the first reply; each further one takes the next
+    seed: Seed = 0  # of the first reply; each further one takes the next
     stats: bool = False  # tell tokens and tokens/s behind each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -228,8 +228,7 @@ def check(config: Config) -> None:
     """Raises UserError: when a setting is out of range."""
     from nanochat.engine import check_sampling
 
-    require(config, "max_tokens", 1)
-    require(config, "seed", 0, 2**62)
+    check_ranges(config)
     check_sampling(config.temperature, config.top_k, config.top_p)
 
 

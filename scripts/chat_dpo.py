@@ -10,9 +10,9 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_dpo -- --device_batch_s
 import functools
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
@@ -26,39 +26,39 @@ class Config:
     tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of pairs; default: by what the base model has read
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # horizon and batch
-    num_iterations: int = 100  # steps
-    target_examples_per_step: int = 32  # pairs a step over all devices
-    device_batch_size: int = 8  # rows a device computes at once; a row holds as many replies as fit
+    num_iterations: Positive = 100  # steps
+    target_examples_per_step: Positive = 32  # pairs a step over all devices
+    device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
     loss: Literal["dpo", "ipo"] = "dpo"  # what nanochat/losses.py says of each
-    beta: float = 0.1  # the smaller, the further from the reference
-    label_smoothing: float = 0.0  # share of pairs taken to be the wrong way round (dpo)
-    sft_weight: float = 0.0  # of the chosen reply's own cross-entropy, which keeps it likely
+    beta: Annotated[float, Range(1e-6, 100)] = 0.1  # the smaller, the further from the reference
+    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0  # share of pairs taken to be the wrong way round (dpo)
+    sft_weight: Annotated[float, Range(0, 100)] = 0.0  # of the chosen reply's own cross-entropy, which keeps it likely
     # optimizer: multiples of pretraining's rates
-    lr_scale: float = 0.02  # of all rates
-    warmdown_fraction: float = 1.0  # of the run, at its end, over which rates fall
+    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # of all rates
+    warmdown_fraction: Fraction = 1.0  # of the run, at its end, over which rates fall
     # evaluation, logging, saving
-    eval_every: int = 50  # steps between evaluations; 0: only at the end
-    eval_examples: int = 256  # held-out pairs
-    log_every: int = 10  # steps between log lines; reading a loss waits for the device
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: int = 0  # steps whose multiples stay as well
-    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
+    eval_every: Count = 50  # steps between evaluations; 0: only at the end
+    eval_examples: Positive = 256  # held-out pairs
+    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: Count = 0  # steps whose multiples stay as well
+    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
-    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
+    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
+    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    seed: int = 0  # of the data's order
+    seed: Seed = 0  # of the data's order
 
 
 def main(config: Config) -> None:
@@ -204,15 +204,6 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
-    require(config, "log_every eval_examples num_iterations target_examples_per_step", 1)
-    require(config, "device_batch_size", 2)  # the two replies of a pair go together
-    require(config, "replicate hang_seconds agree_every", 1)
-    require(config, "eval_every save_every keep_last keep_every profile", 0)
-    require(config, "seed", 0, 2**63 - 1)
-    require(config, "warmdown_fraction", 0, 1)
-    require(config, "lr_scale sft_weight", 0, 100)
-    require(config, "label_smoothing", 0, 0.5)
-    require(config, "beta", 1e-6, 100)
     check_trackers(config.track)
     if config.label_smoothing and config.loss != "dpo":
         raise UserError(f"--label_smoothing goes with --loss dpo, not with {config.loss}")

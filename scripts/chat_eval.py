@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Positive, Seed, UserError, run
 from nanochat.shell.log import print0, record, warn
 from nanochat.shell.paths import STAGES, run_dir
 
@@ -24,18 +24,18 @@ class Config:
     step: int | None = None  # default: the newest
     tasks: str = ""  # NAME[=PATH],NAME,...; default: all those made here that have a right answer
     hub: Literal["hf", "modelscope"] = "hf"  # where the other tasks come from
-    max_examples: int = 200  # of each task; more than there are: all
-    samples: int = 1  # replies to each question; the accuracy is their mean
-    device_batch_size: int = 32  # rows a device computes at once
-    max_tokens: int = 256  # of a reply
+    max_examples: Positive = 200  # of each task; more than there are: all
+    samples: Positive = 1  # replies to each question; the accuracy is their mean
+    device_batch_size: Positive = 32  # rows a device computes at once
+    max_tokens: Positive = 256  # of a reply
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    show: int = 2  # replies of each task to print and to keep
+    show: Count = 2  # replies of each task to print and to keep
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
-    seed: int = 0  # of the sampled replies; the questions are the same for any
+    seed: Seed = 0  # of the sampled replies; the questions are the same for any
 
 
 def main(config: Config) -> None:
@@ -49,9 +49,6 @@ def main(config: Config) -> None:
     from nanochat.tasks.registry import open_task
 
     # ------------------------------------------------------------------ load
-    require(config, "max_examples samples device_batch_size max_tokens", 1)
-    require(config, "show", 0)
-    require(config, "seed", 0, 2**62)
     check_sampling(config.temperature, config.top_k, config.top_p)
     if config.samples > 1 and config.temperature == 0:
         raise UserError(f"--samples {config.samples}: greedy replies are all the same; set --temperature, such as 0.7")

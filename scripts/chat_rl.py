@@ -9,9 +9,9 @@ import functools
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
@@ -25,46 +25,46 @@ class Config:
     tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
-    num_iterations: int = 60  # steps
-    examples_per_step: int = 16  # questions a step over all devices
-    num_samples: int = 16  # replies to each question
-    max_tokens: int = 256  # of a reply
+    num_iterations: Positive = 60  # steps
+    examples_per_step: Positive = 16  # questions a step over all devices
+    num_samples: Annotated[int, Range(2)] = 16  # replies to each question
+    max_tokens: Positive = 256  # of a reply
     temperature: float = 1.0  # of the samples; the loss is that of temperature 1
     top_k: int = 0  # 0: off
-    rollout_rows: int = 256  # replies a device samples at once
-    device_batch_size: int = 8  # rows a device computes at once; a row holds as many replies as fit
+    rollout_rows: Positive = 256  # replies a device samples at once
+    device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
     loss: Literal["reinforce", "grpo", "dapo", "dr_grpo"] = "grpo"  # what nanochat/losses.py says of each
-    updates_per_step: int = 1  # over the same samples
-    clip_low: float = 0.2  # how far a probability may fall, as a share of what it was
-    clip_high: float | None = None  # how far it may rise; default 0.2, for dapo 0.28
-    kl: float = 0.0  # weight of the KL penalty against the model at the beginning (grpo)
+    updates_per_step: Positive = 1  # over the same samples
+    clip_low: Fraction = 0.2  # how far a probability may fall, as a share of what it was
+    clip_high: Annotated[float, Range(0, 100)] | None = None  # how far it may rise; default 0.2, for dapo 0.28
+    kl: Annotated[float, Range(0, 100)] = 0.0  # weight of the KL penalty against the model at the beginning (grpo)
     # optimizer: multiples of pretraining's rates
-    lr_scale: float = 0.05  # of all rates
-    table_lr_scale: float = 0.1  # of the embeddings' and the head's on top: few samples make much noise there
+    lr_scale: Annotated[float, Range(0, 100)] = 0.05  # of all rates
+    table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # on top, of the embeddings' and the head's: less noise there
     # evaluation, logging, saving
-    eval_every: int = 20  # steps between evaluations; 0: only at the beginning and the end
-    eval_examples: int = 200  # held-out questions, one reply each
-    log_every: int = 1  # steps between log lines
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: int = 0  # steps whose multiples stay as well
-    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
+    eval_every: Count = 20  # steps between evaluations; 0: only at the beginning and the end
+    eval_examples: Positive = 200  # held-out questions, one reply each
+    log_every: Positive = 1  # steps between log lines
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: Count = 0  # steps whose multiples stay as well
+    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
-    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
+    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
+    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
-    seed: int = 0  # of the questions' order and the samples
+    seed: Seed = 0  # of the questions' order and the samples
 
 
 def main(config: Config) -> None:
@@ -230,14 +230,6 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
-    require(config, "num_iterations examples_per_step max_tokens rollout_rows device_batch_size updates_per_step", 1)
-    require(config, "eval_examples log_every", 1)
-    require(config, "num_samples", 2)  # an advantage is over the others of the group
-    require(config, "replicate hang_seconds agree_every", 1)
-    require(config, "eval_every save_every keep_last keep_every profile", 0)
-    require(config, "seed", 0, 2**63 - 1)
-    require(config, "clip_low", 0, 1)
-    require(config, "clip_high kl lr_scale table_lr_scale", 0, 100)
     check_trackers(config.track)
     if config.temperature < 0.01:
         raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")

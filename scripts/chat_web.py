@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import UserError, fail, out_of_memory, parse, require, run
+from nanochat.shell.cli import Positive, Range, UserError, fail, out_of_memory, parse, run
 
 GRACE_SECONDS = 8.0  # that running replies have when the server is told to end
 IDLE_SECONDS = 5  # that a connection may wait for its next request
@@ -33,14 +33,14 @@ class Config:
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     host: str = "127.0.0.1"  # where to listen; others than this machine need a key, and one is made if none is given
-    port: int = 8000  # 0: any free one
+    port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free one
     api_key: str | None = None  # that clients must send; default: NANOCHAT_API_KEY; "none": nobody needs one
     api_key_file: Path | None = None  # a file that holds the key
     allowed_hosts: str = ""  # further names that requests may call this server by, with commas; "*": any
-    slots: int = 16  # replies that are made at once
-    cache_gib: float | None = None  # memory for what they have read and said, fewer slots if need be; default: no limit
-    queue: int = 64  # requests that wait for a slot; further ones are told to come again
-    replicas: int = 1  # processes behind the one port, each with a device of its own
+    slots: Positive = 16  # replies that are made at once
+    cache_gib: Annotated[float, Range(0.001)] | None = None  # memory of the caches, may mean fewer slots; default: any
+    queue: Positive = 64  # requests that wait for a slot; further ones are told to come again
+    replicas: Positive = 1  # processes behind the one port, each with a device of its own
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
@@ -48,9 +48,6 @@ class Config:
 
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ check
-    require(config, "slots queue replicas", 1)
-    require(config, "cache_gib", 0.001)
-    require(config, "port", 0, 65535)
     key = key_of(config, open_to_others=not is_loopback(config.host))
     check(config)  # a mistake is told before anything starts
 
@@ -209,10 +206,11 @@ def __getattr__(name: str) -> Any:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(3)  # gunicorn then ends as well instead of starting this again and again
 
-    config = parse(Config, [])
     try:
-        require(config, "slots queue", 1)
-        require(config, "cache_gib", 0.001)
+        config = parse(Config, [])
+    except SystemExit:
+        sys.exit(3)  # gunicorn ends; with another status it would start this again and again
+    try:
         for flag in ("host", "port", "replicas"):
             if getattr(config, flag) != getattr(Config, flag):
                 raise UserError(f"--{flag} is for `python -m scripts.chat_web`: gunicorn has -b and -w")

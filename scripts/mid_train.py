@@ -9,9 +9,9 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from nanochat.shell.cli import UserError, require, run
+from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
@@ -25,35 +25,35 @@ class Config:
     tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of conversations; default: by what the base model has read
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # horizon and batch
-    num_iterations: int | None = None  # steps; default: a tenth of the base model's tokens
-    device_batch_size: int = 16  # rows a device computes at once
-    total_batch_size: int | None = None  # tokens a step over all devices; default: the base model's
+    num_iterations: Positive | None = None  # steps; default: a tenth of the base model's tokens
+    device_batch_size: Positive = 16  # rows a device computes at once
+    total_batch_size: Positive | None = None  # tokens a step over all devices; default: the base model's
     # optimizer: multiples of pretraining's rates
-    lr_scale: float = 0.5  # of all rates
-    warmdown_fraction: float = 0.8  # of the run, at its end, over which rates fall
+    lr_scale: Annotated[float, Range(0, 100)] = 0.5  # of all rates
+    warmdown_fraction: Fraction = 0.8  # of the run, at its end, over which rates fall
     # evaluation, logging, saving
-    eval_every: int = 150  # steps between evaluations; 0: only at the end
-    eval_tokens: int = 262_144  # of held-out conversations
-    log_every: int = 10  # steps between log lines; reading a loss waits for the device
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_last: int = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: int = 0  # steps whose multiples stay as well
-    profile: int = 0  # steps to record behind the first few: a trace and its summary in the run's folder
+    eval_every: Count = 150  # steps between evaluations; 0: only at the end
+    eval_tokens: Positive = 262_144  # of held-out conversations
+    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
+    keep_every: Count = 0  # steps whose multiples stay as well
+    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
     model_tag: str | None = None  # the checkpoints' folder name; default: the source's
     resume: bool = False  # go on from the newest whole checkpoint of this tag
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: int = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
+    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: int = 600  # without any movement on some rank, after which all end and name it
-    agree_every: int = 100  # steps between comparisons of the ranks' weights; before each save too
+    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
+    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-    seed: int = 0  # of the data's order
+    seed: Seed = 0  # of the data's order
 
 
 def main(config: Config) -> None:
@@ -161,12 +161,6 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError: for sizes no run can have."""
-    require(config, "device_batch_size log_every eval_tokens num_iterations total_batch_size", 1)
-    require(config, "replicate hang_seconds agree_every", 1)
-    require(config, "eval_every save_every keep_last keep_every profile", 0)
-    require(config, "seed", 0, 2**63 - 1)
-    require(config, "warmdown_fraction", 0, 1)
-    require(config, "lr_scale", 0, 100)
     check_trackers(config.track)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanochat.shell.cli import UserError, run
+from nanochat.shell.cli import Positive, UserError, run
 from nanochat.shell.log import print0, record
 from nanochat.shell.paths import STAGES, base_dir, tokenizer_dir
 
@@ -31,10 +31,10 @@ class Config:
     data: str = "demo"  # a file, a folder, or the name of a dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: str = "hf"  # where a dataset comes from: hf or modelscope
-    shards: int | None = None  # files of a dataset to read; default: its first few
+    shards: Positive | None = None  # files of a dataset to read; default: its first few
     vocab_size: int | None = None  # tokens, special ones included; default: one for 250 characters, 1024 to 32768
-    max_chars: int | None = None  # characters to learn from; default: 2 billion, 4 million where data never ends
-    doc_cap: int = 10_000  # characters of each document to read first; the rest follows if there is room
+    max_chars: Positive | None = None  # characters to learn from; default: 2 billion, 4 million where data never ends
+    doc_cap: Positive = 10_000  # characters of each document to read first; the rest follows if there is room
     overwrite: bool = False  # replace a tokenizer that checkpoints here were trained with
 
 
@@ -63,11 +63,6 @@ def main(config: Config) -> None:
     began = time.time()
     from nanochat.data.sources import open_corpus  # here: --help stays quick
     from nanochat.tokenizer import FILE_NAME, Tokenizer, bytes_per_token
-
-    if config.doc_cap < 1:
-        raise UserError(f"--doc_cap {config.doc_cap} must be at least 1")
-    if config.max_chars is not None and config.max_chars < 1:
-        raise UserError(f"--max_chars {config.max_chars} must be at least 1")
 
     # ------------------------------------------------------------------ read and train
     train, held_out = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)

@@ -363,7 +363,7 @@ def test_set(talk, sums, prompts):
         ("/set top_k 0.5", "/set top_k 0.5: not a number"),
         ("/set top_p 2", "--top_p 2.0: above 0, at most 1"),
         ("/set max_tokens 0", "--max_tokens 0: at least 1"),
-        ("/set seed -1", "--seed -1: from 0"),
+        ("/set seed -1", "--seed -1"),
         ("/set colour red", "/set colour: no such setting; there are temperature, top_k"),
         ("/frobnicate", "/frobnicate is no command: /help lists them"),
         ("/save", "/save: name a file"),

@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Config:
-    device_batch_size: int = 16  # rows a device computes at once
+    device_batch_size: cli.Positive = 16  # rows a device computes at once
     model_tag: str | None = None  # the folder's name
     ratio: float = 12.0  # tokens a parameter
     dtype: Literal["auto", "float32"] = "auto"  # of products
     resume: bool = False  # go on
+    seed: cli.Frozen[cli.Seed | None] = None  # of the data
+    share: cli.Fraction = 0.5  # of the run
 
 
 # ---------------------------------------------------------------------- flags
@@ -96,6 +98,32 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
     assert not set("╭│╰─") & set(err)
     for text in named:
         assert text in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "limit"),
+    [
+        (["--device_batch_size=0"], "at least 1"),
+        (["--device_batch_size=1000000000001"], "at most 1,000,000,000,000"),
+        (["--seed=-1"], "at least 0"),
+        (["--share=1.1"], "at most 1"),
+        (["--share=nan"], "at least 0"),
+        (["--ratio=inf"], ""),  # no range, no limit
+    ],
+)
+def test_a_range_is_checked_where_it_is_written(argv, limit, capsys):
+    if not limit:
+        assert cli.parse(Config, argv).ratio == float("inf")
+        return
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(Config, argv)
+    assert leaving.value.code == 2
+    err = capsys.readouterr().err
+    assert argv[0].partition("=")[0] in err and limit in err and err.count("\n") == 1
+
+
+def test_frozen_flags_are_marked_in_their_annotation():
+    assert cli.frozen_flags(Config) == ["seed"]
 
 
 # ---------------------------------------------------------------------- run

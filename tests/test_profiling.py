@@ -223,7 +223,7 @@ def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
 
 def test_a_negative_number_of_steps(base, tokenizer, capsys):  # noqa: F811
     code, err = mistake(capsys, "base_train", *TINY, "--profile=-1")
-    assert code == 1 and "--profile -1: at least 0" in err
+    assert code == 2 and "--profile -1: at least 0" in err
 
 
 @pytest.mark.slow
