@@ -34,7 +34,8 @@ from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
-from nanochat.parallel.mesh import first_decides, load_whole, whole_weights
+from nanochat.parallel.collectives import decide_on_rank_zero
+from nanochat.parallel.fsdp import load_whole, whole_weights
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import print0, warn
@@ -328,7 +329,7 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
             run_folder.rename(run_folder.with_name(name))
         return name
 
-    name = first_decides(device, move)
+    name = decide_on_rank_zero(device, move)
     return folder.with_name(name) if name else None
 
 
@@ -449,7 +450,7 @@ def resume(
             raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
         return found[0].name if found else None
 
-    name = first_decides(device, look)
+    name = decide_on_rank_zero(device, look)
     if name is None:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
         return Progress(), []
@@ -520,7 +521,7 @@ def find_source(
     Raises UserError: when there is none.
     """
     if device is not None:
-        found = first_decides(device, lambda: str(find_source(source, model_tag, step)))
+        found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step)))
         return Path(str(found))
     if source == "auto":
         source = _furthest_stage(model_tag)

@@ -26,7 +26,7 @@ from nanochat.attention import KVCache
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.kernels.cpu import PackedLinear, pack
-from nanochat.parallel.mesh import is_sharded, whole
+from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.shell.cli import Interrupted, UserError
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools.calculator import calculate

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments, causal_attention
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
-from nanochat.parallel.mesh import fill
+from nanochat.parallel.fsdp import fill
 
 GATE_INPUTS = 32  # the first channels of the residual stream drive the value gates
 

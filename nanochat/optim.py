@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nanochat.parallel.mesh import Layout, all_gather, local, reduce_scatter
+from nanochat.parallel.collectives import all_gather, reduce_scatter
+from nanochat.parallel.fsdp import local
+from nanochat.parallel.mesh import Layout
 
 # Five steps of the Polar Express iteration for singular values down to 1e-3 of the norm, its safety factor included.
 POLAR_EXPRESS = (

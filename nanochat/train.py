@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.parallel.mesh import Layout, is_sharded, lay_out, synchronize_gradients
+from nanochat.parallel.collectives import sum_over_ranks
+from nanochat.parallel.fsdp import is_sharded, synchronize_gradients
+from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.shell.cli import Interrupted
 
@@ -196,8 +197,7 @@ def train_step(
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
     computed = computed or device.mark()
     totals[2] = optimizer.reduce()
-    if device.world_size > 1:
-        dist.all_reduce(totals)
+    sum_over_ranks(totals, device)
     loss_sum, target_count, squares = totals.unbind()
     finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
     updated = finite * (target_count > 0)
@@ -237,9 +237,7 @@ def mean_loss(
         with device.autocast():
             loss, targets = loss_fn(model, batch)
         totals[:2] += torch.stack((loss.float(), targets.float()))
-    if device.world_size > 1:
-        dist.all_reduce(totals)
-    loss_sum, target_count, broken_off = totals.tolist()
+    loss_sum, target_count, broken_off = sum_over_ranks(totals, device).tolist()
     if broken_off:
         raise Interrupted
     return loss_sum / target_count if target_count else math.nan

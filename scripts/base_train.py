@@ -80,7 +80,8 @@ def main(config: Config) -> None:
     from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
-    from nanochat.parallel import mesh
+    from nanochat.parallel.fsdp import shard
+    from nanochat.parallel.mesh import lay_out
     from nanochat.run.stage import Stage
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
@@ -91,7 +92,7 @@ def main(config: Config) -> None:
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
-    layout = mesh.lay_out(device, config.parallel, config.replicate)
+    layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")
 
     # ------------------------------------------------------------------ model
@@ -101,7 +102,7 @@ def main(config: Config) -> None:
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     with torch.device("meta"):
         model = GPT(model_config)
-    mesh.shard(model, layout, device, config.activation_checkpointing)
+    shard(model, layout, device, config.activation_checkpointing)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.seed)
     counts = scaling.parameter_counts(model)

@@ -75,7 +75,8 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.conversation import Rendered, render
     from nanochat.data.packing import pack_pairs
-    from nanochat.parallel import mesh
+    from nanochat.parallel.fsdp import shard
+    from nanochat.parallel.mesh import lay_out
     from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
@@ -90,9 +91,9 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model)
-    layout = mesh.lay_out(device, config.parallel, config.replicate)
-    mesh.shard(model.train(), layout, device, config.activation_checkpointing)
-    mesh.shard(reference, layout, device)
+    layout = lay_out(device, config.parallel, config.replicate)
+    shard(model.train(), layout, device, config.activation_checkpointing)
+    shard(reference, layout, device)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")

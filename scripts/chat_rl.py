@@ -80,7 +80,8 @@ def main(config: Config) -> None:
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack
     from nanochat.engine import Engine, check_sampling, seed_of
-    from nanochat.parallel import mesh
+    from nanochat.parallel.fsdp import shard
+    from nanochat.parallel.mesh import lay_out
     from nanochat.run.stage import Stage
     from nanochat.shell.cli import Interrupted
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
@@ -98,10 +99,10 @@ def main(config: Config) -> None:
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
     reference = copy.deepcopy(model) if config.kl else None
-    layout = mesh.lay_out(device, config.parallel, config.replicate)
-    mesh.shard(model, layout, device, config.activation_checkpointing)
+    layout = lay_out(device, config.parallel, config.replicate)
+    shard(model, layout, device, config.activation_checkpointing)
     if reference is not None:
-        mesh.shard(reference, layout, device)
+        shard(reference, layout, device)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")

@@ -65,7 +65,8 @@ def main(config: Config) -> None:
     from nanochat.conversation import Rendered, render
     from nanochat.data.packing import Rows, pack
     from nanochat.losses import masked_loss
-    from nanochat.parallel import mesh
+    from nanochat.parallel.fsdp import shard
+    from nanochat.parallel.mesh import lay_out
     from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
@@ -78,8 +79,8 @@ def main(config: Config) -> None:
         config.source, config.source_tag or config.model_tag, config.source_step, device
     )
     model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    layout = mesh.lay_out(device, config.parallel, config.replicate)
-    mesh.shard(model.train(), layout, device, config.activation_checkpointing)
+    layout = lay_out(device, config.parallel, config.replicate)
+    shard(model.train(), layout, device, config.activation_checkpointing)
     tag = config.model_tag or checkpoint_manager.tag_of(source)
     print0(f"device: {device}; {layout}")
     print0(f"source: {source}")

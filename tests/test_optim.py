@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nanochat.device import Device
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
-from nanochat.parallel.mesh import Layout, lay_out, whole
+from nanochat.parallel.fsdp import whole
+from nanochat.parallel.mesh import Layout, lay_out
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())

@@ -32,8 +32,8 @@ from nanochat.engine import Engine
 from nanochat.evals.bpb import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
-from nanochat.parallel import mesh
-from nanochat.parallel.mesh import Layout, lay_out, load_whole, shard, whole, whole_weights
+from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
+from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.shell.cli import UserError
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
@@ -265,7 +265,7 @@ def shares(device: Device) -> list[Any]:
     run = make_run(device, "fsdp")
     tensors = [*run[0].parameters(), *run[1].state_dict().values()]
     assert all(isinstance(t, DTensor) for t in tensors if t.numel() > 1)
-    return [sum(mesh.local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
+    return [sum(local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
 
 
 class Collectives(TorchDispatchMode):
@@ -570,7 +570,7 @@ def test_one_process_has_nothing_to_shard() -> None:
 @pytest.mark.parametrize(
     ("ranks", "how", "replicate", "says"),
     [
-        (4, "ddp", 2, "--replicate 2 goes with --parallel fsdp"),
+        (4, "ddp", 2, "--replicate 2 needs --parallel fsdp"),
         (4, "fsdp", 3, "--replicate 3 does not divide the 4 processes"),
         (4, "fsdp", 4, "use --parallel ddp"),
         (1, "fsdp", 2, "--replicate 2 does not divide the 1 processes"),
@@ -609,7 +609,7 @@ def torch_that_sums(device: Device) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "reduce_scatter_single", lambda mean, whole, **_: mean.fill_(2), raising=False)
         try:
-            lay_out(device, "fsdp")
+            make_run(device, "fsdp")
         except UserError as error:
             return str(error)
     return ""

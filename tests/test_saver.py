@@ -31,7 +31,8 @@ from nanochat.checkpoint_manager import Saver, Training, load_training, mend, ne
 from nanochat.data.loader import Loader, LoaderState
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.parallel.mesh import lay_out, shard
+from nanochat.parallel.fsdp import shard
+from nanochat.parallel.mesh import lay_out
 from nanochat.scaling import Rates
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError

@@ -1,1 +1,1 @@
-"""One model over many processes."""
+"""One model over many processes: the ranks' mesh, sharded parameters, and the collectives that other files call."""

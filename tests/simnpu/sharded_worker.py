@@ -18,7 +18,8 @@ from tiny import tiny_config
 from nanochat import device as devices
 from nanochat import scaling
 from nanochat.gpt import GPT
-from nanochat.parallel import mesh
+from nanochat.parallel.fsdp import shard
+from nanochat.parallel.mesh import lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 
@@ -60,10 +61,10 @@ def memory(device: devices.Device) -> dict[str, int]:
     device.module.empty_cache()
     device.module.reset_peak_memory_stats()
     begin = device.module.memory_allocated()
-    layout = mesh.lay_out(device, "fsdp")
+    layout = lay_out(device, "fsdp")
     with torch.device("meta"):
         model = GPT(config)
-    mesh.shard(model, layout, device)
+    shard(model, layout, device)
     model.to_empty(device=device.torch_device)
     model.init_weights()
     optimizer = make_optimizer(model, RATES, device, layout=layout)

@@ -1,0 +1,145 @@
+"""Sharded models: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
+
+Source: Zhao et al. 2023, PyTorch FSDP, in its second form, `fully_shard`, whose parameters are DTensors. The second
+half of this file reads and writes them; those functions serve plain tensors too, which hold all of their rows.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from nanochat.device import Device
+from nanochat.parallel.collectives import reduce_scatter
+from nanochat.parallel.mesh import Layout
+from nanochat.shell.cli import UserError
+
+
+def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
+    """Under fsdp, leave this rank its rows of each parameter, in place; make the optimizer afterwards.
+
+    The model, a GPT, may still be on the meta device. Its forward and `losses` gather what they need; every rank must
+    call them equally often. Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head
+    and the vectors stay in fp32, so that the gradients of frequent tokens add up.
+
+    With `activation_checkpointing`, under any layout, backward computes a block's activations again instead of
+    keeping them (source: Chen et al. 2016, Training deep nets with sublinear memory cost).
+
+    Raises UserError: when this torch sums gradients on a CPU where FSDP needs their mean.
+    """
+    if activation_checkpointing:
+        for block in model.blocks:
+            block.forward = functools.partial(_recomputed, block.forward)
+    if not layout.sharded:
+        return
+    if device.kind == "cpu":
+        _require_means(device)
+    # The warning is about views that are written in place. A value embedding returns a view; nothing writes to it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Tables first: each is gathered by itself, in fp32, and only in the forward pass.
+    tables = list(model.value_embeddings.values())
+    if model.head is not None:  # else the embedding is the head too, and belongs to the root
+        tables += [model.embedding, model.head]
+    for table in tables:
+        fully_shard(table, mesh=layout.mesh, reshard_after_forward=True)
+        table.set_unshard_in_backward(False)  # no table's gradient needs the table
+    # Then each block, gathered in the dtype that it computes in: half of the bytes in bf16.
+    block_dtype = None if device.dtype == torch.float32 else device.dtype
+    policy = MixedPrecisionPolicy(param_dtype=block_dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=True)
+    # The root takes the rest. By default it would stay gathered, and after an evaluation its gathered parameters
+    # would miss the optimizer's updates of the shards.
+    fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "losses")
+
+
+def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
+    # Nothing in a block is random, and keeping the generators' states would wait for the device.
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _require_means(device: Device) -> None:
+    """FSDP needs the mean of gradients; torch 2.7 silently returns their sum between processes on a CPU."""
+    mean = torch.zeros(1)
+    reduce_scatter(mean, torch.ones(device.world_size), op=dist.ReduceOp.AVG)
+    if mean.item() != 1:
+        raise UserError(
+            f"--parallel fsdp: torch {torch.__version__} returns a sum on a cpu where a mean is needed, so every "
+            "gradient would be too large: use --parallel ddp, or a newer torch"
+        )
+
+
+def synchronize_gradients(model: Any, last: bool) -> None:
+    """Call before each backward: sharded gradients travel only in the step's last one."""
+    model = getattr(model, "_orig_mod", model)  # inside of torch.compile's wrapper
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+def is_sharded(model: Any) -> bool:
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
+
+
+# ---------------------------------------------------------------------- rows of a tensor, and all of them
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a tensor that this process holds, over the same memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor, on every rank; all ranks call it together."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def held_rows(tensor: Tensor) -> slice:
+    """Which rows of a tensor this process holds."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    mesh = tensor.device_mesh
+    shard_dim = mesh.ndim - 1
+    return Layout(rank=mesh.get_local_rank(shard_dim), ranks=mesh.size(shard_dim)).share(len(tensor))
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy the rows that this process holds out of all rows, `values`."""
+    local(tensor).copy_(values[held_rows(tensor)])
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty elsewhere."""
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    for name, parameter in model.state_dict().items():
+        gathered = whole(parameter)
+        yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
+
+
+def load_whole(model: nn.Module, path: Path) -> None:
+    """Read this process's rows of every parameter from a file of whole weights.
+
+    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
+    """
+    targets = model.state_dict()
+    with safe_open(path, framework="pt") as file:
+        differing = set(targets) ^ set(file.keys())
+        if differing:
+            raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
+        for name, target in targets.items():
+            source = file.get_slice(name)
+            if list(target.shape) != source.get_shape():
+                raise ValueError(f"{path}: {name} is {source.get_shape()}, the model's is {list(target.shape)}")
+            rows = held_rows(target)
+            local(target).copy_(source[rows.start : rows.stop])
