@@ -51,12 +51,14 @@ def test_both_languages_give_the_same_commands_and_samples():
 
 
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
-def test_the_tree_is_complete_and_true(text):
-    (tree,) = re.findall(r"```\n(speedrun_npu\.sh.*?)```", text, re.DOTALL)
-    named = set(re.findall(r"\b[\w]+\.(?:py|sh)\b", tree))
-    files = {path.name for path in ROOT.glob("nanochat/**/*.py")} - {"__init__.py"}
-    scripts = {"speedrun_npu.sh", "setup_ascend.sh", "check_npu.py"}
-    assert named - {"test_house.py"} == files | scripts
+def test_the_map_of_the_code_is_complete_and_true(text):
+    """The reading list is the top level of nanochat/, and every folder has its row."""
+    (reading_list,) = re.findall(r"```\n(device\.py.*?)```", text, re.DOTALL)
+    assert set(re.findall(r"\b\w+\.py\b", reading_list)) == {
+        path.name for path in ROOT.glob("nanochat/*.py") if path.name != "__init__.py"
+    }
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("nanochat/*/__init__.py")}
+    assert folders | {"scripts", "tests"} == set(re.findall(r"`((?:nanochat/\w+)|scripts|tests)`", text))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
