@@ -48,6 +48,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model, tag_of
     from nanochat.data.sources import open_corpus
     from nanochat.demo import corpus as demo
+    from nanochat.demo.checker import check_story
     from nanochat.engine import Engine, check_sampling
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
@@ -114,7 +115,7 @@ def main(config: Config) -> None:
                 print0(f"\n{text}")
         if stories:
             texts = [text for i in range(0, stories, 50) for text in continue_text(openings[i : min(i + 50, stories)])]
-            checks = [demo.check_story(text) for text in texts]
+            checks = [check_story(text) for text in texts]
             results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
             failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")
             print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{failure}")

@@ -1,4 +1,4 @@
-"""The demo corpus: what it tells is coherent, never runs out and keeps its held-out part; the checker sees through it.
+"""The demo corpus: coherent stories without end, and a held-out part that training never sees; and its checker.
 
 A mutation takes a good story and spoils one thing. The checker must refuse at least 95% of every kind.
 """
@@ -6,12 +6,16 @@ A mutation takes a good story and spoils one thing. The checker must refuse at l
 import random
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from nanochat.demo import corpus as demo
-from nanochat.demo.corpus import Story, check_story
+from nanochat.demo.checker import check_story, cut_to_story
+from nanochat.demo.corpus import Story
+from nanochat.demo.grammar import FILLERS
+from nanochat.demo.plots import SENTENCE_END, lexicon, plots
 
 STORIES = 300
 REFUSED_AT_LEAST = 0.95
@@ -24,97 +28,74 @@ def stories() -> list[Story]:
     return [demo.story(rng, "train" if i % 2 else "val") for i in range(STORIES)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The corpus
+# ---------------------------------------------------------------------- the corpus
 
 
 def test_a_block_depends_on_its_arguments_only():
     block = demo.block(7, "train", seed=3)
     assert len(block) == demo.BLOCK_DOCUMENTS
     assert block == demo.block(7, "train", seed=3)
-    others = [
-        demo.block(8, "train", seed=3),
-        demo.block(7, "val", seed=3),
-        demo.block(7, "train"),
-        demo.block(10**15, "train"),
-    ]
-    assert all(not set(block) & set(other) for other in others)
+    others = [(8, "train", 3), (7, "val", 3), (7, "train", 0), (10**15, "train", 3)]
+    assert all(not set(block) & set(demo.block(*arguments)) for arguments in others)
 
 
 def test_documents_are_clean_and_mixed():
-    documents = [document for index in range(30) for document in demo.block(index, "train")]
+    documents = [document for index in range(15) for document in demo.block(index, "train")]
     assert all(document and document == document.strip() for document in documents)
     assert all(document.isascii() and "{" not in document and "  " not in document for document in documents)
-    told = [document for document in documents if check_story(document).ok]
-    asked = [document for document in told if "\nQuestion: " in document]
-    assert 0.10 < len(asked) / len(documents) < 0.20
-    assert 0.06 < 1 - len(told) / len(documents) < 0.14  # the rest: numbers
+    stories = [document for document in documents if check_story(document).ok]
+    questions = [document for document in stories if re.search(r"\nQuestion: .+\? Answer: .+\.", document)]
+    assert 0.10 < len(questions) / len(documents) < 0.20
+    assert 0.06 < 1 - len(stories) / len(documents) < 0.14  # the rest: numbers
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_story_passes_the_checker(split: demo.Split):
     rng = random.Random(0)
-    for _ in range(1500):
-        told = demo.story(rng, split)
-        check = check_story(told.text)
-        assert check.ok and check.problems == [], (told.text, check.problems)
-        assert check.plot == told.plot
+    for _ in range(800):
+        story = demo.story(rng, split)
+        check = check_story(story.text)
+        assert check.ok and check.problems == [], (story.text, check.problems)
+        assert check.plot == story.plot
 
 
 def test_stories_are_many_short_and_of_few_words():
     rng = random.Random(5)
-    texts = [demo.story(rng, "train").text for _ in range(5000)]
+    stories = [demo.story(rng, "train") for _ in range(3000)]
+    texts = [story.text for story in stories]
     lengths = [len(text.split()) for text in texts]
     vocabulary = {word for text in texts for word in re.findall(r"[a-z]+", text.lower())}
-    assert len(set(texts)) >= 4995
+    assert len(set(texts)) >= 2997
     assert 90 <= statistics.mean(lengths) <= 110
     assert min(lengths) >= 50 and max(lengths) <= 160
-    assert sum(length <= 120 for length in lengths) >= 0.85 * len(lengths)
     assert 600 <= len(vocabulary) <= 900
-    openings = {" ".join(text.split()[:2]) for text in texts}
-    assert len(openings) > 20
-
-
-def test_all_plots_are_told():
-    rng = random.Random(2)
-    counts = {name: 0 for name in demo.PLOTS}
-    for _ in range(900):
-        counts[demo.story(rng, "train").plot] += 1
-    assert len(counts) >= 8
-    assert min(counts.values()) > 900 / len(counts) / 2
+    counts = Counter(story.plot for story in stories)
+    assert counts.keys() == plots().keys() and len(counts) >= 8
+    assert min(counts.values()) > len(stories) / len(counts) / 2
 
 
 def test_validation_combinations_never_occur_in_training():
     rng = random.Random(4)
-    train = {demo.story(rng, "train").combination for _ in range(6000)}
-    val = {demo.story(rng, "val").combination for _ in range(2000)}
-    assert len(train) > 3000 and len(val) > 500
+    train = {demo.story(rng, "train").combination for _ in range(4000)}
+    val = {demo.story(rng, "val").combination for _ in range(1500)}
+    assert len(train) > 2000 and len(val) > 400
     assert not train & val
     share = statistics.mean(demo.held_out("quest", i, i * i) for i in range(20000))
     assert 0.09 < share < 0.11
 
 
-def test_facts_are_told():
-    """What a story says it drew stands in its text, and what was not told is not among its facts."""
+def test_facts_and_answers_are_in_the_story():
     rng = random.Random(6)
-    for _ in range(500):
-        told = demo.story(rng, "train")
-        assert told.hero in told.text and told.helper in told.text
-        assert all(words in told.text for words in told.facts.values()), (told.facts, told.text)
-
-
-def test_questions_are_answered_by_the_story():
-    rng = random.Random(8)
-    asked = set()
+    kinds = set()
     for _ in range(300):
-        told = demo.story(rng, "train")
-        for question, answer in demo.questions(told):
+        story = demo.story(rng, "train")
+        assert story.hero in story.text and story.helper in story.text
+        assert all(words in story.text for words in story.facts.values()), (story.facts, story.text)
+        for question, answer in demo.questions(story):
             assert question.endswith("?") and answer.endswith((".", '."'))
-            values = [words for words in told.facts.values() if words in answer]
-            assert values and all(words in told.text for words in values)
-            asked.add(re.sub(r"\b[A-Z]\w+\b", "", question))
-    assert len(asked) > 100
-    assert re.search(r"\nQuestion: .+\? Answer: .+\.", demo.question_text(rng, "train"))
+            assert any(words in answer for words in story.facts.values())
+            kinds.add(re.sub(r"\b[A-Z]\w+\b", "", question))
+    assert len(kinds) > 100
 
 
 def test_numbers_are_right_and_held_out():
@@ -134,10 +115,9 @@ def test_numbers_are_right_and_held_out():
             elif "Now" in line:
                 assert numbers[0] + numbers[1] == numbers[2]
             elif line.startswith("Counting"):
-                assert all(
-                    after - before == numbers[0] for before, after in zip(numbers[1:], numbers[2:], strict=False)
-                )
-            elif "less than" in line or "more than" in line:
+                step, first, *rest = numbers
+                assert rest == [first + step * i for i in range(1, 7)]
+            elif "than" in line:
                 assert (numbers[0] < numbers[1]) == ("less" in line)
     assert len(pairs["train"]) > 800 and not pairs["train"] & pairs["val"]
 
@@ -149,12 +129,11 @@ def test_prompts_open_held_out_stories():
     assert all(not check_story(prompt).ok for prompt in prompts)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The checker
+# ---------------------------------------------------------------------- the checker
 
 
 def sentences(text: str) -> list[str]:
-    return demo.SENTENCE_END.split(text)
+    return SENTENCE_END.split(text)
 
 
 def replace_one(text: str, old: str, new: str, rng: random.Random, first: int = 0) -> str | None:
@@ -166,116 +145,120 @@ def replace_one(text: str, old: str, new: str, rng: random.Random, first: int = 
     return text[:start] + new + text[end:]
 
 
-def another(told: Story, role: str, rng: random.Random) -> str:
-    """Other words for a role, none of which is in the story."""
-    values = demo._lexicon().get(role) or sorted({row[role] for row in demo._plots()[told.plot].rows})
-    return rng.choice([words for words in values if words not in told.text])
+def another(story: Story, role: str, rng: random.Random) -> str:
+    """Words of this role that are not in the story."""
+    values = lexicon().get(role) or sorted({row[role] for row in plots()[story.plot].rows})
+    return rng.choice([words for words in values if words not in story.text])
 
 
-def swap_hero_name(told: Story, rng: random.Random) -> str | None:
+def swap_hero_name(story: Story, rng: random.Random) -> str | None:
     return (
-        replace_one(told.text, told.hero, another(told, "hero", rng), rng) if told.text.count(told.hero) > 1 else None
+        replace_one(story.text, story.hero, another(story, "hero", rng), rng)
+        if story.text.count(story.hero) > 1
+        else None
     )
 
 
-def swap_friend_name(told: Story, rng: random.Random) -> str | None:
-    friend = told.facts.get("friend")
-    return replace_one(told.text, friend, another(told, "hero", rng), rng, first=1) if friend else None
+def swap_friend_name(story: Story, rng: random.Random) -> str | None:
+    friend = story.facts.get("friend")
+    return replace_one(story.text, friend, another(story, "hero", rng), rng, first=1) if friend else None
 
 
 def swap_role(*roles: str) -> Callable[[Story, random.Random], str | None]:
     """One later mention of a role gets other words of the same kind."""
 
-    def mutate(told: Story, rng: random.Random) -> str | None:
-        role = next((role for role in roles if role in told.facts), None)
-        return role and replace_one(told.text, told.facts[role], another(told, role, rng), rng, first=1)
+    def mutate(story: Story, rng: random.Random) -> str | None:
+        role = next((role for role in roles if role in story.facts), None)
+        return role and replace_one(story.text, story.facts[role], another(story, role, rng), rng, first=1)
 
     return mutate
 
 
-def fulfil_another_want(told: Story, rng: random.Random) -> str | None:
+def fulfil_another_want(story: Story, rng: random.Random) -> str | None:
     """From the second mention on, the story is about another want."""
-    role = next((role for role in ("object", "food", "thing", "vegetable", "skill") if role in told.facts), None)
-    if role is None or told.text.count(told.facts[role]) < 2:
+    role = next((role for role in ("object", "food", "thing", "vegetable", "skill") if role in story.facts), None)
+    if role is None or story.text.count(story.facts[role]) < 2:
         return None
-    before, want, after = told.text.partition(told.facts[role])
-    return before + want + after.replace(told.facts[role], another(told, role, rng))
+    before, want, after = story.text.partition(story.facts[role])
+    return before + want + after.replace(story.facts[role], another(story, role, rng))
 
 
-def thank_a_stranger(told: Story, rng: random.Random) -> str | None:
-    """After the help, another helper stands in the story."""
-    if "helper" not in told.facts or told.text.count(told.helper) < 2:
+def thank_a_stranger(story: Story, rng: random.Random) -> str | None:
+    """The last mention of the helper is of another one."""
+    if "helper" not in story.facts or story.text.count(story.helper) < 2:
         return None
-    before, helper, after = told.text.rpartition(told.helper)
-    return f"{before}{another(told, 'adj', rng)} {another(told, 'helper', rng)}{after}"
+    before, helper, after = story.text.rpartition(story.helper)
+    return f"{before}{another(story, 'adj', rng)} {another(story, 'helper', rng)}{after}"
 
 
-def useless_help(told: Story, rng: random.Random) -> str | None:
+def useless_help(story: Story, rng: random.Random) -> str | None:
     """A help that fits another trouble, from beginning to end."""
-    plot = demo._plots()[told.plot]
-    role = next((role for role in ("tool", "gift", "tip", "advice", "mend") if role in told.facts), None)
+    plot = plots()[story.plot]
+    role = next((role for role in ("tool", "gift", "tip", "advice", "mend") if role in story.facts), None)
     if role is None:
         return None
     cause = next(iter(plot.rows[0]))
-    fits = {row[role] for row in plot.rows if row[cause] == told.facts[cause]}
-    return told.text.replace(told.facts[role], rng.choice(sorted({row[role] for row in plot.rows} - fits)))
+    fits = {row[role] for row in plot.rows if row[cause] == story.facts[cause]}
+    return story.text.replace(story.facts[role], rng.choice(sorted({row[role] for row in plot.rows} - fits)))
 
 
-def change_pronoun(told: Story, rng: random.Random) -> str | None:
-    found = list(re.finditer(r"\b(he|she|him|his|her)\b", told.text, re.IGNORECASE))
+def change_pronoun(story: Story, rng: random.Random) -> str | None:
+    found = list(re.finditer(r"\b(he|she|him|his|her)\b", story.text, re.IGNORECASE))
     if not found:
         return None
     match = rng.choice(found)
     new = PRONOUN_SWAPS[match[0].lower()]
-    return told.text[: match.start()] + (new.capitalize() if match[0][0].isupper() else new) + told.text[match.end() :]
+    return (
+        story.text[: match.start()] + (new.capitalize() if match[0][0].isupper() else new) + story.text[match.end() :]
+    )
 
 
-def drop_ending(told: Story, rng: random.Random) -> str:
-    return " ".join(sentences(told.text)[:-1])
+def drop_ending(story: Story, rng: random.Random) -> str:
+    return " ".join(sentences(story.text)[:-1])
 
 
-def truncate(told: Story, rng: random.Random) -> str:
-    words = told.text.split()
+def truncate(story: Story, rng: random.Random) -> str:
+    words = story.text.split()
     return " ".join(words[: rng.randint(len(words) // 4, len(words) - 1)])
 
 
-def cut_the_last_mark(told: Story, rng: random.Random) -> str:
-    return told.text.rstrip('."!')
+def cut_the_last_mark(story: Story, rng: random.Random) -> str:
+    return story.text.rstrip('."!')
 
 
-def shuffle_sentences(told: Story, rng: random.Random) -> str:
-    return " ".join(rng.sample(sentences(told.text), len(sentences(told.text))))
+def shuffle_sentences(story: Story, rng: random.Random) -> str:
+    return " ".join(rng.sample(sentences(story.text), len(sentences(story.text))))
 
 
-def swap_two_sentences(told: Story, rng: random.Random) -> str:
-    parts = sentences(told.text)
+def swap_two_sentences(story: Story, rng: random.Random) -> str:
+    parts = sentences(story.text)
     i = rng.randrange(len(parts) - 2)
     parts[i], parts[i + 2] = parts[i + 2], parts[i]
     return " ".join(parts)
 
 
-def duplicate_sentence(told: Story, rng: random.Random) -> str:
-    parts = sentences(told.text)
+def duplicate_sentence(story: Story, rng: random.Random) -> str:
+    parts = sentences(story.text)
     i = rng.randrange(len(parts))
     return " ".join(parts[: i + 1] + parts[i:])
 
 
-def gibberish_word(told: Story, rng: random.Random) -> str:
-    words = told.text.split()
+def gibberish_word(story: Story, rng: random.Random) -> str:
+    words = story.text.split()
     words[rng.randrange(len(words))] = "".join(rng.choices("bcdfghklmnprst", k=6))
     return " ".join(words)
 
 
-def drop_word(told: Story, rng: random.Random) -> str:
-    words = told.text.split()
-    candidates = [i for i, word in enumerate(words) if word not in demo.FILLERS and word.islower()]
+def drop_word(story: Story, rng: random.Random) -> str:
+    words = story.text.split()
+    candidates = [i for i, word in enumerate(words) if word not in FILLERS and word.islower()]
     del words[rng.choice(candidates)]
     return " ".join(words)
 
 
-def splice_two_stories(told: Story, rng: random.Random) -> str:
+def splice_two_stories(story: Story, rng: random.Random) -> str:
     other = sentences(demo.story(rng, "train").text)
-    return " ".join(sentences(told.text)[:5] + other[5:])
+    return " ".join(sentences(story.text)[:5] + other[5:])
 
 
 MUTATIONS = (
@@ -304,7 +287,8 @@ MUTATIONS = (
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_spoiled_stories_are_refused(mutate: Callable[[Story, random.Random], str | None], stories: list[Story]):
     rng = random.Random(11)
-    spoiled = [text for told in stories if (text := mutate(told, rng)) is not None and text != told.text]
+    spoiled = [(story, mutate(story, rng)) for story in stories]
+    spoiled = [text for story, text in spoiled if text is not None and text != story.text]
     assert len(spoiled) > STORIES / 20
     accepted = [text for text in spoiled if check_story(text).ok]
     assert len(accepted) <= (1 - REFUSED_AT_LEAST) * len(spoiled), (len(accepted), len(spoiled), accepted[:3])
@@ -323,12 +307,12 @@ GOOD = (
     ("old", "new", "problem"),
     [
         ("Mia thanked", "Anna thanked", "the hero changes from 'Mia' to 'Anna'"),
-        ("She wanted", "He wanted", "says 'he' of Mia"),
+        ("She wanted", "He wanted", "calls Mia 'he'"),
         ("Mia found the red bell", "Mia found the red drum", "does not parse"),
         ("Mia found the red bell", "Mia found the red ball", "the object changes from 'bell' to 'ball'"),
         ("Mia found the red bell", "Mia found the blue bell", "the colour changes from 'red' to 'blue'"),
         ("thanked the wise owl", "thanked the wise crow", "the helper changes from 'owl' to 'crow'"),
-        ("Then a wise owl came by with a boat. ", "", "the tool 'boat' comes from nowhere"),
+        ("Then a wise owl came by with a boat. ", "", "the tool 'boat' was never introduced"),
         ("boat", "rusty key", "the tool 'rusty key' does not fit the obstacle 'wide river'"),
         ("got across the river", "opened the gate", "does not fit"),
         ("Mia thanked the wise owl three times. ", "", "leaves out the thanks"),
@@ -364,7 +348,7 @@ def test_what_is_no_story_is_refused(text: str):
 
 def test_only_the_first_story_is_graded():
     for after in ("\nQuestion: Who helped Mia? Answer: Nobody.", "<|bos|>Tom", " Once upon a time there was", "\n\n"):
-        assert demo.cut_to_story("  " + GOOD + after) == GOOD
+        assert cut_to_story("  " + GOOD + after) == GOOD
         assert check_story(GOOD + after).ok
     assert not check_story(GOOD + " Tom ate the moon.").ok
 

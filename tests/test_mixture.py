@@ -6,7 +6,8 @@ import pytest
 from tiny import tiny_tokenizer
 
 from nanochat.conversation import check_messages, parts_of, render, text_of
-from nanochat.demo.corpus import check_story, held_out_pair
+from nanochat.demo.checker import check_story
+from nanochat.demo.corpus import held_out_pair
 from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import (
     BUILT_IN_TASKS,

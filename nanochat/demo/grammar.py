@@ -1,13 +1,15 @@
-"""The words and plots of the `demo` corpus, as tables in two columns; `demo.py` tells and checks stories with them.
+"""The grammar of the `demo` corpus: its words and its plots, as tables in two columns. `plots.py` reads them.
 
-In a plot the left column names a beat (`?`: may be left out) and each line on the right is one telling of it:
-`{slot}` is a role of the story, `{+slot}` the place where that role may first be mentioned, `(a|b)` a choice of words.
-`{He}`, `{him}`, `{his}` stand for the hero, `{friend_he}` and `{friend_his}` for the friend.
-Three entries of a plot are no beats. `key` names its want, its obstacle and its place. `rows` lists what fits together:
-the first line names the roles, commas offer words that fit equally well. `questions` holds `question | answer`.
+In a plot the left column names a beat, which a story may leave out if the name ends in `?`. Each line on the right is
+one telling of the beat. `{role}` is a slot for words, `{+role}` a slot where the role may appear for the first time,
+`(a|b)` a choice of words. `{He}`, `{him}` and `{his}` are pronouns of the hero, `{friend_he}` ones of the friend.
+
+Three entries of a plot are not beats. `key` names the roles that are its want, its obstacle and its place. `rows` lists
+words that fit together: its first line names the roles, commas separate words that fit equally well. `questions` lists
+pairs `question | answer`.
 """
 
-# What a slot may hold. `{spot2}` is a second role over the words of `spot`; two such roles never hold the same word.
+# The words of each role. `{spot2}` is a second role with the words of `spot`; the two never hold the same word.
 LEXICON = """
     she           Mia, Lily, Anna, Ruby, Nora, Ella, Rosa, Zoe, Ivy, Clara, Hana, Lucy, Maya, Tess, Wren, Mei, Nina
                   Poppy, Olga, Sofia
@@ -39,14 +41,14 @@ LEXICON = """
                   a letter from last year, some dust, two angry ants, an empty jar
 """
 
-# Words that may open any sentence, and words that may stand anywhere: the checker reads past them.
+# Words that may open any sentence, and words that may occur anywhere: the checker ignores them.
 OPENERS = """
     then, so, but, and, next, first, now, soon, at last, one day, one morning, just then, in the end, the next day
     the next morning, that evening, an hour later, one week later, from that day on, after that
 """
 FILLERS = "very, really, quite"
 
-# What all plots share: how they open, how they may end, what can always be asked.
+# What all plots share: openings, further endings, and questions.
 OPENING = """
     opening       Once upon a time there was a {+trait} {+kind} named {+hero}. {He} lived {+home}.
                   Once upon a time there was a {+trait} {+kind} named {+hero} who lived {+home}.

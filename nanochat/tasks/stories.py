@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
 from nanochat.demo import corpus as demo
+from nanochat.demo.checker import check_story
 from nanochat.tasks.task import Example, Split, Task
 
 ORDERS = (
@@ -59,7 +60,7 @@ class Stories(_Told):
         others = rng.sample(names := demo.words("hero"), len(names))
         told = (text[:middle] + name.sub(other, text[middle:]) for other in others if other not in text)
         # A hero who is named once can have another name, unless that is a girl's and the story says "he".
-        return next(wrong for wrong in told if not demo.check_story(wrong).ok)
+        return next(wrong for wrong in told if not check_story(wrong).ok)
 
     def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
         rng = random.Random(f"stories/{self.split}/{index}")
@@ -67,7 +68,7 @@ class Stories(_Told):
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         text = text_of(reply)
-        return demo.check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
+        return check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
 
 
 class StoryQuestions(_Told):
