@@ -152,11 +152,9 @@ def another(story: Story, role: str, rng: random.Random) -> str:
 
 
 def swap_hero_name(story: Story, rng: random.Random) -> str | None:
-    return (
-        replace_one(story.text, story.hero, another(story, "hero", rng), rng)
-        if story.text.count(story.hero) > 1
-        else None
-    )
+    if story.text.count(story.hero) == 1:
+        return None
+    return replace_one(story.text, story.hero, another(story, "hero", rng), rng)
 
 
 def swap_friend_name(story: Story, rng: random.Random) -> str | None:
@@ -208,9 +206,8 @@ def change_pronoun(story: Story, rng: random.Random) -> str | None:
         return None
     match = rng.choice(found)
     new = PRONOUN_SWAPS[match[0].lower()]
-    return (
-        story.text[: match.start()] + (new.capitalize() if match[0][0].isupper() else new) + story.text[match.end() :]
-    )
+    new = new.capitalize() if match[0][0].isupper() else new
+    return story.text[: match.start()] + new + story.text[match.end() :]
 
 
 def drop_ending(story: Story, rng: random.Random) -> str:
