@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import Rows
+from nanochat.data.packing import PackedBatch
 
 PAIR_FIGURES = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
-def masked_loss(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
     """Supervised fine-tuning: nats of the targets that the mask left."""
     return model(rows.inputs, rows.targets, segments=rows.segments), (rows.targets != IGNORE).sum()
 
@@ -40,7 +40,7 @@ def masked_loss(model: Any, rows: Rows) -> tuple[Tensor, Tensor]:
 class PolicyBatch:
     """Packed samples of a policy, all (N, T), 0 where there is no target."""
 
-    rows: Rows
+    rows: PackedBatch
     advantages: Tensor  # of the sample that a target belongs to
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # log probabilities when the samples were drawn; None: they are the present ones
@@ -79,7 +79,7 @@ def dr_grpo_loss(
     return -(objective * targets).sum() / max_tokens, batch.sample_share.sum()
 
 
-def token_logp(model: Any, rows: Rows) -> Tensor:
+def token_logp(model: Any, rows: PackedBatch) -> Tensor:
     """Log probability in nats of each target, (N, T), 0 where there is none."""
     return -model.losses(rows.inputs, rows.targets, rows.segments)
 
@@ -104,7 +104,7 @@ class PairBatch:
     """Packed pairs of replies: sequence 2p is the chosen one of pair p, 2p + 1 the rejected one. A pair is counted
     where both have a target."""
 
-    rows: Rows
+    rows: PackedBatch
     pairs: int
     reference_logp: Tensor | None = None  # (P, 2), of each reply's targets together, under the frozen reference model
 

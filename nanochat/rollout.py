@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import Rows
+from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
@@ -129,7 +129,7 @@ def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
     return advantages
 
 
-def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray, device: Device) -> PolicyBatch:
+def policy_batch(rows: PackedBatch, samples: Samples, advantages: np.ndarray, device: Device) -> PolicyBatch:
     """A micro-batch (a part of the packed samples, on the device) with its samples' advantages (Q, G)."""
     lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
     by_sample = device.to_device(torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)))
@@ -140,7 +140,7 @@ def policy_batch(rows: Rows, samples: Samples, advantages: np.ndarray, device: D
 
 
 @torch.no_grad()
-def logp_of(model: torch.nn.Module, rows: Rows, device: Device) -> torch.Tensor:
+def logp_of(model: torch.nn.Module, rows: PackedBatch, device: Device) -> torch.Tensor:
     """Log probabilities of a micro-batch's targets under a model, without a gradient."""
     with device.autocast():
         return token_logp(model, rows)

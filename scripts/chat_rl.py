@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, losses, rollout, scaling
     from nanochat import device as devices
     from nanochat.conversation import render_prompt
-    from nanochat.data.packing import pack
+    from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, check_sampling, seed_of
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
@@ -192,7 +192,7 @@ def main(config: Config) -> None:
                 stage.stop()
                 break
             advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
-            rows = pack(drawn.ids, drawn.masks, row_tokens)
+            rows = pack_sequences(drawn.ids, drawn.masks, row_tokens)
             batches = [
                 rollout.policy_batch(micro, drawn, advantages, device)
                 for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)

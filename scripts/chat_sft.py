@@ -63,7 +63,7 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
     from nanochat.conversation import Rendered, render
-    from nanochat.data.packing import Rows, pack
+    from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
@@ -92,11 +92,11 @@ def main(config: Config) -> None:
     needs = {"what --tasks names": train.fingerprint()}
     row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
 
-    def packed(mixture: Mixture, first: int, count: int) -> tuple[Rows, list[Rendered]]:
+    def packed(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:
         """`count` examples from number `first` on, the same on every rank, as rows; those without a target left out."""
         rendered = [render(tokenizer, mixture.example(i).messages, row_tokens + 1) for i in range(first, first + count)]
         learned = [r for r in rendered if r.target_count]
-        return pack([r.ids for r in learned], [r.mask for r in learned], row_tokens), rendered
+        return pack_sequences([r.ids for r in learned], [r.mask for r in learned], row_tokens), rendered
 
     rates = scaling.rates(model.config, examples * row_tokens, steps * examples * row_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=layout)

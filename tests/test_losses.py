@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanochat import losses
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import Rows, pack, pack_pairs
+from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import (
     PAIR_FIGURES,
     PairBatch,
@@ -41,7 +41,7 @@ def two_samples(old: list[float] | None = None) -> PolicyBatch:
     """A row with a sample of 2 targets and advantage 1, and one of 3 targets and advantage -0.5."""
     zeros = torch.zeros(1, 6, dtype=torch.long)
     targets = torch.tensor([[5, 6, 7, 8, 9, IGNORE]])
-    rows = Rows(zeros, targets, torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1, 1, 0]]))
+    rows = PackedBatch(zeros, targets, torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1, 1, 0]]))
     return PolicyBatch(
         rows,
         advantages=torch.tensor([[1.0, 1.0, -0.5, -0.5, -0.5, 0.0]]),
@@ -111,7 +111,7 @@ def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (9, 14, 5, 20)]
     masks = [[0] * 3 + [1] * (len(i) - 3) for i in ids]
-    rows = pack(ids, masks, 32)
+    rows = pack_sequences(ids, masks, 32)
     advantages = torch.tensor([1.0, -0.5, 0.25, -0.75])
     lengths = torch.tensor([len(i) - 3 for i in ids])
     targets = rows.targets != IGNORE
@@ -152,7 +152,9 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
     numbers = torch.tensor([[0] * len(chosen) + [1] * len(rejected) + [0]])
     zeros = torch.zeros_like(targets)
     model = Fixed(torch.log(torch.tensor([[*chosen, *rejected, 1.0]])))
-    return model, PairBatch(Rows(zeros, targets, numbers, numbers), 2, torch.log(torch.tensor([reference, (1.0, 1.0)])))
+    return model, PairBatch(
+        PackedBatch(zeros, targets, numbers, numbers), 2, torch.log(torch.tensor([reference, (1.0, 1.0)]))
+    )
 
 
 def test_dpo_by_hand():

@@ -6,7 +6,7 @@ import torch
 from tiny import cpu_device, lively_model, tiny_config
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import Rows, pack, pack_pairs
+from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import masked_loss
 
 
@@ -18,7 +18,7 @@ def sequences(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]],
 
 def test_every_sequence_is_there_once_and_whole():
     ids, masks = sequences(40, 25)
-    rows = pack(ids, masks, 32)
+    rows = pack_sequences(ids, masks, 32)
     found = {}
     for row in range(len(rows)):
         for number in rows.segments[row].unique().tolist():
@@ -40,7 +40,7 @@ def test_every_sequence_is_there_once_and_whole():
 def test_packed_and_unpacked_have_the_same_loss_and_gradient(pattern):
     ids, masks = sequences(12, 20)
     model = lively_model(tiny_config(window_pattern=pattern))
-    packed = pack(ids, masks, 32)
+    packed = pack_sequences(ids, masks, 32)
     assert len(packed) < len(ids)
     loss, targets = masked_loss(model, packed)
     loss.backward()
@@ -48,7 +48,7 @@ def test_packed_and_unpacked_have_the_same_loss_and_gradient(pattern):
     model.zero_grad()
     alone_loss, alone_targets = torch.zeros(()), 0
     for tokens, mask in zip(ids, masks, strict=True):
-        one, count = masked_loss(model, pack([tokens], [mask], 32))
+        one, count = masked_loss(model, pack_sequences([tokens], [mask], 32))
         one.backward()
         alone_loss, alone_targets = alone_loss + one.detach(), alone_targets + count
     assert targets == alone_targets
@@ -61,7 +61,7 @@ def test_packed_and_unpacked_have_the_same_loss_and_gradient(pattern):
 def test_a_neighbour_in_the_row_changes_nothing():
     ids, masks = sequences(6, 12)
     model = lively_model(tiny_config())
-    rows = pack(ids, [[1] * len(i) for i in ids], 32)
+    rows = pack_sequences(ids, [[1] * len(i) for i in ids], 32)
     before = model.losses(rows.inputs, rows.targets, rows.segments)
     other = torch.where(rows.source == 0, (rows.inputs + 1) % 100, rows.inputs)
     after = model.losses(other, rows.targets, rows.segments)
@@ -73,7 +73,7 @@ def test_a_neighbour_in_the_row_changes_nothing():
 
 def test_micro_batches_deal_out_every_row_once():
     ids, masks = sequences(30, 25)
-    rows, device = pack(ids, masks, 32), cpu_device()
+    rows, device = pack_sequences(ids, masks, 32), cpu_device()
     for world_size in (1, 2, 3):
         shares = [list(rows.micro_batches(4, device, rank, world_size)) for rank in range(world_size)]
         assert len({len(share) for share in shares}) == 1
@@ -85,21 +85,21 @@ def test_micro_batches_deal_out_every_row_once():
 
 
 def test_nothing_to_pack_is_a_row_without_a_target():
-    rows = pack([], [], 8)
+    rows = pack_sequences([], [], 8)
     assert rows.inputs.shape == (1, 8) and (rows.targets == IGNORE).all()
     loss, targets = masked_loss(lively_model(tiny_config()), rows)
     assert loss.item() == 0 and targets.item() == 0
 
 
 def test_a_sequence_that_does_not_fit_is_told():
-    pack([list(range(9))], [[1] * 9], 8)  # its last token is only a target
+    pack_sequences([list(range(9))], [[1] * 9], 8)  # its last token is only a target
     with pytest.raises(ValueError, match="10 tokens does not fit a row of 8"):
-        pack([list(range(10))], [[1] * 10], 8)
+        pack_sequences([list(range(10))], [[1] * 10], 8)
 
 
 def test_rows_have_equal_shapes():
-    assert len({t.shape for t in vars(pack(*sequences(5, 9), 16)).values()}) == 1
-    assert isinstance(pack([], [], 4), Rows)
+    assert len({t.shape for t in vars(pack_sequences(*sequences(5, 9), 16)).values()}) == 1
+    assert isinstance(pack_sequences([], [], 4), PackedBatch)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

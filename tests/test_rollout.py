@@ -11,7 +11,7 @@ from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenize
 from nanochat import rollout
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import pack
+from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
 from nanochat.engine import Engine, seed_of
 from nanochat.tasks.task import Example, Task
@@ -89,7 +89,7 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
 
 def test_a_batch_carries_each_samples_advantage_and_share():
     samples = rollout.Samples([[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], np.zeros((1, 2)), ["", ""])
-    rows = pack(samples.ids, samples.masks, 8)
+    rows = pack_sequences(samples.ids, samples.masks, 8)
     batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]), cpu_device())
     of = {(s, t): (a, w) for s, t, a, w in zip(
         rows.source.flatten().tolist(), rows.targets.flatten().tolist(),
@@ -180,7 +180,7 @@ def test_dealing_keeps_ranks_busy_and_cutting_does_not_pay(fixed):
 def test_no_question_is_no_sample(engine):
     drawn = rollout.sample_replies(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
     assert drawn.rewards.size == 0 and drawn.ids == []
-    rows = pack(drawn.ids, drawn.masks, 8)
+    rows = pack_sequences(drawn.ids, drawn.masks, 8)
     assert (rows.targets == IGNORE).all()
     batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True), cpu_device())
     assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0

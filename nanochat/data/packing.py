@@ -18,7 +18,7 @@ from nanochat.device import Device
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedBatch:
     """Packed rows; all fields (N, T)."""
 
     inputs: Tensor
@@ -29,7 +29,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["Rows"]:
+    def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """The share of one of `world_size` ranks in micro-batches of `rows` rows, on the device; every rank has as
         many, the last ones filled up with rows without a target."""
         count = -(-len(self) // (rows * world_size))
@@ -38,10 +38,10 @@ class Rows:
         fields = [torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill) for tensor, fill in fills]
         for micro in range(count):
             share = slice(micro * rows * world_size + rank, (micro + 1) * rows * world_size, world_size)
-            yield Rows(*(device.to_device(field[share].contiguous()) for field in fields))
+            yield PackedBatch(*(device.to_device(field[share].contiguous()) for field in fields))
 
 
-def pack(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int) -> Rows:
+def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int) -> PackedBatch:
     """Pack S sequences, each with a mask that has a 1 under every token to learn; best fit, longest first.
 
     A sequence of n tokens takes n - 1 places: its last token is only a target. Raises ValueError: when one is longer
@@ -69,7 +69,7 @@ def pack_pairs(
     device: Device,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[tuple[Rows, int]]:
+) -> Iterator[tuple[PackedBatch, int]]:
     """Pack S sequences of which 2i and 2i + 1 are a pair: the share of one of `world_size` ranks in micro-batches of
     `rows` rows, on the device, none of which parts a pair; every rank has as many, some maybe of padding alone.
 
@@ -96,7 +96,7 @@ def pack_pairs(
         by_row = [[local[i] for i in members] for members in members_by_row]
         filled = _filled(by_row, [ids[i] for i in kept], [masks[i] for i in kept], row_tokens)
         fields = (filled.inputs, filled.targets, filled.segments, filled.source)
-        yield Rows(*map(device.to_device, fields)), max(1, len(kept) // 2)
+        yield PackedBatch(*map(device.to_device, fields)), max(1, len(kept) // 2)
 
 
 def _places(sequence: Sequence[int], row_tokens: int) -> int:
@@ -129,7 +129,7 @@ def _roomiest(rooms: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int
 
 def _filled(
     rows: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int
-) -> Rows:
+) -> PackedBatch:
     """The rows whose sequences' numbers are given."""
     shape = (len(rows), row_tokens)
     inputs, source = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -145,4 +145,4 @@ def _filled(
             source[row, place:end] = i
             place = end
         segments[row, place:] = len(members)
-    return Rows(*(torch.from_numpy(field) for field in (inputs, targets, segments, source)))
+    return PackedBatch(*(torch.from_numpy(field) for field in (inputs, targets, segments, source)))

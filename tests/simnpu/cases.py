@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanochat import attention, engine, scaling
 from nanochat import device as devices
-from nanochat.data.packing import Rows
+from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.losses import masked_loss
@@ -146,7 +146,7 @@ def train_losses(
             if packed:
                 numbers = (torch.rand(3, 32, generator=generator) < 0.2).cumsum(1)
                 fields = (tokens[:, :-1], tokens[:, 1:], numbers, numbers)
-                batch: Any = Rows(*(found.to_device(field.contiguous()) for field in fields))
+                batch: Any = PackedBatch(*(found.to_device(field.contiguous()) for field in fields))
                 loss_fn: Any = masked_loss
             else:
                 batch, loss_fn = (
