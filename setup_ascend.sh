@@ -3,10 +3,10 @@
 # on an Ascend NPU, a CUDA build on an NVIDIA GPU, a CPU build elsewhere. Running it again is safe and quick.
 #
 #   bash setup_ascend.sh                    # look around, make .venv, install
-#   bash setup_ascend.sh --dry_run          # say what was found and what would run; change nothing
+#   bash setup_ascend.sh --dry_run          # report what was found and would run; change nothing
 #
-#   --device auto|npu|cuda|cpu   install for this, whatever is found
-#   --cann VERSION               take this row of the version table (check_npu.py), whatever CANN is found
+#   --device auto|npu|cuda|cpu   install for this device instead of the one found
+#   --cann VERSION               use this row of the version table (check_npu.py) instead of the CANN found
 #   --extras LIST                extras of pyproject.toml as well, e.g. dev or dev,track
 #   --root DIR                   look for drivers and CANN below DIR (for tests)
 #
@@ -19,7 +19,7 @@ project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 called_from=$PWD
 cd "$project"
 
-say() { printf '%-9s %s\n' "$1" "$2"; }
+report() { printf '%-9s %s\n' "$1" "$2"; }
 fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- Flags ---------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ stamp=$venv/nanochat_setup.txt  # what the last successful run installed
 
 # ---- A Python --------------------------------------------------------------------------------------------
 
-# A command counts only if it runs (version managers leave stubs behind that do not) and can make a venv.
+# A command counts only if it runs (some version managers install stubs that do not) and can make a venv.
 version_of() {
   "$1" -c 'import sys, ensurepip, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null || true
 }
@@ -86,14 +86,14 @@ answer=$("$python" check_npu.py --plan --root "$root" --device "$device" --arch 
   fail "check_npu.py --plan failed with $python: see above"
 while read -r key value; do
   case $key in
-    found | missing) say "$key" "$value" ;;
+    found | missing) report "$key" "$value" ;;
     problem) problem=$value ;;
     kind) kind=$value ;;
     pythons) pythons=$value ;;
     install) attempts+=("$value") ;;
     constraint) constraints+=("$value") ;;
     extra) extras=$value${extras:+,$extras} ;;
-    *) fail "check_npu.py --plan said: $key $value" ;;
+    *) fail "check_npu.py --plan printed: $key $value" ;;
   esac
 done <<<"$answer"
 [[ -z $problem ]] || fail "$problem"
@@ -103,7 +103,7 @@ python=$(pick_python $pythons)
 [[ -n $python ]] || fail "${constraints[*]} has wheels for Python ${pythons// /, }${PYTHON:+, not for PYTHON=$PYTHON}: \
 install one of them, or name it with PYTHON=/path/to/python"
 version=$(version_of "$python")
-say found "Python $version ($(command -v "$python"))"
+report found "Python $version ($(command -v "$python"))"
 
 # Extras that an earlier run put into this .venv stay: asking for fewer is no reason to do anything.
 earlier=''
@@ -145,15 +145,15 @@ if [[ $state == other && $python -ef $venv/bin/python && $python == "$venv"/* ]]
   python=$("$python" -c 'import sys; print(sys._base_executable)')
 fi
 
-show() { say plan "$1"; }
+show() { report plan "$1"; }
 if [[ $state == ready ]]; then
-  say ready "$venv is up to date; nothing to install"
+  report ready "$venv is up to date; nothing to install"
 else
   [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
   [[ $state == none || $state == other ]] && show "$python -m venv $venv"
   word=plan
   for attempt in "${attempts[@]}"; do
-    say "$word" "$venv/bin/pip install $attempt"
+    report "$word" "$venv/bin/pip install $attempt"
     word='or else'
   done
   show "$venv/bin/pip install -c $venv/constraints.txt -e $target  # ${constraints[*]}"
@@ -190,10 +190,10 @@ printf '%s\n' "${constraints[@]}" >"$venv/constraints.txt"
 
 installed=no
 for attempt in "${attempts[@]}"; do
-  say install "$attempt  (minutes; tail -f $log shows more)"
+  report install "$attempt  (minutes; tail -f $log shows more)"
   echo "== pip install $attempt" >>"$log"
   [[ $attempt == *+cpu* || $kind == cuda || ${#attempts[@]} == 1 ]] ||
-    say note "no CPU build within reach; this may bring gigabytes of CUDA libraries: Ctrl-C and TORCH_INDEX_URL=<mirror> avoid that"
+    report note "no CPU build within reach; this may bring gigabytes of CUDA libraries: Ctrl-C and TORCH_INDEX_URL=<mirror> avoid that"
   # shellcheck disable=SC2086  # the arguments are words
   if pip $attempt; then
     installed=yes
@@ -204,10 +204,10 @@ for attempt in "${attempts[@]}"; do
 done
 [[ $installed == yes ]] || failed torch
 
-say install "$target"
+report install "$target"
 echo "== pip install -e $target" >>"$log"
 pip -c "$venv/constraints.txt" -e "$target" || failed "the project"
 
 printf '%s\n' "$plan" >"$stamp"
-say ready "$venv, in $SECONDS s"
+report ready "$venv, in $SECONDS s"
 echo "$next"

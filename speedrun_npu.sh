@@ -10,7 +10,7 @@
 #   --val_data NAME|PATH                held-out text; default: the end of --data
 #   --hub hf|modelscope                 where a dataset comes from (HF_ENDPOINT names a mirror of the first)
 #
-# Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again and it goes on where it
+# Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
 # stopped.
 set -euo pipefail
 called_from=$PWD
@@ -118,7 +118,7 @@ source=(--data "$data" --hub "$hub")
 printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data" "$run_folder"
 
 # ---- Run -----------------------------------------------------------------------------------------------
-# Every stage goes on where it stopped, or has nothing to do when it is done.
+# Every stage resumes where it stopped; a finished stage has nothing to do.
 
 again=(--model_tag "$profile" --resume)
 evaluate() { # stage, further flags

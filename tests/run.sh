@@ -24,7 +24,7 @@ else
 fi
 
 [[ -z $unfit ]] || echo "!! failed above:$unfit (this run will exit with 1)"
-# The page is driven in a real browser; without one its tests skip and say so.
+# The page is driven in a real browser; without one its tests skip and report it.
 if ! command -v chromium >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   echo '== chromium (for the tests of the page)'
   { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 </dev/null ||
@@ -32,7 +32,7 @@ if ! command -v chromium >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get
 fi
 
 echo '== pytest'
-# All of it, or all but the slow: two files at a time, each test on one core. What is asked for by name runs by itself.
+# Two files at a time, each test on one core. Files named on the command line run one after the other.
 workers=''
 [[ $* == *tests/* || $* == *' -n'* || $(nproc) -lt 2 ]] || workers='-n 2 --dist loadfile'
 result=0
