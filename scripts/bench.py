@@ -233,12 +233,12 @@ def serving(engine: Any, slots: int) -> Iterator[int]:
 
     from nanochat.serve.app import create_app
     from nanochat.serve.scheduler import Scheduler
-    from nanochat.serve.state import Served
+    from nanochat.serve.state import LoadedModel
 
-    def load() -> Served:
+    def load() -> LoadedModel:
         scheduler = Scheduler(engine, slots=slots)
         scheduler.start()
-        return Served(scheduler, engine.tokenizer, "bench", engine.model.config.sequence_len, False, int(time.time()))
+        return LoadedModel(scheduler, engine.tokenizer, "bench", engine.model.config.sequence_len, chats=False)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(load), log_level="error"))

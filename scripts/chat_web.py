@@ -163,9 +163,9 @@ def check(config: Config) -> None:
 
 def make_app(config: Config, on_failure: Callable[[BaseException], None], replica: int | None = None) -> Any:
     from nanochat.serve.app import LOOPBACK, create_app
-    from nanochat.serve.state import Served
+    from nanochat.serve.state import LoadedModel
 
-    def load() -> Served:
+    def load() -> LoadedModel:
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model, tag_of
         from nanochat.engine import Engine, Slots
@@ -189,7 +189,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
         scheduler.start()
         stage = meta.get("stage", "model")
         name = f"nanochat-{tag_of(Path(meta['folder']))}-{stage}"
-        return Served(scheduler, tokenizer, name, model.config.sequence_len, stage != "base", int(time.time()))
+        return LoadedModel(scheduler, tokenizer, name, model.config.sequence_len, stage != "base", int(time.time()))
 
     return create_app(
         load, api_key=config.api_key, hosts=host_names(config, LOOPBACK), grace=GRACE_SECONDS,

@@ -15,9 +15,9 @@ from test_serve import CONTEXT, KEY, error_of, serving, until
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine
 from nanochat.serve.app import create_app
-from nanochat.serve.replies import TextForm
+from nanochat.serve.replies import CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler, TokenLogprob
-from nanochat.serve.state import Served
+from nanochat.serve.state import LoadedModel
 
 openai = pytest.importorskip("openai", reason="the extra `dev` brings openai")
 
@@ -34,10 +34,10 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def app(engine: Engine) -> Any:
-    def load() -> Served:
+    def load() -> LoadedModel:
         scheduler = Scheduler(engine, slots=4, queue=16)
         scheduler.start()
-        return Served(scheduler, engine.tokenizer, MODEL, CONTEXT, chats=True, created=1)
+        return LoadedModel(scheduler, engine.tokenizer, MODEL, CONTEXT, chats=True, created=1)
 
     return create_app(load, api_key=KEY)
 
@@ -238,7 +238,7 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app
     stream = chat(client, temperature=1, max_tokens=400, n=2, stream=True)
     next(iter(stream))
     stream.close()
-    figures = app.state.nanochat.served.scheduler.figures
+    figures = app.state.nanochat.model.scheduler.figures
     until(lambda: figures().running + figures().queued == 0)
 
 
@@ -281,13 +281,13 @@ def test_completion_logprobs(client: Any):
 
 
 def test_parts_of_a_character_have_names_and_places_of_their_own(engine: Engine):
-    served = Served(cast(Any, None), engine.tokenizer, MODEL, CONTEXT, chats=True)
-    form = TextForm(served, logprobs=2)
+    served = LoadedModel(cast(Any, None), engine.tokenizer, MODEL, CONTEXT, chats=True)
+    form = CompletionSerializer(served, num_logprobs=2)
     tokens = [*"é!".encode(), 0xC3]  # bytes stand first in every vocabulary
     single = {engine.tokenizer.decode_bytes([token]): token for token in range(256)}
     ids = [single[bytes([byte])] for byte in tokens]
     likely = [TokenLogprob(one, -1.0, ((ids[0], -1.0), (ids[1], -2.0))) for one in ids]
-    told = form.piece(0, Chunk(tuple(ids), "é!", logprobs=tuple(likely)))["logprobs"]
+    told = form.chunk(0, Chunk(tuple(ids), "é!", logprobs=tuple(likely)))["logprobs"]
     assert told["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
     assert told["text_offset"] == [0, 0, 1, 2]
     assert told["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.0}

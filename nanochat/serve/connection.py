@@ -1,7 +1,7 @@
-"""One client's connection: how much it may send, and how long it may take, before a request's headers are whole.
+"""One client's connection, before a request's headers are complete: how much it may send, and for how long.
 
-In flow the bytes of a socket; `Connection` counts and times what uvicorn's own protocol would wait for without an end,
-and closes. What comes behind the headers is bounded by `gate.py`.
+uvicorn's parser waits without an end for headers of any size. `Connection` counts and times them, responds with 431 or
+408, and closes. What follows the headers is bounded by `middleware.py`.
 """
 
 import json
@@ -9,62 +9,61 @@ from asyncio import TimerHandle, Transport
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nanochat.serve.gate import MAX_HEAD
+from nanochat.serve.middleware import MAX_HEAD
 from nanochat.serve.schema import error_body
 
-HEAD_SECONDS = 10.0  # for a request's headers to come whole
+HEAD_SECONDS = 10.0  # a client has so long to send a request's headers
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the size and the time of what is neither a whole head nor a body."""
+    """uvicorn's protocol with a limit on the size and the time of everything that is not a body."""
 
-    unread = 0  # bytes since the last that were a body's, or ended a head: headers, trailers, what stands around chunks
-    late: TimerHandle | None = None  # runs while a head is awaited
+    pending_bytes = 0  # since the last byte of a body or of complete headers: headers, trailers, chunk sizes
+    timer: TimerHandle | None = None  # runs while headers are awaited
 
     def connection_made(self, transport: Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self.await_head()
+        self.start_timer()
 
     def data_received(self, data: bytes) -> None:
-        self.unread += len(data)
-        super().data_received(data)
+        self.pending_bytes += len(data)
+        super().data_received(data)  # calls on_body and on_headers_complete
         if self.transport.is_closing():
             return
-        idle = self.cycle is None or self.cycle.response_complete
-        if self.unread > MAX_HEAD:
-            if idle:
-                self.transport.write(_refusal(431, "Request Header Fields Too Large", f"over {MAX_HEAD:,} bytes"))
+        between_requests = self.cycle is None or self.cycle.response_complete
+        if self.pending_bytes > MAX_HEAD:
+            if between_requests:  # otherwise a response may have begun
+                self.refuse(431, "Request Header Fields Too Large", f"over {MAX_HEAD:,} bytes")
             self.transport.close()
-        elif idle and self.late is None:  # the next request's first bytes
-            self.await_head()
-
-    def await_head(self) -> None:
-        self.late = self.loop.call_later(HEAD_SECONDS, self.head_is_late)
-
-    def head_is_late(self) -> None:
-        self.transport.write(_refusal(408, "Request Timeout", f"they did not come within {HEAD_SECONDS:g} s"))
-        self.transport.close()
+        elif between_requests and self.timer is None:  # the first bytes of the next request
+            self.start_timer()
 
     def on_headers_complete(self) -> None:
-        self.unread = 0
-        self.stop_waiting()
+        self.pending_bytes = 0
+        self.stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self.unread = 0
+        self.pending_bytes = 0
         super().on_body(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.stop_waiting()
+        self.stop_timer()
         super().connection_lost(exc)
 
-    def stop_waiting(self) -> None:
-        if self.late is not None:
-            self.late.cancel()
-            self.late = None
+    def start_timer(self) -> None:
+        self.timer = self.loop.call_later(HEAD_SECONDS, self.time_out)
 
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
-def _refusal(status: int, phrase: str, why: str) -> bytes:
-    body = json.dumps(error_body(status, f"the request's headers: {why}")).encode()
-    head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}connection: close\r\n\r\n".encode() + body
+    def time_out(self) -> None:
+        self.refuse(408, "Request Timeout", f"not complete within {HEAD_SECONDS:g} s")
+        self.transport.close()
+
+    def refuse(self, status: int, phrase: str, why: str) -> None:
+        body = json.dumps(error_body(status, f"the request's headers: {why}")).encode()
+        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)

@@ -1,7 +1,8 @@
-"""From a scheduler's chunks to an HTTP answer: one JSON object, or server-sent events as the chunks come.
+"""From the scheduler's chunks to an HTTP response: one JSON object, or server-sent events as the chunks arrive.
 
-In flow the streams of one HTTP request; `Mailbox` carries their chunks from the device's thread to the event loop,
-a `Form` writes them as OpenAI's API does. A client that leaves, or stops to read, ends its streams.
+One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
+scheduler's thread to the event loop, a `Serializer` writes them as OpenAI's API does, a `Reply` puts both together. A
+client that leaves, or stops reading, cancels its streams, and so frees their slots.
 """
 
 import asyncio
@@ -11,73 +12,76 @@ import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fastapi import Request
+import anyio
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from nanochat.conversation import Part, text_of
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import CLIENT_LEFT, ApiError
-from nanochat.serve.state import Served
+from nanochat.serve.state import LoadedModel
 from nanochat.shell.log import print0
 
-HEARTBEAT_SECONDS = 15.0  # a stream that waits says so, for proxies that cut silent ones
+HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
+# ---------------------------------------------------------------------- from the scheduler's thread to the event loop
 
 
-class Mailbox:
-    """Chunks of several streams on their way from the device's thread to the event loop."""
+class ChunkQueue:
+    """The chunks of several streams, each with the number of its stream."""
 
     def __init__(self, streams: Sequence[Stream]):
         self.streams = streams
         self._loop = asyncio.get_running_loop()
         self._chunks: deque[tuple[int, Chunk]] = deque()
         self._arrived = asyncio.Event()
-        self._woken = False
+        self._notified = False
         for number, stream in enumerate(streams):
             stream.listen(partial(self._put, number))
 
-    def _put(self, number: int, chunk: Chunk) -> None:  # on the device's thread
+    def _put(self, number: int, chunk: Chunk) -> None:
+        """Runs on the scheduler's thread. Waking the event loop is costly, so it happens once per `take`."""
         self._chunks.append((number, chunk))
-        if self._woken:
+        if self._notified:
             return
-        self._woken = True
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+        self._notified = True
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self, seconds: float) -> list[tuple[int, Chunk]]:
-        """What has come since the last time, as few chunks as may be: a reader who is slow gets larger ones. An empty
-        list where nothing comes for so long."""
+        """All chunks since the last call, neighbours of one stream and kind merged: a slow reader gets larger chunks,
+        not more of them. An empty list when none arrives for `seconds`."""
         if not self._chunks:
             timer = self._loop.call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
         self._arrived.clear()
-        self._woken = False  # before the chunks are taken: one that comes meanwhile wakes again
+        self._notified = False  # before the chunks are taken: one that arrives meanwhile must notify again
         taken: list[tuple[int, Chunk]] = []
-        last: dict[int, int] = {}  # the place of a stream's last chunk
+        places: dict[int, int] = {}  # index in `taken` of a stream's last chunk
         while self._chunks:
             number, chunk = self._chunks.popleft()
-            place = last.get(number)
+            place = places.get(number)
             if place is not None and taken[place][1].kind == chunk.kind:
-                taken[place] = (number, _joined(taken[place][1], chunk))
+                taken[place] = (number, _merged(taken[place][1], chunk))
             else:
-                last[number] = len(taken)
+                places[number] = len(taken)
                 taken.append((number, chunk))
         return taken
 
     def cancel(self) -> None:
+        """Free the slots of all streams; streams that have ended stay as they are."""
         for stream in self.streams:
             stream.cancel()
 
 
-def _joined(first: Chunk, second: Chunk) -> Chunk:
+def _merged(first: Chunk, second: Chunk) -> Chunk:
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,
@@ -86,231 +90,256 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
     )
 
 
-class Form:
-    """How one of the routes writes its answers."""
+# ---------------------------------------------------------------------- OpenAI's JSON
 
-    prefix, object, stream_object = "", "", ""
 
-    def __init__(self, served: Served, logprobs: int):
-        self.tokenizer, self.logprobs = served.tokenizer, logprobs
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
+@dataclass
+class Choice:
+    """One finished or growing reply, for a response in one piece."""
 
-    def first(self, number: int) -> dict[str, Any] | None:
-        """A choice as it begins."""
-        raise NotImplementedError
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = "stop"
 
-    def piece(self, number: int, chunk: Chunk) -> dict[str, Any]:
-        raise NotImplementedError
+    def add(self, chunk: Chunk) -> None:
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        if chunk.text and self.parts and self.parts[-1]["type"] == chunk.kind:
+            self.parts[-1]["text"] += chunk.text
+        elif chunk.text:
+            self.parts.append({"type": chunk.kind, "text": chunk.text})
 
-    def whole(self, number: int, parts: list[Part], logprobs: list[TokenLogprob], reason: str) -> dict[str, Any]:
-        raise NotImplementedError
+
+class _Serializer:
+    prefix = ""  # of the response's id
+
+    def __init__(self, model: LoadedModel, num_logprobs: int):
+        self.tokenizer = model.tokenizer
+        self.num_logprobs = num_logprobs  # -1: the client requested none
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
 
     def token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
+        # JSON has no infinity; OpenAI's API writes -9999 for a token without probability.
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
 
-class ChatForm(Form):
-    """/v1/chat/completions. The calculator's calls and answers stand in a field of their own, the text is plain."""
+class ChatSerializer(_Serializer):
+    """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`."""
 
-    prefix, object, stream_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    stream_object = "chat.completion.chunk"
 
-    def first(self, number: int) -> dict[str, Any]:
-        return _choice(number, delta={"role": "assistant", "content": ""})
+    def opening(self, number: int) -> dict[str, Any]:
+        return _choice_object(number, delta={"role": "assistant", "content": ""})
 
-    def piece(self, number: int, chunk: Chunk) -> dict[str, Any]:
+    def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if chunk.text:
-            called = {"nanochat": {"kind": chunk.kind, "text": chunk.text}}
-            delta = {"content": chunk.text} if chunk.kind == "text" else called
-        return _choice(number, delta=delta, logprobs=self._likely(chunk.logprobs), finish_reason=chunk.finish_reason)
+        if chunk.text and chunk.kind == "text":
+            delta["content"] = chunk.text
+        elif chunk.text:
+            delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
+        return _choice_object(number, self._logprobs(chunk.logprobs), chunk.finish_reason, delta=delta)
 
-    def whole(self, number: int, parts: list[Part], logprobs: list[TokenLogprob], reason: str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(parts), "refusal": None}
-        if any(part["type"] != "text" for part in parts):
-            message["nanochat"] = {"parts": parts}
-        return _choice(number, message=message, logprobs=self._likely(logprobs), finish_reason=reason)
+    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(choice.parts), "refusal": None}
+        if any(part["type"] != "text" for part in choice.parts):
+            message["nanochat"] = {"parts": choice.parts}
+        return _choice_object(number, self._logprobs(choice.logprobs), choice.finish_reason, message=message)
 
-    def _likely(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self.logprobs < 0 or not logprobs:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.num_logprobs < 0 or not logprobs:
             return None
-        content = [
-            {**self.token(one.token_id, one.logprob), "top_logprobs": [self.token(*pair) for pair in one.alternatives]}
-            for one in logprobs
-        ]
+        content = []
+        for one in logprobs:
+            alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
+            content.append({**self.token(one.token_id, one.logprob), "top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
 
-class TextForm(Form):
+class CompletionSerializer(_Serializer):
     """/v1/completions."""
 
-    prefix, object, stream_object = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    object = "text_completion"
+    stream_object = "text_completion"
 
-    def __init__(self, served: Served, logprobs: int):
-        super().__init__(served, logprobs)
-        self._offsets: Counter[int] = Counter()  # of the next token's text, by choice
-        self._decoders = defaultdict(
-            partial(codecs.getincrementaldecoder("utf-8"), "replace")
-        )  # a character may span several tokens
+    def __init__(self, model: LoadedModel, num_logprobs: int):
+        super().__init__(model, num_logprobs)
+        # For `text_offset`: the characters of each choice so far. A character may span several tokens.
+        self._offsets: Counter[int] = Counter()
+        self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
 
-    def first(self, number: int) -> None:
+    def opening(self, number: int) -> None:
         return None
 
-    def piece(self, number: int, chunk: Chunk) -> dict[str, Any]:
-        likely = self._likely(number, chunk.logprobs)
-        return _choice(number, text=chunk.text, logprobs=likely, finish_reason=chunk.finish_reason)
+    def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
+        return _choice_object(number, self._logprobs(number, chunk.logprobs), chunk.finish_reason, text=chunk.text)
 
-    def whole(self, number: int, parts: list[Part], logprobs: list[TokenLogprob], reason: str) -> dict[str, Any]:
-        text = "".join(part["text"] for part in parts)
-        return _choice(number, text=text, logprobs=self._likely(number, logprobs), finish_reason=reason)
+    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        text = "".join(part["text"] for part in choice.parts)
+        return _choice_object(number, self._logprobs(number, choice.logprobs), choice.finish_reason, text=text)
 
-    def _likely(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self.logprobs < 0 or not logprobs:
+    def _logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.num_logprobs < 0 or not logprobs:
             return None
-        told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            best = [self.token(*pair) for pair in one.alternatives]
             token = self.token(one.token_id, one.logprob)
-            told["tokens"].append(_name(token["bytes"]))
-            told["token_logprobs"].append(token["logprob"])
-            told["top_logprobs"].append({_name(each["bytes"]): each["logprob"] for each in best})
-            told["text_offset"].append(self._offsets[number])
+            alternatives = [self.token(*alternative) for alternative in one.alternatives]
+            lists["tokens"].append(_token_name(token))
+            lists["token_logprobs"].append(token["logprob"])
+            lists["top_logprobs"].append({_token_name(other): other["logprob"] for other in alternatives})
+            lists["text_offset"].append(self._offsets[number])
             self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
-        return told
+        return lists
 
 
-def _name(token: list[int]) -> str:
-    """A token's text; of one with part of a character its bytes, or several would have the same name."""
+Serializer = ChatSerializer | CompletionSerializer
+
+
+def _token_name(token: dict[str, Any]) -> str:
+    """A token's text; the bytes of a token with part of a character, or several would share a name."""
+    data = bytes(token["bytes"])
     try:
-        return bytes(token).decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _choice(number: int, logprobs: Any = None, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
+def _choice_object(
+    number: int, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None, **content: Any
+) -> dict[str, Any]:
     return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class Reply:
-    """The answer to one HTTP request, made of one or more streams."""
+# ---------------------------------------------------------------------- the response
 
-    def __init__(self, form: Form, mailbox: Mailbox, prompt_tokens: int, with_usage: bool):
-        self.form, self.mailbox, self.prompt_tokens, self.with_usage = form, mailbox, prompt_tokens, with_usage
+
+class Reply:
+    """Everything that one HTTP request gets back."""
+
+    def __init__(self, serializer: Serializer, queue: ChunkQueue, prompt_tokens: int, include_usage: bool):
+        self.serializer = serializer
+        self.queue = queue
+        self.prompt_tokens = prompt_tokens
+        self.include_usage = include_usage
 
     def usage(self) -> dict[str, int]:
-        made = sum(stream.completion_tokens for stream in self.mailbox.streams)
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made}
-        return {**counts, "total_tokens": self.prompt_tokens + made}
+        generated = sum(stream.completion_tokens for stream in self.queue.streams)
+        total = self.prompt_tokens + generated
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
 
-    async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """Until every stream has ended. An empty list: nothing came for a while.
+    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+        """The chunks until every stream has ended; an empty batch when none arrived for a while.
 
-        Raises ApiError: when a stream ended otherwise than by itself.
+        Raises ApiError: when a stream was cancelled or failed.
         """
-        open_streams = len(self.mailbox.streams)
-        while open_streams:
-            taken = await self.mailbox.take(HEARTBEAT_SECONDS)
-            for _, chunk in taken:
+        running = len(self.queue.streams)
+        while running:
+            batch = await self.queue.take(HEARTBEAT_SECONDS)
+            for _, chunk in batch:
                 if chunk.finish_reason == "cancelled":
-                    raise ApiError(503, "the server is closing: the reply is not whole", code="cancelled")
+                    raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
                 if chunk.finish_reason == "error":
-                    raise ApiError(500, chunk.error or "the reply could not be made", code="generation_failed")
-                open_streams -= chunk.finish_reason is not None
-            yield taken
+                    raise ApiError(500, chunk.error or "the reply failed", code="generation_failed")
+                if chunk.finish_reason is not None:
+                    running -= 1
+            yield batch
 
     async def whole(self) -> Response:
-        number_of = range(len(self.mailbox.streams))
-        parts: list[list[Part]] = [[] for _ in number_of]
-        logprobs: list[list[TokenLogprob]] = [[] for _ in number_of]
-        reasons = ["stop" for _ in number_of]
-        async for taken in self.chunks():
-            for number, chunk in taken:
-                logprobs[number] += chunk.logprobs
-                reasons[number] = chunk.finish_reason or reasons[number]
-                if not chunk.text:
-                    continue
-                if parts[number] and parts[number][-1]["type"] == chunk.kind:
-                    parts[number][-1]["text"] += chunk.text
-                else:
-                    parts[number].append({"type": chunk.kind, "text": chunk.text})
-        choices = [self.form.whole(n, parts[n], logprobs[n], reasons[n]) for n in number_of]
-        body = {**self.form.head, "object": self.form.object, "choices": choices, "usage": self.usage()}
+        """The response in one piece."""
+        choices = [Choice() for _ in self.queue.streams]
+        async for batch in self.batches():
+            for number, chunk in batch:
+                choices[number].add(chunk)
+        serializer = self.serializer
+        written = [serializer.choice(number, choice) for number, choice in enumerate(choices)]
+        body = {**serializer.head, "object": serializer.object, "choices": written, "usage": self.usage()}
         return JSONResponse(body)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events; the last is `[DONE]`, whatever happens before."""
-        head = {**self.form.head, "object": self.form.stream_object}
-        usage = {"usage": None} if self.with_usage else {}
-        for number in range(len(self.mailbox.streams)):
-            if (first := self.form.first(number)) is not None:
-                yield _event({**head, "choices": [first], **usage})
+        """Server-sent events. The last is always `[DONE]`; after a failure an error comes before it."""
+        serializer = self.serializer
+        head = {**serializer.head, "object": serializer.stream_object}
+        usage = {"usage": None} if self.include_usage else {}
+        for number in range(len(self.queue.streams)):
+            opening = serializer.opening(number)
+            if opening is not None:
+                yield _event({**head, "choices": [opening], **usage})
         try:
-            async for taken in self.chunks():
-                told = [pair for pair in taken if pair[1].text or pair[1].logprobs or pair[1].finish_reason]
-                lines = [_event({**head, "choices": [self.form.piece(*pair)], **usage}) for pair in told]
-                if lines or not taken:
-                    yield b"".join(lines) or b": waiting\n\n"
-            if self.with_usage:
+            async for batch in self.batches():
+                events = []
+                for number, chunk in batch:
+                    if chunk.text or chunk.logprobs or chunk.finish_reason:  # not half a character
+                        events.append(_event({**head, "choices": [serializer.chunk(number, chunk)], **usage}))
+                if events:
+                    yield b"".join(events)
+                elif not batch:
+                    yield b": waiting\n\n"  # a comment: clients skip it
+            if self.include_usage:
                 yield _event({**head, "choices": [], "usage": self.usage()})
         except ApiError as error:
-            yield _event(error.body())
+            yield _event(error.body)
         yield b"data: [DONE]\n\n"
 
+    async def respond(self, request: Request) -> Response:
+        """The response in one piece, unless the client leaves while it is generated."""
+        try:
+            return await until_client_leaves(request.receive, self.whole()) or Response(status_code=CLIENT_LEFT)
+        finally:
+            self.queue.cancel()
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it is called for each token
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _compact(body).encode() + b"\n\n"
+    return b"data: " + _encode(body).encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come, until they end, the client leaves, or stops to read."""
+    """Sends a reply's events until they end, the client leaves, or it reads nothing for `stall_seconds`.
 
-    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None], stall_seconds: float):
-        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    Starlette's StreamingResponse does the first two, but waits for ever for a client that reads nothing.
+    """
+
+    def __init__(self, reply: Reply, stall_seconds: float):
+        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})  # for nginx
         del self.headers["content-length"]
-        self.events, self.cancel, self.stall_seconds = events, cancel, stall_seconds
-        self.blocked_since: float | None = None  # seconds, of a clock
+        self.reply = reply
+        self.stall_seconds = stall_seconds
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        tasks = {asyncio.create_task(_gone(receive)), sender := asyncio.create_task(self._send_all(send))}
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            while not (await asyncio.wait(tasks, timeout=self.stall_seconds / 4, return_when="FIRST_COMPLETED"))[0]:
-                if self.blocked_since and time.monotonic() - self.blocked_since > self.stall_seconds:
-                    print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
-                    break
+            await until_client_leaves(receive, self._send_events(send))
+        except TimeoutError:
+            print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
         finally:
-            self.cancel()  # of no effect on what has ended
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        if not sender.cancelled():
-            sender.result()
+            self.reply.queue.cancel()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self.events:
-            self.blocked_since = time.monotonic()
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            self.blocked_since = None
+        async for event in self.reply.events():
+            with anyio.fail_after(self.stall_seconds):  # `send` waits while the client's buffers are full
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns; None where the client disconnects first, and then `work` is cancelled."""
 
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def unless_gone(request: Request, work: Any, cancel: Callable[[], None]) -> Response:
-    """What the work returns; where the client leaves first, the streams are cancelled."""
-    tasks = {asyncio.create_task(_gone(request.receive)), worker := asyncio.create_task(work)}
+    worker = asyncio.create_task(work)
+    listener = asyncio.create_task(disconnect())
     try:
-        await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
+        await asyncio.wait({worker, listener}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    return Response(status_code=CLIENT_LEFT) if worker.cancelled() else worker.result()
+        worker.cancel()  # of no effect on a task that has ended
+        listener.cancel()
+        await asyncio.wait({worker, listener})
+    return None if worker.cancelled() else worker.result()

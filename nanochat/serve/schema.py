@@ -1,33 +1,35 @@
-"""What a client may ask for, and the form of every error: the server's borders, in OpenAI's words.
+"""The bodies of the API, in OpenAI's field names, and the form of every error.
 
-In flows the bytes of a request's body; out comes a checked `ChatBody` or `CompletionBody`, or an `ApiError` that says
-which field is wrong. What OpenAI's API has and this server has not is refused by name rather than left out silently;
-fields that change nothing here (`user`, `metadata`, ...) are taken and ignored. Fields of our own: `top_k`, `min_p`,
-`repetition_penalty`, `truncation`, and in a message `nanochat`.
+`read_body` turns the bytes of a request into a checked `ChatBody` or `CompletionBody`, or raises an `ApiError` that
+names the wrong field. A field that OpenAI has and this server does not implement is refused by name, never ignored. A
+field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignored. Fields of our own: `top_k`, `min_p`,
+`repetition_penalty`, `truncation`, and `nanochat` in a message.
 """
 
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Message, check_messages
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
-CLIENT_LEFT = 499  # a status for what nobody reads: the client left first
-SEED_BITS = 62  # what the samplers take
+SEED_BITS = 62  # the sampler's seeds are whole numbers below 2**62
+CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
-MOST_ERRORS = 100  # of one body that are looked at: collecting a hundred thousand would take seconds
-
-Body = TypeVar("Body", bound=BaseModel)
-Item = TypeVar("Item")
-Listed = Annotated[list[Item], Field(fail_fast=True)]  # the first wrong item is the last one looked at
-Choices = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_CHOICES)]
+# pydantic holds Python's lock while it reads a body, so a thread of its own would not keep the event loop free: what
+# the body contains must be bounded. 350,000 empty lists fit 1 MiB and took 0.4 s.
+MAX_CONTAINERS = 50_000  # lists and objects in a body; 10,000 messages of one part each have 30,000
+MAX_ERRORS = 100  # described in one body; pydantic takes seconds to describe 100,000
 
 
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form."""
+# ---------------------------------------------------------------------- errors
+
+
+class ApiError(HTTPException):
+    """A response with an error status and a body in OpenAI's form."""
 
     def __init__(
         self,
@@ -38,45 +40,67 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
-
-    def body(self) -> dict[str, Any]:
-        return error_body(self.status, self.message, self.param, self.code)
+        super().__init__(status, message, headers)
+        self.body = error_body(status, message, param, code)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`; the type follows from the status."""
-    named = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = named.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    fallback = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": types.get(status, fallback), "param": param, "code": code}}
+
+
+# ---------------------------------------------------------------------- types of fields
+
+Item = TypeVar("Item")
+# `fail_fast` ends at the first wrong item of a list. Describing every one of 250,000 wrong ids took 5.3 s.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Prompts = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
+
+
+def _refuse(value: Any) -> Any:
+    if value:
+        raise ValueError("this server does not implement it: leave it out")
+    return value
+
+
+Unsupported = Annotated[Any, AfterValidator(_refuse)]  # null, 0, false and empty request nothing and pass
 
 
 class Strict(BaseModel):
-    """A text is a text, a number a finite number, and no field is unknown."""
+    """A number in quotes is not a number, NaN and infinity are refused, and so is every unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+# ---------------------------------------------------------------------- bodies
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool = False  # of no meaning here
+    include_obfuscation: bool = False  # ignored
 
 
 class ContentPart(Strict):
-    type: Literal["text", "python", "python_output"]  # the last two: what the assistant called, and its answer
+    type: Literal["text", "python", "python_output"]  # the last two: a calculator call of the assistant, its result
     text: str
 
 
-class Reply(Strict):
-    parts: Listed[ContentPart]
+class EarlierReply(Strict):
+    """The `nanochat` field of an assistant's message, which a client sends back as it received it."""
+
+    parts: Items[ContentPart]
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Listed[ContentPart] | None = None  # None: an assistant's empty reply
-    nanochat: Reply | None = None  # an earlier reply handed back as it came, with its calls: goes before content
-    # Of no meaning here.
+    content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
+    nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
+    # Ignored.
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -89,10 +113,10 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
-class Sampling(Strict):
-    """What chat and completions have in common."""
+class RequestBody(Strict):
+    """The fields that both routes share."""
 
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -101,14 +125,14 @@ class Sampling(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0.01, lt=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    stop: str | Listed[str] | None = None
+    stop: StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Taken where they ask for nothing, refused where they would change the answer.
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Any = None
-    # Of no meaning here.
+    # Refused.
+    presence_penalty: Unsupported = None
+    frequency_penalty: Unsupported = None
+    logit_bias: Unsupported = None
+    # Ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -117,171 +141,148 @@ class Sampling(Strict):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _check_sampling(self) -> "Sampling":
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise ValueError(f"{name} is not served here; there is repetition_penalty")
-        if len(self.stops) > 16 or any(not 1 <= len(text) <= 256 for text in self.stops):
-            raise ValueError("stop is at most 16 texts of 1 to 256 characters each")
+    def _check_stream_options(self) -> "RequestBody":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for stream: true")
+            raise ValueError("stream_options needs stream: true")
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         return self.n or 1
 
-    def settings(self) -> dict[str, Any]:
-        """As `scheduler.Request` names them; a request without a seed is given one."""
-        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
-        given = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            if getattr(self, name) is not None
-        }
-        return {**given, "seed": seed, "stop": self.stops}
-
     @property
-    def with_usage(self) -> bool:
+    def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def sampling(self) -> dict[str, Any]:
+        """The sampling settings under the names of `scheduler.Request`; a random seed where the body has none."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        settings["seed"] = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
+        settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return settings
 
-class ChatBody(Sampling):
+
+class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
-    messages: Listed[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
-    truncation: Literal["auto", "disabled"] | None = None  # auto: leave out the oldest turns where all are too long
+    truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest turns of a conversation too long
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
+    modalities: Items[Literal["text"]] | None = None
+    # Refused: the model has a calculator and no other tools.
+    tools: Unsupported = None
+    functions: Unsupported = None
+    # Ignored.
     tool_choice: Any = None
-    functions: list[Any] | None = None
     function_call: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    modalities: Listed[Literal["text"]] | None = None
 
     @model_validator(mode="after")
-    def _check_chat(self) -> "ChatBody":
-        if self.tools or self.functions:
-            raise ValueError("tools are not served here: the model has a calculator of its own and no others")
+    def _check_logprobs(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is for logprobs: true")
+            raise ValueError("top_logprobs needs logprobs: true")
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
+        """The longest reply that the client wants; None: as long as the context allows."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wanted_logprobs(self) -> int:
+    def num_logprobs(self) -> int:
+        """As in `scheduler.Request`: -1 for none, n for the token and n alternatives."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def conversation(self) -> list[Message]:
         """The messages as `conversation.py` takes them.
 
-        Raises ApiError: when they are no conversation that waits for a reply.
+        Raises ApiError: when they are not a conversation in which it is the assistant's turn.
         """
         messages: list[Message] = []
         for message in self.messages:
-            content = message.content
-            if message.role == "assistant" and message.nanochat is not None:
-                content = message.nanochat.parts
-            parts = [part.model_dump() for part in content] if isinstance(content, list) else content or ""
             role = "system" if message.role == "developer" else message.role
+            content = message.content
+            if role == "assistant" and message.nanochat is not None:
+                content = message.nanochat.parts
             if content is None and role != "assistant":
                 raise ApiError(400, f"message {len(messages)} ({role}) has no content", param="messages")
-            messages.append({"role": role, "content": parts})
+            if isinstance(content, list):
+                content = [part.model_dump() for part in content]
+            messages.append({"role": role, "content": content or ""})
         try:
             check_messages(messages)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
         if messages[-1]["role"] != "user":
-            raise ApiError(400, "the last message is not by the user: there is nothing to reply to", param="messages")
+            raise ApiError(400, "the last message is not from the user: there is nothing to reply to", param="messages")
         return messages
 
 
-class CompletionBody(Sampling):
+class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
-    prompt: str | Choices[str] | Listed[int] | Choices[Listed[int]]
+    prompt: str | Prompts[str] | TokenIds | Prompts[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionBody":
-        if self.echo or self.suffix or (self.best_of is not None and self.best_of != self.choices):
-            raise ValueError("echo, suffix and best_of are not served here")
-        if not self.prompts:
-            raise ValueError(f"prompt is one text, or 1 to {MAX_CHOICES} of them")
-        return self
+    best_of: Literal[1] | None = None
+    # Refused.
+    echo: Unsupported = None
+    suffix: Unsupported = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Each as a text or as token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType] (checked: a list of whole numbers)
-        return self.prompt  # pyright: ignore[reportReturnType]
+    def prompts(self) -> list[Any]:
+        """One entry per prompt, a text or a list of token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
 
     @property
-    def most_tokens(self) -> int:
+    def requested_tokens(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default for this route
 
     @property
-    def wanted_logprobs(self) -> int:
+    def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
 
 
-def read_body(body_type: type[Body], content: bytes) -> Body:
-    """The checked body.
+# ---------------------------------------------------------------------- from bytes to a body
 
-    Raises ApiError: 400, with the field that is wrong.
-    """
+Body = TypeVar("Body", bound=RequestBody)
+MODELS = (ChatBody, CompletionBody, ChatMessage, EarlierReply, ContentPart, StreamOptions, ResponseFormat)
+FIELDS = {name for model in MODELS for name in model.model_fields}
+
+
+def read_body(body_type: type[Body], content: bytes) -> Body:
+    """The checked body. Raises ApiError: 400, with the field that is wrong."""
+    # Brackets inside texts count too: a text with more than one in twenty characters is far over any context.
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
+        raise ApiError(400, f"the body has more than {MAX_CONTAINERS:,} lists and objects", code="invalid_value")
     try:
         return body_type.model_validate_json(content)
     except ValidationError as error:
-        if error.error_count() > MOST_ERRORS:
-            raise ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value") from None
-        # Of a choice between types every branch complains: the one that got furthest knows best.
-        wrong = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
-    if wrong["type"] == "json_invalid":
-        raise ApiError(400, f"the body is no JSON: {_clean(wrong['msg'].partition(': ')[2])}", code="invalid_json")
-    place = [part for part in wrong["loc"] if isinstance(part, int) or part in _FIELDS]
-    param = ".".join(str(part) for part in place) or None
-    if wrong["type"] == "extra_forbidden":
-        name = _clean(str(wrong["loc"][-1]))
-        raise ApiError(400, f"{name}: this server knows no such field", param=name, code="unknown_parameter")
-    message = wrong["msg"].removeprefix("Value error, ")
-    raise ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
+        raise _first_mistake(error) from None  # the error itself quotes what the user wrote
 
 
-_FIELDS = {
-    name
-    for model in (ChatBody, CompletionBody, ChatMessage, Reply, ContentPart, StreamOptions, ResponseFormat)
-    for name in model.model_fields
-}
+def _first_mistake(error: ValidationError) -> ApiError:
+    if error.error_count() > MAX_ERRORS:
+        return ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value")
+    # Where a field may have several types, pydantic reports an error for each. The deepest one is of the type that the
+    # client most probably meant.
+    mistake = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    if mistake["type"] == "json_invalid":
+        why = mistake["msg"].partition(": ")[2]
+        return ApiError(400, f"the body is not JSON: {_shortened(why)}", code="invalid_json")
+    if mistake["type"] == "extra_forbidden":
+        name = _shortened(str(mistake["loc"][-1]))
+        return ApiError(400, f"{name}: this server knows no such field", param=name, code="unknown_parameter")
+    path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in FIELDS]  # without names of types
+    param = ".".join(path) or None
+    message = mistake["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
 
 
-def _clean(text: str) -> str:
-    """A client's own words, short enough to be handed back."""
+def _shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-def components(*models: type[BaseModel]) -> dict[str, Any]:
-    """The models' JSON schemas by name, for the API's description."""
-    found: dict[str, Any] = {}
-    for model in models:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        found |= schema.pop("$defs", {})
-        found[model.__name__] = schema
-    return found

@@ -1,0 +1,201 @@
+"""Who may call the server, and how much they may send: this runs before every route.
+
+A request with a foreign Host or Origin, without the API key, or with too large a body is answered here. Every response
+leaves with the headers that tell a browser what it may do with it.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import re
+import traceback
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanochat.serve.schema import CLIENT_LEFT, ApiError
+from nanochat.serve.state import ServerState
+from nanochat.shell.log import print0
+
+MAX_BODY = 1 << 20  # bytes
+MAX_HEAD = 1 << 16  # bytes of a request's address and headers
+BODY_SECONDS = 30.0  # a client has so long to send a body
+LINGER_SECONDS = 2.0  # the server discards so much of a refused body before it closes the connection
+OPEN_PATHS = ("/health", "/")  # need no key
+PAGE = Path(__file__).parent / "ui.html"
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",  # the page's first address contains the key
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class AccessMiddleware:
+    """Checks each request before any route runs, and adds the security headers to each response.
+
+    `hosts` are the names that a request's Host header may contain, () for any.
+    """
+
+    def __init__(
+        self, app: ASGIApp, state: ServerState, api_key: str | None, hosts: tuple[str, ...], content_policy: str
+    ):
+        self.app = app
+        self.state = state
+        self.api_key = api_key
+        self.hosts = hosts
+        self.response_headers = {**SECURITY_HEADERS, "content-security-policy": content_policy}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if message["status"] != CLIENT_LEFT:
+                    self.state.responses[message["status"]] += 1
+                MutableHeaders(scope=message).update(self.response_headers)
+            await send(message)
+
+        try:
+            refusal = self.check(scope)
+            if refusal is None:
+                await self.app(scope, receive, send_with_headers)
+            else:
+                await _refuse(refusal, receive, send_with_headers)
+        except Exception as error:
+            # Starlette would log the whole exception. Its message may quote what a user wrote, so the log only gets
+            # the type and the place.
+            print0(f"a request failed: {type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}")
+            if started:
+                raise RuntimeError("a request failed after its response had begun") from None
+            failure = ApiError(500, "the server made a mistake; its log has the place")
+            await error_response(failure)(scope, receive, send_with_headers)
+
+    def check(self, scope: Scope) -> ApiError | None:
+        """Why this request is refused; None: it is not."""
+        # The size of the head. connection.py bounds it earlier; this check also holds under gunicorn.
+        lengths = [len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]]
+        if len(scope["path"]) + len(scope["query_string"]) + sum(lengths) > MAX_HEAD:
+            return ApiError(431, f"the request's headers: over {MAX_HEAD:,} bytes")
+
+        # The Host. A page elsewhere can point a name of its own at this machine (DNS rebinding) and would then be of
+        # the same origin as the server; the name gives it away.
+        headers = Headers(scope=scope)
+        if len(headers.getlist("host")) > 1:
+            return ApiError(400, "the request has more than one Host header")
+        host = headers.get("host", "").lower()
+        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+        if self.hosts and name not in self.hosts:
+            return ApiError(403, "this server is not known by that host name: --allowed_hosts", code="host_not_allowed")
+
+        # The Origin: a browser names the page that sends a request. CORS is off, so it can only be our own page.
+        origin = headers.get("origin")
+        if origin is not None and _netloc(origin) != host:
+            return ApiError(403, "requests from other sites' pages are refused", code="origin_not_allowed")
+
+        # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+        if self.api_key is not None and not is_open:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            matches = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
+            if not matches or scheme.lower() != "bearer":
+                challenge = {"www-authenticate": "Bearer"}
+                message = "the API key is missing or wrong"
+                return ApiError(401, message, code="invalid_api_key", headers=challenge)
+
+        # The size of the body, where the client announces it; `read_limited` counts what really arrives.
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length[:20]) > MAX_BODY:
+            return _too_large()
+        return None
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
+
+
+def _too_large() -> ApiError:
+    message = f"the body has more than {MAX_BODY:,} bytes"
+    return ApiError(413, message, code="too_large", headers={"connection": "close"})
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status_code, headers=error.headers)
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """Respond before the body is read, then close the connection.
+
+    Closing at once would reset a connection on which the body is still arriving, and the client would see the reset
+    before the response. So the server takes in and discards the body for a moment.
+    """
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+
+    async def discard_body() -> None:
+        while (await receive()).get("more_body", False):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(discard_body(), LINGER_SECONDS)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def read_limited(request: Request) -> bytes:
+    """The body, which may lack an announced length.
+
+    Raises ApiError: 413 over MAX_BODY bytes, 408 after BODY_SECONDS, 499 when the client leaves.
+    Starlette has a limit too, which responds in plain text and has no deadline.
+    """
+
+    async def read() -> bytes:
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY:
+                raise _too_large()
+        return bytes(content)
+
+    try:
+        return await asyncio.wait_for(read(), BODY_SECONDS)
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_LEFT, "the client left") from error
+    except asyncio.TimeoutError as error:
+        raise ApiError(408, "the body did not arrive in time", headers={"connection": "close"}) from error
+
+
+def load_page() -> tuple[str | None, str]:
+    """The chat page (None: not installed), and the policy that lets a browser run its script and style, nothing else.
+
+    The policy names the SHA-256 of both, so that a script that a model writes into a reply could not run.
+    """
+    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
+    sources = {}
+    for tag in ("script", "style"):
+        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page or "", re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+        sources[tag] = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    return page, (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,119 @@
+"""From a checked body to requests for the scheduler: which tokens the model reads, and whether they fit its context."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nanochat.conversation import parts_of, render_prompt
+from nanochat.serve.scheduler import Overloaded, Request, Stream
+from nanochat.serve.schema import ApiError, ChatBody, CompletionBody
+from nanochat.serve.state import LoadedModel
+from nanochat.shell.cli import UserError
+
+
+def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[list[int]]:
+    """The token ids of each prompt of a body.
+
+    Raises ApiError: 400 or 404 when the body is not for this model, or requests more replies than the server holds.
+    """
+    check_model_name(model, body.model)
+    num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
+    capacity = model.scheduler.capacity
+    if num_prompts * body.num_choices > capacity:
+        message = f"{num_prompts} x {body.num_choices} replies in one request: this server holds {capacity} at once"
+        raise ApiError(400, f"{message}; request fewer", param="n")
+    if isinstance(body, CompletionBody):
+        return [encode_text(model, prompt) for prompt in body.prompts]
+    if not model.chats:
+        raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
+    return [encode_chat(model, body)]
+
+
+def check_model_name(model: LoadedModel, name: str | None) -> None:
+    """Raises ApiError: 404 when a request names another model."""
+    if name is not None and name != model.name:
+        message = f"there is no such model: this server has {model.name}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
+    messages = body.conversation()
+    if body.truncation != "auto":
+        check_length(model, sum(_characters(message) for message in messages))
+        return render_prompt(model.tokenizer, messages)
+
+    # Drop the oldest turns until the requested reply fits, though it counts as at most half the context, and as an
+    # eighth where the client requested no length. The system message and the last question stay.
+    question = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
+    check_length(model, sum(_characters(message) for message in question))
+    reserved = min(body.requested_tokens or model.context // 8, model.context // 2)
+    try:
+        return render_prompt(model.tokenizer, messages, model.context - reserved)
+    except UserError:  # the question alone leaves less room; the reply gets what is left
+        return render_prompt(model.tokenizer, question)
+
+
+def _characters(message: dict) -> int:
+    return sum(len(part["text"]) for part in parts_of(message["content"]))
+
+
+def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
+    """The begin token, then a text's tokens or the given ids. Special tokens are not accepted from a client."""
+    bos = model.tokenizer.get_bos_token_id()
+    if isinstance(prompt, str):
+        check_length(model, len(prompt))
+        return model.tokenizer.encode(prompt, prepend=bos)
+    vocabulary = len(model.tokenizer.tokens)  # without the special tokens
+    if not all(0 <= token < vocabulary for token in prompt):
+        raise ApiError(400, f"token ids are 0 to {vocabulary - 1}, without the special tokens", param="prompt")
+    return [bos, *prompt]
+
+
+def check_length(model: LoadedModel, characters: int) -> None:
+    """Refuse a text far too long before any work on it. Raises ApiError: 400."""
+    longest_token = max(map(len, model.tokenizer.tokens))  # bytes; a character has at least one
+    least = characters // longest_token
+    if least > model.context:
+        raise _too_long(model, f"at least {least:,}", None)
+
+
+def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiError:
+    context = f"the model's context of {model.context:,}"
+    if requested is None:
+        message = f"the prompt has {prompt} tokens, which leaves no room for a reply in {context}; shorten the prompt"
+    else:
+        message = f"the prompt has {prompt} tokens and max_tokens is {requested:,}, together more than {context}; "
+        message += "shorten the prompt or lower max_tokens"
+    return ApiError(400, message, code="context_length_exceeded")
+
+
+def submit(
+    model: LoadedModel, body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], tools: bool
+) -> list[Stream]:
+    """Pass every choice of every prompt to the scheduler, or none of them; `n` choices have consecutive seeds.
+
+    Raises ApiError: 400 when one does not fit the context, 429 when slots and queue are full.
+    """
+    sampling = body.sampling()
+    requests = []
+    for prompt in prompts:
+        room = model.context - len(prompt)
+        # `truncation: auto` also shortens the reply; otherwise what the client requested must fit.
+        shortens = isinstance(body, ChatBody) and body.truncation == "auto"
+        required = None if shortens else body.requested_tokens
+        if room < (required or 1):
+            raise _too_long(model, f"{len(prompt):,}", required)
+        request = Request(
+            prompt=tuple(prompt),
+            max_tokens=min(body.requested_tokens or room, room),
+            logprobs=body.num_logprobs,
+            tools=tools,
+            **sampling,
+        )
+        requests += [replace(request, seed=request.seed + number) for number in range(body.num_choices)]
+    try:
+        return model.scheduler.submit_all(requests)
+    except UserError as error:
+        raise ApiError(400, str(error)) from error
+    except Overloaded as error:
+        wait = {"retry-after": str(max(1, round(error.retry_after)))}
+        raise ApiError(429, "the server is busy: try again later", code="overloaded", headers=wait) from error
