@@ -38,19 +38,11 @@ from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.fsdp import load_whole, whole_weights
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
-from nanochat.shell.log import print0, warn
+from nanochat.shell.log import warn
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress
 
 FORMAT_VERSION = 2
 WEIGHTS_VERSIONS = (1, 2)  # 1 kept the training state in another way
-# What a resumed run may change without a word: it changes no result but by its rounding, or what it comes to is
-# compared itself (the source, tokens a step).
-INDIFFERENT = (
-    "model_tag resume source source_tag source_step run track log_every eval_every save_every keep_last keep_every "
-    "profile device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers rollout_rows "
-    "device compile graphs parallel replicate activation_checkpointing hang_seconds agree_every"
-)
 PATIENCE_SECONDS = 900.0  # from when rank 0 has written its share until all others must have
 POLL_SECONDS = 0.02
 
@@ -418,28 +410,10 @@ def load_training(
     return of_each_rank("loader"), of_each_rank("rng")
 
 
-def resume(
-    folder: Path,
-    config: Any,
-    flags: str,
-    steps_asked: int,
-    model: GPT,
-    tokenizer: Tokenizer,
-    optimizer: Optimizer,
-    device: Device,
-    source: Path | None = None,
-    batch_tokens: int | None = None,
-    needs: dict[str, str] | None = None,
-) -> tuple[Progress, list[dict[str, Tensor]]]:
-    """Go on from the newest whole checkpoint of a folder: its weights, optimizer and generators are loaded; returns
-    its progress and every rank's loader state. Where there is none yet, a progress of 0 and no state.
+def newest_to_resume(folder: Path, device: Device) -> Path | None:
+    """Lock a run's folder, tidy it and return its newest whole step, the same on all ranks; None: no step yet.
 
-    `flags` names those of `config` that a run keeps from its beginning to its end, `source` is the checkpoint that it
-    began from, `needs` the digests of what else must stay, by its name, which the meta data have too, `batch_tokens`
-    what every step takes, where they take equally many. Other flags may change, which is told in one line unless they
-    are INDIFFERENT.
-    Raises UserError: when what is kept, the sizes or the tokenizer are others than the checkpoint's, when it is beyond
-    `steps_asked`, when none is whole.
+    Raises UserError: when there are steps and none is whole.
     """
 
     def look() -> str | None:
@@ -451,63 +425,7 @@ def resume(
         return found[0].name if found else None
 
     name = decide_on_rank_zero(device, look)
-    if name is None:
-        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
-        return Progress(), []
-    step_folder = folder / name
-    meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
-    progress, before = Progress(**meta["progress"]), meta["config"]
-    changed = {flag: now for flag, now in asdict(config).items() if flag in before and before[flag] != now}
-    for flag in flags.split():
-        if flag in changed:
-            raise UserError(
-                f"--resume: {step_folder} was trained with --{flag} {before[flag]}, not {changed[flag]}: use that, or "
-                "another --model_tag"
-            )
-    if batch_tokens and progress.tokens != progress.step * batch_tokens:
-        had = progress.tokens // progress.step
-        raise UserError(
-            f"--resume: {step_folder} was trained with {had} tokens a step, not {batch_tokens}: use "
-            f"--total_batch_size {had}, or another --model_tag"
-        )
-    if source is not None and meta["source"] != short_name(source):
-        raise UserError(
-            f"--resume: {step_folder} was trained from {meta['source']}, the source is now {short_name(source)}: name "
-            "that by --source, --source_tag and --source_step, or give another --model_tag"
-        )
-    for what, digest in (needs or {}).items():
-        if meta.get("needs", {}).get(what, digest) != digest:
-            raise UserError(
-                f"--resume: {what} changed since {step_folder} was saved: put back what was there, or give another "
-                "--model_tag"
-            )
-    if meta["step"] > steps_asked:
-        raise UserError(f"--resume: {step_folder} is beyond {steps_asked} steps: raise --num_iterations to go on")
-    for name, value in asdict(model.config).items():
-        if meta["model"][name] != value:
-            raise UserError(
-                f"--resume: {step_folder} has {name} {meta['model'][name]}, the flags say {value}: "
-                "use its flags, or another --model_tag"
-            )
-    if meta["tokenizer"] != tokenizer.fingerprint():
-        raise UserError(
-            f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
-        )
-    try:
-        load_weights(model, step_folder)
-        loader, rng = load_training(step_folder, meta, optimizer, device)
-    except DamagedCheckpoint as error:
-        raise UserError(f"--resume: {error}: move it away to go on from the step before it") from error
-    except UserError:
-        raise
-    except ValueError as error:  # --optimizer is not the one it was trained with
-        raise UserError(f"--resume: {step_folder}: {error}: use its flags, or another --model_tag") from error
-    device.set_rng_state(rng[device.rank % len(rng)])
-    print0(f"resumed from {step_folder}")
-    told = [f"{flag} {before[flag]} -> {now}" for flag, now in changed.items() if flag not in INDIFFERENT.split()]
-    if told:
-        print0(f"resumed with other settings: {', '.join(told)}")
-    return progress, loader
+    return None if name is None else folder / name
 
 
 def find_source(

@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,20 +112,6 @@ class Device:
         """Wait until everything launched so far has run."""
         if self.kind != "cpu":
             self.module.synchronize()
-
-    def mark(self) -> Any:
-        """A point in the stream of work launched so far; on a CPU, which does it at once, now. Never waits."""
-        if self.kind == "cpu":
-            return time.perf_counter()
-        event = self.module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_between(self, began: Any, ended: Any) -> float | None:
-        """Between two marks; None while the device has not come to the second. Never waits."""
-        if self.kind == "cpu":
-            return ended - began
-        return began.elapsed_time(ended) * 1e-3 if ended.query() else None
 
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator held, on a CPU the most the process held."""

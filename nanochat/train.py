@@ -18,7 +18,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel.collectives import sum_over_ranks
-from nanochat.parallel.fsdp import is_sharded, synchronize_gradients
+from nanochat.parallel.fsdp import synchronize_gradients
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.shell.cli import Interrupted
@@ -128,8 +128,6 @@ class StepStats:
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
     updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
-    computed: Any = None  # the device's mark before ranks first wait for each other: behind the last backward, of a
-    # sharded model before the first gather
 
 
 def make_optimizer(
@@ -184,10 +182,7 @@ def train_step(
     have equally many micro-batches.
     """
     totals = torch.zeros(3, device=device.torch_device)  # loss, targets, squared gradients
-    computed = None
     for batch, last in _with_last(batches):
-        if computed is None and is_sharded(model):
-            computed = device.mark()
         synchronize_gradients(model, last)
         with device.autocast():
             loss, targets = loss_fn(model, batch)
@@ -195,7 +190,6 @@ def train_step(
             optimizer.send_as_ready()
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
-    computed = computed or device.mark()
     totals[2] = optimizer.reduce()
     sum_over_ranks(totals, device)
     loss_sum, target_count, squares = totals.unbind()
@@ -203,7 +197,7 @@ def train_step(
     updated = finite * (target_count > 0)
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
-    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite, computed)
+    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

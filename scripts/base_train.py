@@ -11,18 +11,21 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
+from nanochat.run.flags import TrainFlags
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir, safe_tag, tokenizer_dir
 
+Rate = Annotated[float, Range(0, 1e4)]
+
 
 @dataclass(frozen=True)
-class Config:
+class Config(TrainFlags):
     # data
-    data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
-    val_data: str | None = None  # held-out text; default: the end of --data
-    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
-    shards: Positive | None = None  # files of a hub dataset to train on; default: its first few
+    data: Frozen[str] = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
+    val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
+    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
+    shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
     # model
     depth: Positive = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
@@ -37,36 +40,17 @@ class Config:
     total_batch_size: Positive | None = None  # tokens a step over all devices; default: a power law of the horizon
     gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches a step
     # optimizer; rates are by rule unless set
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
-    matrix_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the matrices
-    embedding_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the token embedding
-    value_embedding_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the value embeddings
-    head_lr: Annotated[float, Range(0, 1e4)] | None = None  # of the output head
-    weight_decay: Annotated[float, Range(0, 1e4)] | None = None  # of the matrices
+    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # of the matrices
+    matrix_lr: Rate | None = None  # of the matrices
+    embedding_lr: Rate | None = None  # of the token embedding
+    value_embedding_lr: Rate | None = None  # of the value embeddings
+    head_lr: Rate | None = None  # of the output head
+    weight_decay: Rate | None = None  # of the matrices
     warmdown_fraction: Fraction = 0.65  # of the run, at its end, over which rates fall
-    # evaluation, logging, saving
+    # evaluation, device
     eval_every: Count = 250  # steps between evaluations; 0: only at the end
     eval_tokens: Positive = 1_048_576  # of validation text
-    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
-    save_every: Count = 0  # steps between checkpoints; 0: only at the end
-    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: Count = 0  # steps whose multiples stay as well
-    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
-    run: str | None = None  # the run's name at a tracker
-    track: str = ""  # wandb, swanlab, tensorboard; several with commas
-    model_tag: str | None = None  # the checkpoints' folder name; default d<depth>
-    resume: bool = False  # go on from the newest whole checkpoint of this tag
-    # processes
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
-    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
-    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
-    # device
-    device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-    seed: Seed = 0  # of weights and data order
 
 
 def main(config: Config) -> None:
@@ -74,14 +58,15 @@ def main(config: Config) -> None:
     # The heavy imports stand here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, scaling
     from nanochat import device as devices
+    from nanochat import scaling
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
+    from nanochat.run.resume import resume
     from nanochat.run.stage import Stage
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
@@ -128,12 +113,11 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ resume
     tag = config.model_tag or f"d{config.depth}"
     folder = checkpoint_dir("base", tag)
-    progress, shares, needs = Progress(), [], {"what --data names": fingerprint(train_corpus)}
+    progress, shares, fingerprints = Progress(), [], {"what --data names": fingerprint(train_corpus)}
     if config.resume:
-        kept = "data val_data shards seed optimizer"
-        progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device,
-            batch_tokens=batch_tokens, needs=needs,
+        progress, shares = resume(
+            folder, config, steps, model, tokenizer, optimizer, device,
+            batch_tokens=batch_tokens, fingerprints=fingerprints,
         )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
@@ -161,7 +145,7 @@ def main(config: Config) -> None:
         loader_state=lambda: micro[-1].state.to_tensors(),
         meta=lambda: {
             "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
-            "needs": needs,
+            "fingerprints": fingerprints,
         },
     )  # fmt: skip
     with stage:

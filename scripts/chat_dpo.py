@@ -12,53 +12,30 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
+from nanochat.run.flags import StageFlags
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
-class Config:
-    # model and data
+class Config(StageFlags):
     source: str = "sft"  # a stage, or a checkpoint's folder; frozen, it is the reference too
-    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
-    source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of pairs; default: by what the base model has read
-    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # horizon and batch
     num_iterations: Positive = 100  # steps
-    target_examples_per_step: Positive = 32  # pairs a step over all devices
+    target_examples_per_step: Frozen[Positive] = 32  # pairs a step over all devices
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
-    loss: Literal["dpo", "ipo"] = "dpo"  # what nanochat/losses.py says of each
-    beta: Annotated[float, Range(1e-6, 100)] = 0.1  # the smaller, the further from the reference
-    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0  # share of pairs taken to be the wrong way round (dpo)
-    sft_weight: Annotated[float, Range(0, 100)] = 0.0  # of the chosen reply's own cross-entropy, which keeps it likely
-    # optimizer: multiples of pretraining's rates
-    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # of all rates
+    loss: Frozen[Literal["dpo", "ipo"]] = "dpo"  # see the table in nanochat/losses.py
+    beta: Frozen[Annotated[float, Range(1e-6, 100)]] = 0.1  # the smaller, the further from the reference
+    label_smoothing: Frozen[Annotated[float, Range(0, 0.5)]] = 0.0  # share of pairs taken for the wrong way round (dpo)
+    sft_weight: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # of the chosen reply's own cross-entropy
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # of all learning rates, as a multiple of pretraining's
     warmdown_fraction: Fraction = 1.0  # of the run, at its end, over which rates fall
-    # evaluation, logging, saving
+    # evaluation
     eval_every: Count = 50  # steps between evaluations; 0: only at the end
     eval_examples: Positive = 256  # held-out pairs
-    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
-    save_every: Count = 0  # steps between checkpoints; 0: only at the end
-    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: Count = 0  # steps whose multiples stay as well
-    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
-    run: str | None = None  # the run's name at a tracker
-    track: str = ""  # wandb, swanlab, tensorboard; several with commas
-    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
-    resume: bool = False  # go on from the newest whole checkpoint of this tag
-    # processes
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
-    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
-    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
-    # device
-    device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    seed: Seed = 0  # of the data's order
 
 
 def main(config: Config) -> None:
@@ -77,6 +54,7 @@ def main(config: Config) -> None:
     from nanochat.data.packing import pack_pairs
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
+    from nanochat.run.resume import resume
     from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
@@ -103,7 +81,7 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_dpo_tasks(pretraining["data"])
     require_pairs(parse_tasks(tasks))
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed, pairs=True) for split in ("train", "test"))
-    needs = {
+    fingerprints = {
         "what --tasks names": train.fingerprint(), "the reference's weights": checkpoint_manager.weights_sha256(source)
     }  # fmt: skip
     row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
@@ -153,9 +131,8 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("dpo", tag)
     progress, left_out = Progress(), 0  # pairs so far that had nothing to prefer
     if config.resume:
-        kept = "tasks seed target_examples_per_step loss beta label_smoothing sft_weight"
-        progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
+        progress, shares = resume(
+            folder, config, steps, model, tokenizer, optimizer, device, source=source, fingerprints=fingerprints
         )
         left_out = int(shares[0]["left_out"].item()) if shares else 0
 
@@ -182,7 +159,9 @@ def main(config: Config) -> None:
         "dpo", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {"left_out": torch.tensor(left_out)},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
+        meta=lambda: {
+            "source": checkpoint_manager.short_name(source), "pretraining": pretraining, "fingerprints": fingerprints,
+        },
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device, token_flops)

@@ -11,60 +11,38 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, UserError, run
+from nanochat.run.flags import StageFlags
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
-class Config:
-    # model and data
+class Config(StageFlags):
     source: str = "sft"  # a stage, or a checkpoint's folder
-    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
-    source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... that can be graded; default: stories, or gsm8k
-    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # samples
     num_iterations: Positive = 60  # steps
-    examples_per_step: Positive = 16  # questions a step over all devices
-    num_samples: Annotated[int, Range(2)] = 16  # replies to each question
-    max_tokens: Positive = 256  # of a reply
-    temperature: float = 1.0  # of the samples; the loss is that of temperature 1
-    top_k: int = 0  # 0: off
+    examples_per_step: Frozen[Positive] = 16  # questions a step over all devices
+    num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
+    max_tokens: Frozen[Positive] = 256  # of a reply
+    temperature: Frozen[float] = 1.0  # of the samples; the loss is that of temperature 1
+    top_k: Frozen[int] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    loss: Literal["reinforce", "grpo", "dapo", "dr_grpo"] = "grpo"  # what nanochat/losses.py says of each
+    loss: Frozen[Literal["reinforce", "grpo", "dapo", "dr_grpo"]] = "grpo"  # see the table in nanochat/losses.py
     updates_per_step: Positive = 1  # over the same samples
-    clip_low: Fraction = 0.2  # how far a probability may fall, as a share of what it was
-    clip_high: Annotated[float, Range(0, 100)] | None = None  # how far it may rise; default 0.2, for dapo 0.28
-    kl: Annotated[float, Range(0, 100)] = 0.0  # weight of the KL penalty against the model at the beginning (grpo)
-    # optimizer: multiples of pretraining's rates
-    lr_scale: Annotated[float, Range(0, 100)] = 0.05  # of all rates
+    clip_low: Frozen[Fraction] = 0.2  # how far a probability may fall, as a share of what it was
+    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # how far it may rise; default 0.2, for dapo 0.28
+    kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] = 0.05  # of all learning rates, as a multiple of pretraining's
     table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # on top, of the embeddings' and the head's: less noise there
-    # evaluation, logging, saving
+    # evaluation, logging, device
     eval_every: Count = 20  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 200  # held-out questions, one reply each
     log_every: Positive = 1  # steps between log lines
-    save_every: Count = 0  # steps between checkpoints; 0: only at the end
-    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: Count = 0  # steps whose multiples stay as well
-    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
-    run: str | None = None  # the run's name at a tracker
-    track: str = ""  # wandb, swanlab, tensorboard; several with commas
-    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
-    resume: bool = False  # go on from the newest whole checkpoint of this tag
-    # processes
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
-    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
-    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
-    # device
-    device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
-    seed: Seed = 0  # of the questions' order and the samples
 
 
 def main(config: Config) -> None:
@@ -82,6 +60,7 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine, check_sampling, seed_of
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
+    from nanochat.run.resume import resume
     from nanochat.run.stage import Stage
     from nanochat.shell.cli import Interrupted
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
@@ -112,9 +91,9 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_rl_tasks(pretraining["data"])
     require_grades(parse_tasks(tasks))
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
-    needs = {"what --tasks names": train.fingerprint()}
+    fingerprints = {"what --tasks names": train.fingerprint()}
     if config.kl:
-        needs["the reference's weights"] = checkpoint_manager.weights_sha256(source)
+        fingerprints["the reference's weights"] = checkpoint_manager.weights_sha256(source)
     steps, row_tokens = config.num_iterations, model.config.sequence_len
     clip_high = config.clip_high if config.clip_high is not None else 0.28 if config.loss == "dapo" else 0.2
     clips = {"clip_low": config.clip_low, "clip_high": clip_high}
@@ -133,9 +112,8 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("rl", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "tasks seed examples_per_step num_samples max_tokens temperature top_k loss kl clip_low clip_high"
-        progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
+        progress, shares = resume(
+            folder, config, steps, model, tokenizer, optimizer, device, source=source, fingerprints=fingerprints
         )
     engine = Engine(model, tokenizer, device, config.graphs)
 
@@ -172,7 +150,9 @@ def main(config: Config) -> None:
         "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {f"reward_{w}": torch.tensor(value, dtype=torch.float64) for w, value in reward.items()},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
+        meta=lambda: {
+            "source": checkpoint_manager.short_name(source), "pretraining": pretraining, "fingerprints": fingerprints,
+        },
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device)

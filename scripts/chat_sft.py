@@ -10,49 +10,25 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.shell.cli import Count, Fraction, Positive, Range, Seed, run
+from nanochat.run.flags import StageFlags
+from nanochat.shell.cli import Fraction, Frozen, Positive, Range, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
 
 @dataclass(frozen=True)
-class Config:
-    # model and data
+class Config(StageFlags):
     source: str = "mid"  # a stage, or a checkpoint's folder
-    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
-    source_step: int | None = None  # default: the newest
-    tasks: str = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl of conversations; default: by what the base model has read
-    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data come from
     # horizon and batch
     num_iterations: Positive = 200  # steps
-    target_examples_per_step: Positive = 32  # conversations a step over all devices
+    target_examples_per_step: Frozen[Positive] = 32  # conversations a step over all devices
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
-    # optimizer: multiples of pretraining's rates
-    lr_scale: Annotated[float, Range(0, 100)] = 0.2  # of all rates
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] = 0.2  # of all learning rates, as a multiple of pretraining's
     warmdown_fraction: Fraction = 1.0  # of the run, at its end, over which rates fall
-    # evaluation, logging, saving
-    eval_every: Count = 100  # steps between evaluations; 0: only at the end
+    # evaluation, device
     eval_examples: Positive = 256  # held-out conversations
-    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
-    save_every: Count = 0  # steps between checkpoints; 0: only at the end
-    keep_last: Count = 0  # checkpoints that stay, the newest ones; 0: all
-    keep_every: Count = 0  # steps whose multiples stay as well
-    profile: Count = 0  # steps to record behind the first few: a trace and its summary in the run's folder
-    run: str | None = None  # the run's name at a tracker
-    track: str = ""  # wandb, swanlab, tensorboard; several with commas
-    model_tag: str | None = None  # the checkpoints' folder name; default: the source's
-    resume: bool = False  # go on from the newest whole checkpoint of this tag
-    # processes
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # a whole model in each process, or a share of it
-    replicate: Positive = 1  # fsdp: groups of neighbours that hold a whole model each, sharded inside
-    activation_checkpointing: bool = False  # compute a block's activations twice, to keep few
-    hang_seconds: Positive = 600  # without any movement on some rank, after which all end and name it
-    agree_every: Positive = 100  # steps between comparisons of the ranks' weights; before each save too
-    # device
-    device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-    seed: Seed = 0  # of the data's order
 
 
 def main(config: Config) -> None:
@@ -67,6 +43,7 @@ def main(config: Config) -> None:
     from nanochat.losses import masked_loss
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
+    from nanochat.run.resume import resume
     from nanochat.run.stage import Stage
     from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
     from nanochat.train import Meter, Progress, Schedule, make_optimizer, mean_loss, train_step
@@ -89,7 +66,7 @@ def main(config: Config) -> None:
     pretraining = source_meta.get("pretraining", {"data": ""})
     tasks = config.tasks or default_tasks(pretraining["data"])
     train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
-    needs = {"what --tasks names": train.fingerprint()}
+    fingerprints = {"what --tasks names": train.fingerprint()}
     row_tokens, examples, steps = model.config.sequence_len, config.target_examples_per_step, config.num_iterations
 
     def packed(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:
@@ -108,9 +85,8 @@ def main(config: Config) -> None:
     folder = checkpoint_dir("sft", tag)
     progress, shares = Progress(), []
     if config.resume:
-        kept = "tasks seed target_examples_per_step"
-        progress, shares = checkpoint_manager.resume(
-            folder, config, kept, steps, model, tokenizer, optimizer, device, source, needs=needs
+        progress, shares = resume(
+            folder, config, steps, model, tokenizer, optimizer, device, source=source, fingerprints=fingerprints
         )
 
     # ------------------------------------------------------------------ train
@@ -132,7 +108,9 @@ def main(config: Config) -> None:
         "sft", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
         evaluate=evaluate,
         loader_state=lambda: {what: torch.tensor(count) for what, count in odd.items()},
-        meta=lambda: {"source": checkpoint_manager.short_name(source), "pretraining": pretraining, "needs": needs},
+        meta=lambda: {
+            "source": checkpoint_manager.short_name(source), "pretraining": pretraining, "fingerprints": fingerprints,
+        },
     )  # fmt: skip
     with stage:
         meter = Meter(progress, device, token_flops)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = {"base": 100, "sft": 40, "dpo": 24, "rl": 12}
 RUN = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
-    *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1", "--agree_every=10"),
+    *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1"),
     *("--dtype=float32", "--device=cpu", "--compile=off", f"--num_iterations={STEPS['base']}"),
 )
 CHAT_RUNS = {
@@ -166,7 +166,7 @@ def trial(
     finally:
         kill(process)
     text = said.read_text()
-    told = re.search(r"^stopped by (SIG\w+): saved (\S+); go on with --resume$", text, re.MULTILINE)
+    told = re.search(r"^stopped by (SIG\w+): saved (\S+); continue with --resume$", text, re.MULTILINE)
     assert told and told[1] == number.name, text
     folder = Path(told[2])
     meta = checkpoint_manager.verify(folder)
@@ -283,7 +283,9 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     meta = checkpoint_manager.verify(folder / f"step_{step:06d}")
     assert meta["world_size"] == 2 and not list(folder.glob("*.tmp"))
     if stopped:
-        assert status == 1 and f"stopped by SIGTERM: saved {folder / f'step_{step:06d}'}; go on with --resume" in text
+        assert (
+            status == 1 and f"stopped by SIGTERM: saved {folder / f'step_{step:06d}'}; continue with --resume" in text
+        )
     else:
         assert status == 0 and step == 4
 

@@ -7,9 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,21 +300,6 @@ def counted(device: Device, how: str, replicate: int) -> list[dict[str, int]]:
     return [dict(collectives.bytes), predicted]
 
 
-def own_seconds(device: Device, how: str) -> float:
-    """Of a step in which rank 1 is slow to read its batch, what each rank counts as its own."""
-
-    def batches() -> Iterator[Any]:
-        time.sleep(0.3 * device.rank)
-        yield make_batch(0)
-
-    run = make_run(device, how)
-    steps(run, device, 1)
-    began = device.mark()
-    seconds = device.seconds_between(began, train_step(*run, batches(), next_token_loss, device=device).computed)
-    assert seconds is not None
-    return seconds
-
-
 # ---------------------------------------------------------------------- collectives during the backward
 
 
@@ -394,7 +377,6 @@ def everything(device: Device) -> dict[str, Any]:
         "evaluated": evaluated(device, "fsdp"),
         "generated": generated(device, "fsdp"),
         "shares": shares(device),
-        "own_seconds": [own_seconds(device, "fsdp"), own_seconds(device, "ddp")],
         "counted": counted(device, "fsdp", 1) + counted(device, "ddp", 1),
     }
 
@@ -419,11 +401,6 @@ def test_a_bad_batch_on_one_rank_changes_no_byte(two_ranks: list[dict[str, Any]]
 
 def test_masked_batches_add_nothing(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["masked"] for rank in two_ranks] == [[True, (0.0, 0.0, 0.0, 0.0), True]] * 2
-
-
-def test_waiting_for_a_slow_rank_is_not_ones_own_work(two_ranks: list[dict[str, Any]]) -> None:
-    fast, slow = (rank["own_seconds"] for rank in two_ranks)
-    assert max(fast) < 0.25 and min(slow) >= 0.3
 
 
 def test_losses_of_single_tokens_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:

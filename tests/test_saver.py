@@ -3,7 +3,6 @@
 A kill is real: a forked process ends by os._exit before, or in the middle of, its k-th file operation, for every k.
 """
 
-import dataclasses
 import errno
 import gc
 import io
@@ -33,6 +32,8 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
+from nanochat.run.flags import TrainFlags
+from nanochat.run.resume import resume
 from nanochat.scaling import Rates
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
@@ -676,11 +677,6 @@ class Corpus:
         return [f"{index} {n} " + "ab" * ((index * 7 + n * 5) % 23) for n in range(5)]
 
 
-@dataclasses.dataclass
-class Flags:
-    seed: int = 0
-
-
 def train(device: Device, base: str, until: int, save_every: int, layout: str = "ddp") -> dict[str, list[Any]]:
     """A run of a script in small: resume, train to step `until`, save; what every step saw, lost and drew."""
     folder, ranks = Path(base), device.world_size
@@ -690,7 +686,7 @@ def train(device: Device, base: str, until: int, save_every: int, layout: str = 
     shard(model, laid_out, device)
     rates = Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1)
     optimizer = make_optimizer(model, rates, device, layout=laid_out)
-    progress, shares = checkpoint_manager.resume(folder, Flags(), "seed", until, model, TOKENIZER, optimizer, device)
+    progress, shares = resume(folder, TrainFlags(), until, model, TOKENIZER, optimizer, device, fingerprints={})
     loader = Loader(
         Corpus(), TOKENIZER, 4 // ranks, 8, rank=device.rank, world_size=ranks,
         state=LoaderState.merge(shares) if shares else None,

@@ -248,7 +248,7 @@ def test_odd_conversations_are_counted_over_a_resume(start, tmp_path, monkeypatc
         shutil.rmtree(start / "checkpoints/sft/run", ignore_errors=True)
         for stop in stops:
             with monkeypatch.context() as patch, pytest.raises(SystemExit):
-                patch.setattr(Faults, "boundary", lambda self, step, computed=None, stop=stop: step == stop)
+                patch.setattr(Faults, "boundary", lambda self, step, stop=stop: step == stop)
                 call("chat_sft", *flags, "--model_tag=run", "--resume")
         call("chat_sft", *flags, "--model_tag=run", "--resume")
         assert lasting(start, "sft", "run") == lasting(start, "sft", "straight")

@@ -10,7 +10,7 @@
     stage.finish()
 
 The flags it reads of a script's config: eval_every, log_every, save_every, keep_last, keep_every, profile, resume, run,
-track, hang_seconds, agree_every.
+track, hang_seconds.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.parallel.mesh import Layout
-from nanochat.run.faults import Faults, require_agreement
+from nanochat.run.faults import Faults
 from nanochat.run.profiling import Recorder
 from nanochat.shell.cli import Interrupted, UserError
 from nanochat.shell.log import RunLog, print0
@@ -126,7 +126,7 @@ class Stage:
         config, done = self.config, self.progress.step
         assert self.meter is not None
         self.meter.clock += self.recorder.step()
-        self.stopped = self.faults.boundary(done, stats.computed)
+        self.stopped = self.faults.boundary(done)
         last = done == self.last
         self.evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
         self._saves = last or bool(config.save_every and done % config.save_every == 0)
@@ -136,9 +136,8 @@ class Stage:
     def report(self, metrics: dict[str, Any]) -> None:
         """Log a step that is due, evaluating and saving where they are.
 
-        Raises UserError: when three steps in a row were not finite, or when ranks differ that must not.
+        Raises UserError: when three steps in a row were not finite.
         """
-        done = self.progress.step
         self._require_finite()
         if self.evaluates:
             self.progress.pending = metrics
@@ -146,8 +145,6 @@ class Stage:
                 self._log_evaluated()
         elif self.logs:
             self.log.step(metrics)
-        if self._saves or self.stopped or (done - 1) % self.config.agree_every == 0:
-            self._compare_ranks()
         if self._saves or self.stopped:
             self._save()
         assert self.meter is not None
@@ -186,14 +183,6 @@ class Stage:
             self.saver.wait()
         there = checkpoint_manager.steps(self.folder)
         return self.folder / f"step_{there[-1]:06d}" if there else None
-
-    def _compare_ranks(self) -> None:
-        if not self.layout.sharded:
-            require_agreement(self.model.parameters(), self.device, self._last_saved)
-        elif self.layout.replicas > 1:
-            assert self.layout.mesh is not None
-            group = self.layout.mesh.get_group("replicate")
-            require_agreement(self.model.parameters(), self.device, self._last_saved, group)
 
     def _save(self) -> None:
         training = Training(self.optimizer.state_dict(), self._loader_state(), self.device.rng_state())

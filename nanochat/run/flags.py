@@ -1,0 +1,70 @@
+"""The flags that training scripts share: a script's Config inherits them and adds its own.
+
+An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see shell/cli.py).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed, UserError, frozen_flags
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """The flags of every training script."""
+
+    # evaluation, logging, saving
+    eval_every: Count = 100  # steps between evaluations; 0: only at the end
+    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all
+    keep_every: Count = 0  # also keep checkpoints of steps that are a multiple of this; 0: none
+    profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default: d<depth> in pretraining, then the source's
+    resume: bool = False  # continue from the newest whole checkpoint of this tag
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
+    replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice to save memory
+    hang_seconds: Positive = 600  # without progress on some rank, after which every rank ends and names it
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    seed: Frozen[Seed] = 0  # of everything random: new weights, the data's order, samples
+
+
+@dataclass(frozen=True)
+class StageFlags(TrainFlags):
+    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+
+    # model and data
+    source: str = "base"  # a stage, or a checkpoint's folder
+    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
+    source_step: int | None = None  # default: the newest
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl file; default: by what the base model has read
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] = 1.0  # of all learning rates, as a multiple of pretraining's
+
+
+def refuse_changed_flags(saved: dict[str, Any], config: TrainFlags, step_folder: Path) -> list[str]:
+    """Compare a resumed run's flags with those in its checkpoint; returns `flag old -> new` of those that changed.
+
+    Raises UserError: when a frozen flag changed.
+    """
+    frozen = frozen_flags(type(config))
+    changes = []
+    for flag, value in dataclasses.asdict(config).items():
+        if flag == "resume" or flag not in saved or saved[flag] == value:
+            continue
+        if flag in frozen:
+            raise UserError(
+                f"--resume: {step_folder} was trained with --{flag} {saved[flag]}, not {value}: use that, or another "
+                "--model_tag"
+            )
+        changes.append(f"{flag} {saved[flag]} -> {value}")
+    return changes
