@@ -27,7 +27,7 @@ from nanochat.checkpoint_manager import (
     set_aside,
     steps,
 )
-from nanochat.data.loader import LaneState, LoaderState
+from nanochat.data.loader import LoaderState, ShardState
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.shell import paths, storage
@@ -116,8 +116,8 @@ def test_round_trip_is_exact(folder, device):
         model.embedding.weight[0, :2] = torch.tensor([torch.nan, -0.0])
     bits = {name: tensor.clone().view(torch.int32) for name, tensor in model.state_dict().items()}
     optimizer = optimizer_of(new_model(1), steps=2)
-    lanes = {0: LaneState(3, 32, (torch.arange(4).int().numpy(),)), 1: LaneState(2, 0, ())}
-    loader = LoaderState(12, lanes, 2)
+    shards = {0: ShardState(3, 32, (torch.arange(4).int().numpy(),)), 1: ShardState(2, 0, ())}
+    loader = LoaderState(12, shards, 2)
     torch.manual_seed(5)
     training = Training(optimizer.state_dict(), loader.to_tensors(), device.rng_state())
     path = save(folder, 12, model, TOKENIZER, {"stage": "base", "note": "é"}, training, device)
@@ -141,7 +141,7 @@ def test_round_trip_is_exact(folder, device):
     (loader_share,), (rng,) = load_training(path, meta, again, device)
     assert same_tensors(again.state_dict(), optimizer.state_dict())
     merged = LoaderState.merge([loader_share])
-    assert (merged.row, merged.lane_count) == (12, 2)
+    assert (merged.row, merged.shard_count) == (12, 2)
     assert same_tensors(merged.to_tensors(), loader.to_tensors())
     device.set_rng_state(rng)
     assert torch.equal(torch.randn(4), expected)

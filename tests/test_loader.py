@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, LANES, PREFETCH, TOKENIZE_DOCUMENTS, Loader, LoaderState
+from nanochat.data import loader as loading
+from nanochat.data.loader import Loader, LoaderState
 from nanochat.data.sources import open_corpus
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ LONGEST = 100_000  # tokens of a document
 
 
 class Numbered:
-    """Stands for a tokenizer: the text "3 5" becomes the begin token and 5 tokens of document 3."""
+    """A tokenizer for tests: the text "3 5" becomes the begin token and 5 tokens of document 3."""
 
     def get_bos_token_id(self):
         return BEGIN
@@ -39,7 +40,7 @@ def tokens_of(text: str) -> range:
 
 
 class Blocks:
-    """A corpus in memory; `reads` are the blocks that were asked for."""
+    """A corpus in memory; `reads` are the numbers of the blocks read."""
 
     def __init__(self, blocks, name="blocks"):
         self.blocks, self.name, self.reads = blocks, name, []
@@ -74,7 +75,7 @@ def rows_of(batches) -> list[list[int]]:
 
 
 def world_rows(corpus, row_tokens, world_size, batches, batch_rows=2, state=None, tokenizer=None, **options):
-    """{index: row} of all ranks together, and every rank's last state."""
+    """{index: row} of all ranks together, and each rank's last state."""
     rows, states = {}, []
     for rank in range(world_size):
         first = state.row if state else 0
@@ -104,17 +105,17 @@ def count(rows) -> Counter:
 
 
 def count_left(state) -> Counter:
-    return count(document for at in state.lanes.values() for document in at.leftovers)
+    return count(document for at in state.shards.values() for document in at.leftovers)
 
 
 def count_dealt(corpus, state) -> Counter:
-    """What the lanes have read, worked out from the shuffled epochs and their positions."""
+    """The tokens that the shards have read, computed from the shuffled epochs and the shards' positions."""
     blocks = corpus.block_count()
-    epochs = 1 + max(at.block for at in state.lanes.values()) * state.lane_count // blocks
+    epochs = 1 + max(at.block for at in state.shards.values()) * state.shard_count // blocks
     order = np.concatenate([np.random.default_rng((0, epoch)).permutation(blocks) for epoch in range(epochs + 1)])
     dealt = Counter()
-    for lane, at in state.lanes.items():
-        mine = [corpus.blocks[block] for block in order[lane :: state.lane_count][: at.block + 1]]
+    for shard, at in state.shards.items():
+        mine = [corpus.blocks[block] for block in order[shard :: state.shard_count][: at.block + 1]]
         texts = [text for block in mine[:-1] for text in block] + mine[-1][: at.document]
         dealt.update(token for text in texts for token in tokens_of(text))
     return dealt
@@ -137,9 +138,9 @@ def test_rows_are_full_and_hold_every_token_once(longest):
     seen, left = count(rows), count_left(batches[-1].state)
     assert max(seen.values()) == 1
     assert seen + left == count_dealt(corpus, batches[-1].state)
-    assert all(document[0] == BEGIN for at in batches[-1].state.lanes.values() for document in at.leftovers)
+    assert all(document[0] == BEGIN for at in batches[-1].state.shards.values() for document in at.leftovers)
 
-    # A piece is a run of one document; the parts of a cut document follow each other in its lane.
+    # A piece is a run of one document; the parts of a cut document follow each other in its shard.
     reached: dict[int, int] = {}
     for row in rows:
         for piece in pieces_of(row):
@@ -159,24 +160,24 @@ def test_a_finite_corpus_gives_each_document_once_an_epoch():
     assert set(dealt) == every_token
     assert batches[-1].epoch >= 4
     assert min(dealt.values()) >= batches[-1].epoch
-    assert max(dealt.values()) <= batches[-1].epoch + 2  # the lanes are not all equally far
+    assert max(dealt.values()) <= batches[-1].epoch + 2  # some shards are ahead of others
 
 
 def test_the_longest_document_that_fits_is_taken():
-    """Replays every lane with nothing but lengths: ties may go either way, the fit may not."""
+    """Replays every shard with nothing but lengths: ties may go either way, the fit may not."""
     corpus = corpus_of(random_lengths(4000, 60), documents_per_block=7)
     rows = rows_of(take(Loader(corpus, Numbered(), 8, 40), 40))
     order = np.random.default_rng((0, 0)).permutation(corpus.block_count())
     cuts = 0
-    for lane in range(LANES):
-        blocks = iter(order[lane::LANES])
+    for shard in range(loading.CANONICAL_SHARDS):
+        blocks = iter(order[shard :: loading.CANONICAL_SHARDS])
         waiting: list[int] = []  # lengths with the begin token
-        for row in rows[lane::LANES]:
+        for row in rows[shard :: loading.CANONICAL_SHARDS]:
             room = len(row)
             for piece in pieces_of(row):
-                while len(waiting) < BUFFER_DOCUMENTS and sum(waiting) < BUFFER_ROWS * len(
+                while len(waiting) < loading.BUFFER_DOCUMENTS and sum(waiting) < loading.BUFFER_ROWS * len(
                     row
-                ):  # a block has fewer than TOKENIZE_DOCUMENTS
+                ):  # a block has fewer than loading.TOKENIZE_DOCUMENTS
                     waiting += [1 + len(tokens_of(text)) for text in corpus.blocks[next(blocks)]]
                 length = 1 + len(piece)
                 fitting = [one for one in waiting if one <= room]
@@ -226,11 +227,11 @@ def test_rows_do_not_depend_on_the_world_size(batch_rows):
         assert {state.row for state in states} == {len(together)}
 
 
-def test_more_ranks_than_lanes_share_nothing():
+def test_more_ranks_than_canonical_shards_share_nothing():
     corpus = corpus_of(random_lengths(3000, 20))
     rows, states = world_rows(corpus, 15, 12, 2)
-    assert all(state.lane_count == 24 for state in states)
-    assert sorted(lane for state in states for lane in state.lanes) == list(range(24))
+    assert all(state.shard_count == 24 for state in states)
+    assert sorted(shard for state in states for shard in state.shards) == list(range(24))
     assert max(Counter(t for row in rows.values() for t in row if t != BEGIN).values()) == 1
 
 
@@ -245,8 +246,10 @@ def test_workers_do_not_change_the_rows():
 
 
 def test_resume_at_any_batch_is_straight_through():
-    corpus = corpus_of(random_lengths(300, 90), documents_per_block=40)  # more than TOKENIZE_DOCUMENTS: mid-block stops
-    assert TOKENIZE_DOCUMENTS < 40
+    corpus = corpus_of(
+        random_lengths(300, 90), documents_per_block=40
+    )  # more than loading.TOKENIZE_DOCUMENTS: mid-block stops
+    assert loading.TOKENIZE_DOCUMENTS < 40
     straight = take(Loader(corpus, Numbered(), 3, 31), 20)
     for stop in range(1, 20):
         state = through_tensors([straight[stop - 1].state])
@@ -275,11 +278,11 @@ def test_resume_twice_and_at_other_world_sizes(worlds, batch_rows):
     assert seen == {i: straight[i] for i in seen}
 
 
-def test_the_state_leaves_out_what_was_only_made_ahead():
+def test_batches_made_ahead_are_not_in_the_state():
     corpus = corpus_of(random_lengths(2000, 30))
     loader = Loader(corpus, Numbered(), 2, 31)
     first = next(loader)
-    while loader._queue.qsize() < PREFETCH:
+    while loader._queue.qsize() < loading.PREFETCH_BATCHES:
         time.sleep(0.005)
     assert first.state.row == 2
     second = next(loader)
@@ -299,7 +302,7 @@ def test_a_missing_share_is_noticed():
         through_tensors(states[:1])
 
 
-def test_a_world_size_that_does_not_divide_the_lanes_is_refused():
+def test_a_world_size_must_divide_the_shards():
     corpus = corpus_of(random_lengths(100, 20))
     state = take(Loader(corpus, Numbered(), 1, 15), 1)[0].state
     with pytest.raises(UserError, match="divides 8, not with 3"):
@@ -310,9 +313,9 @@ def test_a_world_size_that_does_not_divide_the_lanes_is_refused():
 
 
 def first_reads(seed: int, blocks: int = 8, state=None) -> list[int]:
-    """The order in which blocks are read: 64 documents of one row each make one block a lane and a round."""
-    corpus = corpus_of([3] * BUFFER_DOCUMENTS * blocks, documents_per_block=BUFFER_DOCUMENTS)
-    take(Loader(corpus, Numbered(), 8, 3, seed=seed, state=state), BUFFER_DOCUMENTS + 2)
+    """The order in which blocks are read: 64 documents of one row each make one block a shard and a round."""
+    corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * blocks, documents_per_block=loading.BUFFER_DOCUMENTS)
+    take(Loader(corpus, Numbered(), 8, 3, seed=seed, state=state), loading.BUFFER_DOCUMENTS + 2)
     return corpus.reads[: 2 * blocks]
 
 
@@ -327,7 +330,7 @@ def test_epochs_are_shuffled_anew_and_reproducibly():
 
 
 def test_passes_are_counted():
-    corpus = corpus_of([3] * BUFFER_DOCUMENTS * 8, documents_per_block=BUFFER_DOCUMENTS)
+    corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * 8, documents_per_block=loading.BUFFER_DOCUMENTS)
     epochs = [batch.epoch for batch in take(Loader(corpus, Numbered(), 8, 3), 130)]
     assert epochs[0] in (0, 1)  # reading is one buffer ahead of packing
     assert epochs == sorted(epochs)
@@ -348,14 +351,14 @@ def test_passes_are_counted():
         [["0 3"], ["1 100"], ["2 1"]],
         [[], ["0 7"], [], ["1 40"]],
         [["0 7"], *[[]] * 20],
-        [[], []] + [["0 7"]] + [[]] * 5,  # as many blocks as lanes, one with text
+        [[], []] + [["0 7"]] + [[]] * 5,  # as many blocks as shards, one with text
     ],
-    ids=["one short", "one long", "fewer than lanes", "some empty", "most empty", "one of eight"],
+    ids=["one short", "one long", "fewer than shards", "some empty", "most empty", "one of eight"],
 )
 def test_tiny_corpora_never_run_dry(blocks):
     corpus = Blocks(blocks)
     tokens = {token for block in blocks for text in block for token in tokens_of(text)}
-    rows = rows_of(take(Loader(corpus, Numbered(), 8, 31), 250))
+    rows = rows_of(take(Loader(corpus, Numbered(), 8, 31), 80))
     assert all(len(row) == 32 and row[0] == BEGIN for row in rows)
     assert {token for row in rows for token in row} == tokens | {BEGIN}
     alone = {i: row for i, row in enumerate(rows)}
@@ -391,7 +394,7 @@ def test_errors_of_the_corpus_come_after_the_batches_before_them():
             got.append(batch)
     assert rows_of(got) == whole[: 2 * len(got)]
     assert len(got) > 2
-    with pytest.raises(UserError, match="line 7"):  # asked again it answers again, and does not hang
+    with pytest.raises(UserError, match="line 7"):  # a second call does not hang
         next(loader)
     loader.close()
 
@@ -404,11 +407,11 @@ def loader_threads() -> set[threading.Thread]:
 
 
 def test_close_ends_the_thread():
-    others = loader_threads()  # of tests whose run was broken off
+    others = loader_threads()  # of tests that failed
     loader = Loader(corpus_of(random_lengths(500, 30)), Numbered(), 2, 31)
     assert loader_threads() == others  # nothing runs before the first batch
     next(loader)
-    while loader._queue.qsize() < PREFETCH:  # the thread waits for room
+    while loader._queue.qsize() < loading.PREFETCH_BATCHES:  # the thread waits for room
         time.sleep(0.005)
     assert len(loader_threads() - others) == 1
     loader.close()

@@ -1,14 +1,18 @@
-"""Text becomes rows of tokens: packed without padding, in the same order at any world size that divides the lanes.
+"""Text becomes rows of tokens: packed without padding, and the same rows at any number of ranks.
 
-A corpus is read as blocks. A fixed number of lanes deals them out: lane l takes the blocks l, l + lanes,
-l + 2 lanes ... of an endless sequence of shuffled epochs, and packs their documents by itself. Row i of the
-run comes from lane i mod lanes, and rank r computes the rows i with i mod world_size = r. So the rows are a
-function of (seed, index) alone as long as the world size divides the lanes, and every rank tokenizes only
-its own lanes. A lane's position and its leftovers are all the state there is.
+Four rules make training exact:
 
-Packing is best fit: the longest document that still fits goes into the row; when none does, the longest
-one is cut, and its rest goes back as a document of its own. Every row begins with a begin token, and no
-text is dropped or dealt out twice in an epoch.
+1. *Canonical shards.* The blocks of a corpus, shuffled anew in each epoch, are dealt out to a fixed number of shards:
+   shard s reads the blocks s, s + shards, s + 2 shards, ... and packs their documents by itself. Row i of the run is
+   the next row of shard i mod shards. No rank appears in this rule, so row i is a function of (seed, i) alone.
+2. *Ranks.* Rank r computes the rows i with i mod world_size = r. The world size divides the number of shards, so each
+   shard belongs to one rank, which reads and tokenizes its own shards only.
+3. *Best fit.* A row takes the longest waiting document that still fits. When none does, the longest one is cut, and
+   its rest waits as a document of its own. Every row begins with a begin token. Best fit leaves few cuts, so most
+   documents are read from their beginning; nothing is dropped or repeated within an epoch.
+4. *Position.* A shard's position is its next block, its next document in the block, and the documents that wait. The
+   last part matters: they are already read but in no row yet. A run that resumes at the positions of all shards, at
+   any world size that divides their number, loses and repeats nothing.
 """
 
 import bisect
@@ -17,7 +21,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,18 +30,20 @@ from torch import Tensor
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
-LANES = 8  # at least; more ranks than this get a multiple
-BUFFER_ROWS = 8  # a lane keeps so many rows' worth of tokens to choose the best fit from: few, so that a small
-BUFFER_DOCUMENTS = 64  # corpus does not wait in the buffers for whole epochs; and so many documents at most
-TOKENIZE_DOCUMENTS = 32  # at once
-PREFETCH = 4  # batches made ahead
+CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other gets a common multiple
 
+# What a shard keeps waiting to choose the best fit from. More would fit better, but a small corpus would then wait in
+# the buffers for whole epochs.
+BUFFER_ROWS = 8  # rows' worth of tokens at most
+BUFFER_DOCUMENTS = 64  # at most
+TOKENIZE_DOCUMENTS = 32  # at once: the threads of one call share them
+PREFETCH_BATCHES = 4
 
 Document = str | np.ndarray  # a text, or its int32 tokens
 
 
 class Documents(Protocol):
-    """What a loader reads: a `sources.Corpus`, or the same of documents that are tokens already."""
+    """What a loader reads: a `sources.Corpus`, or a source of documents that are tokens already."""
 
     name: str
 
@@ -47,62 +53,65 @@ class Documents(Protocol):
 
 
 @dataclass(frozen=True)
-class LaneState:
-    """Where a lane stands: the next block of its own sequence, the next document in it, what is left over."""
+class ShardState:
+    """The position of a canonical shard."""
 
-    block: int
-    document: int
+    block: int  # the next one, counted within the shard
+    document: int  # the next one within the block
     leftovers: tuple[np.ndarray, ...]  # int32 tokens of whole or cut documents, each with its begin token
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The next row of the run, and the lanes of one rank (or of all, when merged for a resume)."""
+    """The position of one rank's loader, or of all ranks' after `merge`."""
 
-    row: int
-    lanes: dict[int, LaneState]
-    lane_count: int
+    row: int  # the next row of the run, over all ranks
+    shards: dict[int, ShardState]
+    shard_count: int  # of the run, over all ranks
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Flat int32 and int64 tensors, for a checkpoint."""
-        tensors = {"row": torch.tensor([self.row, self.lane_count])}
-        for lane, state in self.lanes.items():
-            tensors[f"lane.{lane}.position"] = torch.tensor([state.block, state.document])
-            tensors[f"lane.{lane}.lengths"] = torch.tensor([len(d) for d in state.leftovers])
-            tokens = np.concatenate(state.leftovers) if state.leftovers else np.zeros(0, np.int32)
-            tensors[f"lane.{lane}.tokens"] = torch.from_numpy(tokens)
+        tensors = {"row": torch.tensor([self.row, self.shard_count])}
+        for number, shard in self.shards.items():
+            tokens = np.concatenate(shard.leftovers) if shard.leftovers else np.zeros(0, np.int32)
+            tensors[f"shard.{number}.position"] = torch.tensor([shard.block, shard.document])
+            tensors[f"shard.{number}.lengths"] = torch.tensor([len(document) for document in shard.leftovers])
+            tensors[f"shard.{number}.tokens"] = torch.from_numpy(tokens)
         return tensors
 
     @classmethod
     def merge(cls, shares: list[dict[str, Tensor]]) -> "LoaderState":
-        """The whole state out of what `to_tensors` gave on every rank."""
-        row, lane_count = (int(x) for x in shares[0]["row"])
-        lanes = {}
+        """The whole state, from what `to_tensors` returned on every rank."""
+        row, shard_count = shares[0]["row"].tolist()
+        shards = {}
         for tensors in shares:
-            for lane in (int(key.split(".")[1]) for key in tensors if key.endswith(".position")):
-                block, document = (int(x) for x in tensors[f"lane.{lane}.position"])
-                ends = np.cumsum(tensors[f"lane.{lane}.lengths"].numpy())[:-1]
-                tokens = tensors[f"lane.{lane}.tokens"].numpy()
-                leftovers = tuple(np.split(tokens, ends)) if len(tokens) else ()
-                lanes[lane] = LaneState(block, document, leftovers)
-        assert len(lanes) == lane_count, "a rank's share of the loader's state is missing"
-        return cls(row, lanes, lane_count)
+            for key in tensors:
+                if not key.endswith(".position"):
+                    continue
+                number = int(key.split(".")[1])
+                block, document = tensors[key].tolist()
+                lengths = tensors[f"shard.{number}.lengths"].numpy()
+                tokens = tensors[f"shard.{number}.tokens"].numpy()
+                leftovers = tuple(np.split(tokens, np.cumsum(lengths)[:-1])) if len(tokens) else ()
+                shards[number] = ShardState(block, document, leftovers)
+        assert len(shards) == shard_count, "a rank's share of the loader's state is missing"
+        return cls(row, shards, shard_count)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of B rows of T tokens, and the loader's state behind it."""
+    """One micro-batch of B rows of T tokens."""
 
     inputs: Tensor  # (B, T)
-    targets: Tensor  # (B, T): the inputs moved on by one
-    state: LoaderState
+    targets: Tensor  # (B, T): at each place the token after the input
+    state: LoaderState  # the position after this batch
     epoch: int  # finished passes over the corpus; 0 for one that never ends
 
 
 class Loader:
-    """Endless micro-batches for one rank, tokenized and packed ahead of time by a thread.
+    """Endless micro-batches for one rank. A thread tokenizes and packs them while the device computes.
 
-    Raises UserError: when `state` comes from a run whose lanes this world size does not divide.
+    Raises UserError: when `state` is from a run whose number of shards this world size does not divide.
     """
 
     def __init__(
@@ -118,20 +127,28 @@ class Loader:
         workers: int = 1,
         state: LoaderState | None = None,
     ):
-        count = state.lane_count if state else math.lcm(LANES, world_size)
-        if count % world_size:
+        # The number of shards is a property of the run: a resumed one keeps it, or its rows would be others.
+        shard_count = state.shard_count if state else math.lcm(CANONICAL_SHARDS, world_size)
+        if shard_count % world_size != 0:
             raise UserError(
-                f"this run's data are dealt out over {count} lanes: resume it with a number of processes that "
-                f"divides {count}, not with {world_size}"
+                f"this run reads its data in {shard_count} shards: resume it with a number of processes that "
+                f"divides {shard_count}, not with {world_size}"
             )
-        source = _Source(corpus, tokenizer, seed, workers, count)
-        self._lanes = {lane: _Lane(source, lane, state) for lane in range(rank, count, world_size)}
-        self._lane_count, self._stride, self._source = count, world_size, source
+        source = _Source(corpus, tokenizer, seed, workers, shard_count)
+        self._source = source
+        self._shards = {number: _Shard(source, number, state) for number in range(rank, shard_count, world_size)}
+        self._shard_count = shard_count
+        self._world_size = world_size
+        self._batch_rows = batch_rows
+        self._row_tokens = row_tokens
+
+        # This rank's first row is the first one from `first` on that is rank modulo world_size. A batch ends on the
+        # same multiple of world_size on every rank, `_offset` less than the rank's own next row.
         first = state.row if state else 0
-        self._offset = (rank - first) % world_size  # of this rank's rows behind the first of all ranks
-        self._row = first + self._offset  # this rank's next row
-        self._batch_rows, self._row_tokens = batch_rows, row_tokens
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(PREFETCH)
+        self._offset = (rank - first) % world_size
+        self._row = first + self._offset
+
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(PREFETCH_BATCHES)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -144,22 +161,23 @@ class Loader:
             self._thread.start()
         item = self._queue.get()
         if isinstance(item, BaseException):
-            self._queue.put(item)  # the thread has ended: whoever asks again is told again
+            self._queue.put(item)  # the thread has ended: a second call must not wait for ever
             raise item
         return item
 
     def close(self) -> None:
-        """End the thread; batches made ahead are dropped."""
+        """End the thread. Batches made ahead are dropped; no batch's state counts them."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _produce(self) -> None:
+        """Fill the queue until `close`, or until an error, which is passed to the consumer."""
         item: Batch | BaseException | None = None
         while not self._stop.is_set() and not isinstance(item, BaseException):
             try:
                 item = self._next_batch()
-            except BaseException as error:  # handed over: the consumer raises it
+            except BaseException as error:
                 item = error
             while not self._stop.is_set():
                 try:
@@ -169,87 +187,95 @@ class Loader:
                     continue
 
     def _next_batch(self) -> Batch:
+        # A row has one token more than a model reads: the last one is only a target.
         rows = np.empty((self._batch_rows, self._row_tokens + 1), dtype=np.int64)
         for row in rows:
-            self._lanes[self._row % self._lane_count].fill(row)
-            self._row += self._stride
+            self._shards[self._row % self._shard_count].fill(row)
+            self._row += self._world_size
         tokens = torch.from_numpy(rows)
-        states = {number: lane.state() for number, lane in self._lanes.items()}
-        state = LoaderState(self._row - self._offset, states, self._lane_count)
-        blocks = self._source.block_count
-        passed = min(lane.block * self._lane_count + number for number, lane in self._lanes.items())
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, passed // blocks if blocks else 0)
+        positions = {number: shard.state() for number, shard in self._shards.items()}
+        state = LoaderState(self._row - self._offset, positions, self._shard_count)
+
+        # The epoch is that of the shard that is least far.
+        epoch = 0
+        if self._source.block_count:
+            read = min(shard.block * self._shard_count + number for number, shard in self._shards.items())
+            epoch = read // self._source.block_count
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, epoch)
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
-    """Documents as int32 tokens, each with its begin token; a document of tokens has one already."""
+    """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
     texts = [document for document in documents if isinstance(document, str)]
-    ids = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
-    return [np.array(next(ids), dtype=np.int32) if isinstance(d, str) else d for d in documents]
+    encoded = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
+    return [np.array(next(encoded), dtype=np.int32) if isinstance(d, str) else d for d in documents]
 
 
 class _Source:
-    """What the lanes share: the corpus in its shuffled order, and the tokenizer."""
+    """What all shards share: the corpus in its shuffled order, and the tokenizer."""
 
-    def __init__(self, corpus: Documents, tokenizer: Tokenizer, seed: int, workers: int, lane_count: int):
-        self.corpus, self.tokenizer, self.seed, self.workers, self.lane_count = (
-            corpus,
-            tokenizer,
-            seed,
-            workers,
-            lane_count,
-        )
-        self.begin = tokenizer.get_bos_token_id()
+    def __init__(self, corpus: Documents, tokenizer: Tokenizer, seed: int, workers: int, shard_count: int):
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.workers = workers
+        self.shard_count = shard_count
         self.block_count = corpus.block_count()
-        self._orders: dict[int, Any] = {}  # epoch -> permutation of the blocks
+        self._orders: dict[int, np.ndarray] = {}  # epoch -> permutation of the blocks
 
-    def read(self, lane: int, block: int) -> Sequence[Document]:
-        """The documents of the lane's block number `block`."""
-        index = lane + block * self.lane_count
-        if self.block_count is not None:
+    def read(self, shard: int, block: int) -> Sequence[Document]:
+        """The documents of the shard's block number `block`."""
+        index = shard + block * self.shard_count
+        if self.block_count is not None:  # else it never ends, and there is nothing to shuffle
             epoch, place = divmod(index, self.block_count)
-            if epoch not in self._orders:
-                self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-                self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.block_count)
-            index = int(self._orders[epoch][place])
+            index = int(self._order(epoch, self.block_count)[place])
         return self.corpus.read_block(index)
+
+    def _order(self, epoch: int, blocks: int) -> np.ndarray:
+        if epoch not in self._orders:
+            self._orders.pop(epoch - 2, None)  # a shard that still needs it makes it again
+            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(blocks)
+        return self._orders[epoch]
 
     def tokenize(self, documents: Sequence[Document]) -> list[np.ndarray]:
         return tokenize(documents, self.tokenizer, self.workers)
 
 
-class _Lane:
-    """One stream of blocks and the documents waiting to be packed, shortest first."""
+class _Shard:
+    """One canonical shard: its position, and the documents that wait to be packed."""
 
     def __init__(self, source: _Source, number: int, state: LoaderState | None):
-        mine = state.lanes[number] if state else LaneState(0, 0, ())
-        self.source, self.number = source, number
-        self.block, self.document = mine.block, mine.document
+        position = state.shards[number] if state else ShardState(0, 0, ())
+        self.source = source
+        self.number = number
+        self.block = position.block
+        self.document = position.document
         self.documents: Sequence[Document] | None = None  # of the current block, once read
-        self.waiting = list(mine.leftovers)
+        self.waiting = list(position.leftovers)  # shortest first
 
-    def state(self) -> LaneState:
-        return LaneState(self.block, self.document, tuple(self.waiting))
+    def state(self) -> ShardState:
+        return ShardState(self.block, self.document, tuple(self.waiting))
 
     def fill(self, row: np.ndarray) -> None:
-        """Fill a row (T + 1,) to its last place."""
+        """Fill a row (T + 1,) to its last place, by best fit."""
         used = 0
         while used < len(row):
             self._refill(BUFFER_ROWS * len(row))
             room = len(row) - used
-            fits = bisect.bisect_right(self.waiting, room, key=len)
-            if fits:
-                document = self.waiting.pop(fits - 1)
+            fitting = bisect.bisect_right(self.waiting, room, key=len)
+            if fitting:
+                document = self.waiting.pop(fitting - 1)  # the longest that fits
             else:
-                document = self.waiting.pop()
-                rest = np.concatenate((document[:1], document[room:]))  # begins like any document
+                longest = self.waiting.pop()
+                document = longest[:room]
+                rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
                 bisect.insort_left(self.waiting, rest, key=len)
-                document = document[:room]
             row[used : used + len(document)] = document
             used += len(document)
 
     def _refill(self, tokens: int) -> None:
-        empty = 0
+        """Tokenize documents until enough of them wait."""
+        empty_blocks = 0
         while len(self.waiting) < BUFFER_DOCUMENTS and sum(map(len, self.waiting)) < tokens:
             if self.documents is None:
                 self.documents = self.source.read(self.number, self.block)
@@ -257,8 +283,12 @@ class _Lane:
             for document in self.source.tokenize(documents):
                 bisect.insort_right(self.waiting, document, key=len)
             self.document += len(documents)
-            if self.document >= len(self.documents):
-                empty = 0 if self.documents else empty + 1
-                if empty > 50 * (self.source.block_count or 1000):  # a lane meets its blocks by chance
-                    raise UserError(f"{self.source.corpus.name}: every document is empty")
-                self.block, self.document, self.documents = self.block + 1, 0, None
+            if self.document < len(self.documents):
+                continue
+            # On to the next block. A shard may meet many empty ones in a row by chance, but not this many.
+            empty_blocks = 0 if self.documents else empty_blocks + 1
+            if empty_blocks > 50 * (self.source.block_count or 1000):
+                raise UserError(f"{self.source.corpus.name}: every document is empty")
+            self.block += 1
+            self.document = 0
+            self.documents = None

@@ -1,11 +1,12 @@
-"""Sequences become rows of one length, several in a row, none cut, none seeing another.
+"""Packs sequences into rows of one length: several in a row, none cut, none attending to another.
 
-SFT packs conversations, RL packs samples, DPO pairs of replies. The targets carry the loss mask, and `source` says
-which sequence each target belongs to, so that a loss may weigh sequences.
+SFT packs conversations, RL packs samples, DPO packs pairs of replies. Their lengths differ so much that one sequence
+per row would spend most of the compute on padding.
 
-Legend: N rows, T tokens a row, S sequences.
+Legend: N rows, T tokens per row, S sequences.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,46 +20,53 @@ from nanochat.device import Device
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packed rows; all fields (N, T)."""
+    """Packed rows; every field is (N, T)."""
 
     inputs: Tensor
-    targets: Tensor  # the input moved on by one; IGNORE where the mask is 0 and at a sequence's end
-    segments: Tensor  # number of the sequence within its row; padding has numbers of its own
-    source: Tensor  # which of the S sequences a place belongs to; 0 in the padding, where there is no target
+    targets: Tensor  # the next token; IGNORE where the mask is 0, at a sequence's end and in the padding
+    segments: Tensor  # the sequence's number within its row: attention stays inside one; padding has its own
+    source: Tensor  # which of the S sequences this is, so that a loss can weigh sequences; 0 in the padding
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
-        """The share of one of `world_size` ranks in micro-batches of `rows` rows, on the device; every rank has as
-        many, the last ones filled up with rows without a target."""
-        count = -(-len(self) // (rows * world_size))
+        """One rank's share in micro-batches of `rows` rows, on the device.
+
+        Row i goes to rank i mod world_size. Every rank gets as many micro-batches, because each joins the others'
+        collectives; rows without a target fill up the last ones.
+        """
+        count = -(-len(self) // (rows * world_size))  # rounded up
         missing = count * rows * world_size - len(self)
-        fills = ((self.inputs, 0), (self.targets, IGNORE), (self.segments, 0), (self.source, 0))
-        fields = [torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill) for tensor, fill in fills]
+        fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments, 0), (self.source, 0))
+        fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
         for micro in range(count):
-            share = slice(micro * rows * world_size + rank, (micro + 1) * rows * world_size, world_size)
+            first = micro * rows * world_size
+            share = slice(first + rank, first + rows * world_size, world_size)
             yield PackedBatch(*(device.to_device(field[share].contiguous()) for field in fields))
 
 
 def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int) -> PackedBatch:
-    """Pack S sequences, each with a mask that has a 1 under every token to learn; best fit, longest first.
+    """Pack S sequences, each with a mask that has a 1 under every token to learn.
 
-    A sequence of n tokens takes n - 1 places: its last token is only a target. Raises ValueError: when one is longer
-    than row_tokens + 1.
+    Best fit, longest first: each sequence goes into the row that it fills up most, or into a new one. No sequence at
+    all gives one row of padding.
+
+    Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
-    rows: list[list[int]] = []
-    room: list[int] = []
+    rows: list[list[int]] = []  # the sequences in each row
+    free: list[tuple[int, int]] = []  # (free places, row) in order, so that bisect finds the best fit
     for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
-        need = _places(ids[i], row_tokens)
-        row = _best_fit(room, need)
-        if row is None:
-            row = len(rows)
+        need = _places_of(ids[i], row_tokens)
+        found = bisect.bisect_left(free, (need,))
+        if found < len(free):
+            room, row = free.pop(found)
+        else:
+            room, row = row_tokens, len(rows)
             rows.append([])
-            room.append(row_tokens)
         rows[row].append(i)
-        room[row] -= need
-    return _filled(rows or [[]], ids, masks, row_tokens)  # no sequence: one row of padding
+        bisect.insort(free, (room - need, row))
+    return _fill(rows or [[]], ids, masks, row_tokens)
 
 
 def pack_pairs(
@@ -70,79 +78,87 @@ def pack_pairs(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[PackedBatch, int]]:
-    """Pack S sequences of which 2i and 2i + 1 are a pair: the share of one of `world_size` ranks in micro-batches of
-    `rows` rows, on the device, none of which parts a pair; every rank has as many, some maybe of padding alone.
+    """Pack S sequences of which 2i and 2i + 1 are a pair: one rank's share in micro-batches of `rows` rows.
 
-    Comes with the number of pairs, at least 1; `source` numbers the sequences of the micro-batch, 2p and 2p + 1 for its
-    pair p. Raises ValueError: when a sequence is longer than row_tokens + 1.
+    A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
+    Every rank gets as many micro-batches; some may be padding alone. Each has the number of its pairs, at least 1, and
+    its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
+
+    Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
     assert rows > 1 and len(ids) % 2 == 0
-    need = [_places(sequence, row_tokens) for sequence in ids]
-    micros: list[list[list[int]]] = []  # the sequences of each row
-    rooms: list[list[int]] = []
-    for pair in sorted(range(len(ids) // 2), key=lambda pair: -max(need[2 * pair : 2 * pair + 2])):
-        members = sorted((2 * pair, 2 * pair + 1), key=lambda i: -need[i])
-        needs = [need[i] for i in members]
-        while (found := _roomiest(rooms, needs)) is None:  # one for each rank; an empty one has room for any pair
-            micros += [[[] for _ in range(rows)] for _ in range(world_size)]
-            rooms += [[row_tokens] * rows for _ in range(world_size)]
-        micro, places = found
-        for row, i in zip(places, members, strict=True):
+    needs = [_places_of(sequence, row_tokens) for sequence in ids]
+    micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
+    free: list[list[int]] = []  # micro-batch -> row -> free places
+    for first in sorted(range(0, len(ids), 2), key=lambda i: -max(needs[i], needs[i + 1])):
+        pair = sorted((first, first + 1), key=lambda i: -needs[i])
+        placed = _place_pair(free, [needs[i] for i in pair])
+        if placed is None:
+            for _ in range(world_size):  # one for each rank
+                micros.append([[] for _ in range(rows)])
+                free.append([row_tokens] * rows)
+            placed = _place_pair(free, [needs[i] for i in pair])
+            assert placed is not None  # an empty micro-batch has room for any pair
+        micro, pair_rows = placed
+        for i, row in zip(pair, pair_rows, strict=True):
             micros[micro][row].append(i)
-            rooms[micro][row] -= need[i]
-    for members_by_row in micros[rank::world_size] or [[[] for _ in range(rows)]]:
-        kept = sorted(i for members in members_by_row for i in members)
-        local = {i: place for place, i in enumerate(kept)}
-        by_row = [[local[i] for i in members] for members in members_by_row]
-        filled = _filled(by_row, [ids[i] for i in kept], [masks[i] for i in kept], row_tokens)
-        fields = (filled.inputs, filled.targets, filled.segments, filled.source)
-        yield PackedBatch(*map(device.to_device, fields)), max(1, len(kept) // 2)
+            free[micro][row] -= needs[i]
+
+    empty: list[list[int]] = [[] for _ in range(rows)]
+    for members in micros[rank::world_size] or [empty]:
+        # Number the sequences anew: a pair's two numbers stay neighbours.
+        present = sorted(i for row in members for i in row)
+        number = {i: n for n, i in enumerate(present)}
+        renumbered = [[number[i] for i in row] for row in members]
+        batch = _fill(renumbered, [ids[i] for i in present], [masks[i] for i in present], row_tokens)
+        fields = (batch.inputs, batch.targets, batch.segments, batch.source)
+        yield PackedBatch(*map(device.to_device, fields)), max(1, len(present) // 2)
 
 
-def _places(sequence: Sequence[int], row_tokens: int) -> int:
-    need = max(len(sequence) - 1, 0)
-    if need > row_tokens:
-        raise ValueError(f"a sequence of {len(sequence)} tokens does not fit a row of {row_tokens}")
-    return need
-
-
-def _best_fit(room: Sequence[int], need: int) -> int | None:
-    """The row that so many places fill up best; None where no row has them."""
-    fits = [row for row, left in enumerate(room) if left >= need]
-    return min(fits, key=room.__getitem__) if fits else None
-
-
-def _roomiest(rooms: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
-    """The emptiest micro-batch with room for all of `needs`, the greatest first, and the row for each."""
-    for micro in sorted(range(len(rooms)), key=lambda micro: -sum(rooms[micro])):
-        left, rows = list(rooms[micro]), []
+def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The emptiest micro-batch with room for both sequences, the longer first, and the row for each."""
+    for micro in sorted(range(len(free)), key=lambda micro: -sum(free[micro])):
+        left = list(free[micro])
+        rows = []
         for need in needs:
-            row = _best_fit(left, need)
-            if row is None:
+            fitting = [row for row, room in enumerate(left) if room >= need]
+            if not fitting:
                 break
-            left[row] -= need
-            rows.append(row)
-        else:
+            best = min(fitting, key=lambda row: left[row])
+            left[best] -= need
+            rows.append(best)
+        if len(rows) == len(needs):
             return micro, rows
     return None
 
 
-def _filled(
+def _places_of(sequence: Sequence[int], row_tokens: int) -> int:
+    """Places of a row that a sequence takes: one less than its tokens, because the last one is only a target."""
+    places = max(len(sequence) - 1, 0)
+    if places > row_tokens:
+        raise ValueError(f"a sequence of {len(sequence)} tokens does not fit a row of {row_tokens}")
+    return places
+
+
+def _fill(
     rows: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int
 ) -> PackedBatch:
-    """The rows whose sequences' numbers are given."""
+    """Write each row's sequences one after the other."""
     shape = (len(rows), row_tokens)
-    inputs, source = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    targets, segments = np.full(shape, IGNORE, np.int64), np.zeros(shape, np.int64)
+    inputs = np.zeros(shape, np.int64)
+    targets = np.full(shape, IGNORE, np.int64)
+    segments = np.zeros(shape, np.int64)
+    source = np.zeros(shape, np.int64)
     for row, members in enumerate(rows):
-        place = 0
+        begin = 0
         for number, i in enumerate(members):
-            tokens, mask = np.asarray(ids[i]), np.asarray(masks[i])
-            end = place + max(len(tokens) - 1, 0)
-            inputs[row, place:end] = tokens[:-1]
-            targets[row, place:end] = np.where(mask[1:], tokens[1:], IGNORE)
-            segments[row, place:end] = number
-            source[row, place:end] = i
-            place = end
-        segments[row, place:] = len(members)
+            tokens = np.asarray(ids[i])
+            mask = np.asarray(masks[i])
+            end = begin + max(len(tokens) - 1, 0)
+            inputs[row, begin:end] = tokens[:-1]
+            targets[row, begin:end] = np.where(mask[1:], tokens[1:], IGNORE)
+            segments[row, begin:end] = number
+            source[row, begin:end] = i
+            begin = end
+        segments[row, begin:] = len(members)  # the padding
     return PackedBatch(*(torch.from_numpy(field) for field in (inputs, targets, segments, source)))
