@@ -72,7 +72,7 @@ def test_an_exported_folder_is_verified(base):
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["--out", "{base}"], 1, "is there already"),
+        (["--out", "{base}"], 1, "exists already"),
         (["--out", "/proc/nothing"], 1, "cannot be made"),
         (["--out", "{base}/file/below"], 1, "cannot be made"),
         (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),

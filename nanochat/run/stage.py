@@ -80,7 +80,7 @@ class Stage:
         self.recorder = Recorder(config.profile, steps - progress.step, device, runs / "profile", self.log.message)
         self.saver = Saver(
             self.folder, device, keep_last=config.keep_last, keep_every=config.keep_every,
-            told=lambda path: self.log.message(f"saved {path}"),
+            on_saved=lambda path: self.log.message(f"saved {path}"),
         )  # fmt: skip
         self.faults = Faults(device, progress.step, config.hang_seconds)
         self.stopped = False

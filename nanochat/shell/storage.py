@@ -1,26 +1,26 @@
-"""Tensors on the disk: files flushed and hashed as they are written, and sharded state that any number of ranks reads.
+"""Tensors on the disk: files hashed and flushed as they are written, and sharded state that any number of ranks reads.
 
-A rank writes its share of the training state to `training.rank<r>.safetensors`; `training.json`, the index, says for
-every tensor its dtype, its whole shape, and which rank wrote which box of it. What a rank writes and reads is planned
-by torch.distributed.checkpoint, whose planners know how a DTensor lies on its mesh; the files are ours, so that none
-is a pickle. Ranks need not talk to each other to plan: a tensor that all hold alike is rank 0's to write, a replica
-of a shard is the first one's, and a tensor of one rank alone has its name begin with `rank<r>/`.
+Every rank writes its part of the training state to `training.rank<r>.safetensors`, without talking to the others.
+`training.json`, the index, holds for every tensor its dtype, its whole shape, and its chunks: which rank wrote which
+box of it. A box is an offset and a size, one number per dimension. A reader cuts from these chunks the box that it
+needs, so a state that 8 ranks wrote loads into 1, 2 or 16.
 
-The file format: https://huggingface.co/docs/safetensors (a length, a JSON header, the tensors' bytes).
+File format: https://huggingface.co/docs/safetensors (a length, a JSON header, the tensors' bytes). Unlike a pickle, it
+cannot run anything when it is read.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -28,13 +28,18 @@ DTYPES = {
 }  # fmt: skip
 PIECE_BYTES = 1 << 23  # hashed and written at once: still in the processor's cache when it is written
 
+Box = tuple[list[int], list[int]]  # offset, size
+
+# ---------------------------------------------------------------------- files
+
 
 def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     """Write buffers one after the other through to the disk; returns the file's `bytes` and `sha256`.
 
-    The hash is of what was to be written, so a file that differs from it is damaged however that came about.
+    The hash covers the bytes in memory. A file that differs from them later is damaged, whatever damaged it.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in parts:
@@ -43,9 +48,10 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
                 digest.update(piece)
-                while piece:
-                    piece = piece[os.write(handle, piece) :]
-        os.fsync(handle)
+                while piece:  # os.write may write less than it is given
+                    written = os.write(handle, piece)
+                    piece = piece[written:]
+        os.fsync(handle)  # without it the bytes may still be in the page cache when the power fails
     finally:
         os.close(handle)
     return {"bytes": size, "sha256": digest.hexdigest()}
@@ -58,129 +64,31 @@ def write_json(path: Path, content: Any) -> dict[str, Any]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
     """`write_file` of tensors on the host, as safetensors."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # so each is aligned
+    # The widest dtypes first: then every tensor starts at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+    for name in names:
+        tensor = tensors[name]
+        start = end
+        end = start + tensor.nbytes
         dtype = DTYPES[dtype_name(tensor)]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    data = (t.contiguous().reshape(-1).view(torch.uint8).numpy() for _, t in ordered if t.numel())
-    return write_file(path, itertools.chain([len(text).to_bytes(8, "little"), text], data))
+
+    def parts() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        for name in names:
+            if tensors[name].numel():
+                yield tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    return write_file(path, parts())
 
 
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def share_name(rank: int) -> str:
-    return f"training.rank{rank}.safetensors"
-
-
-def share_of(state: dict[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What this rank writes of a state: tensors (they alias the state), and each one's entry for the index."""
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan  # half a second to import
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def is_mine(name: str, tensor: Tensor) -> bool:
-        if isinstance(tensor, DTensor):
-            place = tensor.device_mesh.get_coordinate()
-            return place is not None and not any(
-                i for i, kind in zip(place, tensor.placements, strict=True) if isinstance(kind, Replicate)
-            )
-        return rank == 0 or name.startswith(f"rank{rank}/")
-
-    mine = {name: tensor for name, tensor in state.items() if is_mine(name, tensor)}
-    tensors, entries = {}, {}
-    for item in create_default_local_save_plan(mine, rank == 0).items:
-        name, data = item.index.fqn, item.tensor_data
-        assert data is not None
-        if data.size.numel() and not data.chunk.sizes.numel():  # more ranks than rows
-            continue
-        tensor = mine[name]
-        tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        entries[name] = {
-            "dtype": dtype_name(tensor), "shape": list(data.size),
-            "chunks": [{"rank": rank, "offset": list(data.chunk.offsets), "size": list(data.chunk.sizes)}],
-        }  # fmt: skip
-    return tensors, entries
-
-
-def merge(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The index out of what `share_of` gave on every rank.
-
-    Raises ValueError: when the shares are not those of one state.
-    """
-    index: dict[str, Any] = {}
-    for name, entry in itertools.chain.from_iterable(share.items() for share in entries):
-        known = index.setdefault(name, {**entry, "chunks": []})
-        if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-            raise ValueError(f"the ranks hold {name} in different shapes")
-        known["chunks"] += entry["chunks"]
-    return check(index)
-
-
-def check(index: dict[str, Any]) -> dict[str, Any]:
-    """The index itself. Raises ValueError: when some tensor's boxes cannot be the whole of it."""
-    for name, entry in index.items():
-        shape, filled = entry["shape"], 0
-        for chunk in entry["chunks"]:
-            offset, size = chunk["offset"], chunk["size"]
-            numbers = (*shape, *offset, *size, chunk["rank"])
-            fits = len(shape) == len(offset) == len(size) and all(isinstance(n, int) and n >= 0 for n in numbers)
-            if not fits or any(o + s > whole for o, s, whole in zip(offset, size, shape, strict=True)):
-                raise ValueError(f"a part of {name} lies outside it")
-            filled += math.prod(size)
-        if filled != math.prod(shape) or entry["dtype"] not in DTYPES:
-            raise ValueError(f"parts of {name} are missing")
-    return index
-
-
-def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Fill a state in place, each rank by itself: DTensors on any mesh take their part, other tensors the whole.
-
-    Raises ValueError: when the index has no such tensor, or the files are not what it says.
-    """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    wanted, writers = {}, {}
-    for name, tensor in state.items():
-        entry = index.get(name)
-        if entry is None:
-            raise ValueError(f"the training state has no {name}: it belongs to another model or optimizer")
-        if entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor):
-            raise ValueError(f"the training state's {name} has another shape: it belongs to another model")
-        chunks = [ChunkStorageMetadata(torch.Size(c["offset"]), torch.Size(c["size"])) for c in entry["chunks"]]
-        wanted[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
-        writers |= {(name, tuple(c["offset"])): c["rank"] for c in entry["chunks"]}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(state, Metadata(wanted), is_coordinator=True)
-    by_writer: dict[int, list[Any]] = {}
-    for item in planner.create_local_plan().items:
-        assert item.storage_index.offset is not None
-        writer = writers[item.storage_index.fqn, tuple(item.storage_index.offset)]
-        by_writer.setdefault(writer, []).append(item)
-    for writer, items in sorted(by_writer.items()):
-        try:
-            with safe_open(folder / share_name(writer), framework="pt") as file:
-                for item in items:
-                    name, box = item.storage_index.fqn, zip(item.storage_offsets, item.lengths, strict=True)
-                    slices = tuple(slice(start, start + length) for start, length in box)
-                    part = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-                    target = planner.resolve_tensor(item)
-                    if part.shape != target.shape or part.dtype != target.dtype:
-                        raise ValueError(f"{share_name(writer)} holds another {name} than the index says")
-                    target.detach().copy_(part)
-        except (SafetensorError, OSError, IndexError) as error:
-            raise ValueError(f"{folder / share_name(writer)} cannot be used ({error})") from error
 
 
 def facts(path: Path) -> dict[str, Any]:
@@ -191,8 +99,8 @@ def facts(path: Path) -> dict[str, Any]:
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -203,3 +111,142 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---------------------------------------------------------------------- sharded state
+
+
+def share_name(rank: int) -> str:
+    return f"training.rank{rank}.safetensors"
+
+
+def held_box(tensor: Tensor) -> Box:
+    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor."""
+    offset = [0] * tensor.ndim
+    size = list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return offset, size
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank of a run is in its mesh
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            # torch gives each rank ceil(n / ranks) rows; the last ranks hold fewer, or none.
+            dim = placement.dim
+            rows = math.ceil(size[dim] / tensor.device_mesh.size(mesh_dim))
+            start = min(coordinate[mesh_dim] * rows, size[dim])
+            offset[dim] += start
+            size[dim] = min(rows, size[dim] - start)
+    return offset, size
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The values that this process holds, over the same memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
+    """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
+    if isinstance(tensor, DTensor):  # a shard that several replicas hold: the first replica's
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        pairs = zip(coordinate, tensor.placements, strict=True)
+        return all(index == 0 for index, placement in pairs if isinstance(placement, Replicate))
+    if name.startswith("rank"):  # of one rank alone: its generators, its loader
+        return name.startswith(f"rank{rank}/")
+    return rank == 0  # the same on all ranks
+
+
+def share_of(state: dict[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that this rank writes of a state (they alias it), and each one's entry for the index."""
+    tensors = {}
+    entries = {}
+    for name, tensor in state.items():
+        if not _is_written_by(rank, name, tensor):
+            continue
+        offset, size = held_box(tensor)
+        if tensor.numel() and not math.prod(size):  # more ranks than rows: this one holds none
+            continue
+        tensors[name] = _local(tensor)
+        chunk = {"rank": rank, "offset": offset, "size": size}
+        entries[name] = {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "chunks": [chunk]}
+    return tensors, entries
+
+
+def merge(shares: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join the entries of all ranks into the index.
+
+    Raises ValueError: when they are not those of one state.
+    """
+    index: dict[str, Any] = {}
+    for entries in shares:
+        for name, entry in entries.items():
+            known = index.setdefault(name, {**entry, "chunks": []})
+            if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
+                raise ValueError(f"the ranks hold {name} in different shapes")
+            known["chunks"] += entry["chunks"]
+    check(index)
+    return index
+
+
+def check(index: dict[str, Any]) -> None:
+    """Raises ValueError: when a tensor's chunks cannot be the whole of it."""
+    for name, entry in index.items():
+        shape = entry["shape"]
+        filled = 0
+        for chunk in entry["chunks"]:
+            offset, size = chunk["offset"], chunk["size"]
+            numbers = [*shape, *offset, *size, chunk["rank"]]
+            if not len(shape) == len(offset) == len(size) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+                raise ValueError(f"a part of {name} is no box")
+            if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
+                raise ValueError(f"a part of {name} lies outside of it")
+            filled += math.prod(size)
+        if filled != math.prod(shape) or entry["dtype"] not in DTYPES:
+            raise ValueError(f"parts of {name} are missing")
+
+
+def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Fill a state in place. Each rank reads by itself: of a DTensor its shard, of any other tensor the whole.
+
+    Raises ValueError: when the index has no such tensor, or the files are not what it describes.
+    """
+    writers = set()
+    for name, tensor in state.items():
+        entry = index.get(name)
+        if entry is None:
+            raise ValueError(f"the training state has no {name}: it belongs to another model or optimizer")
+        if entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor):
+            raise ValueError(f"the training state's {name} has another shape: it belongs to another model")
+        writers |= {chunk["rank"] for chunk in entry["chunks"]}
+    for writer in sorted(writers):
+        try:
+            with safe_open(folder / share_name(writer), framework="pt") as file:
+                for name, tensor in state.items():
+                    for chunk in index[name]["chunks"]:
+                        if chunk["rank"] == writer:
+                            _copy_overlap(file, name, chunk, tensor)
+        except (SafetensorError, OSError, IndexError) as error:
+            raise ValueError(f"{folder / share_name(writer)} cannot be used ({error})") from error
+
+
+def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -> None:
+    """Copy what a chunk in a file and the part of the tensor that this process holds have in common."""
+    held_offset, held_size = held_box(tensor)
+    from_chunk = []
+    to_held = []
+    for start, length, held_start, held_length in zip(
+        chunk["offset"], chunk["size"], held_offset, held_size, strict=True
+    ):
+        first = max(start, held_start)
+        end = min(start + length, held_start + held_length)
+        if first >= end:
+            return  # nothing in common
+        from_chunk.append(slice(first - start, end - start))
+        to_held.append(slice(first - held_start, end - held_start))
+    stored = file.get_slice(name)
+    if stored.get_shape() != chunk["size"]:
+        raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another shape than training.json")
+    part = stored[tuple(from_chunk)] if from_chunk else file.get_tensor(name)  # a slice cannot read a single number
+    if part.dtype != tensor.dtype:
+        raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another dtype than training.json")
+    _local(tensor)[tuple(to_held)].copy_(part)
