@@ -652,7 +652,6 @@ def check_attention(device: Any) -> str:
     """The project's attention with the kernel it takes here (on an NPU npu_fusion_attention), forward and backward,
     against softmax(q k^T) v written out in fp32 on the host."""
     torch = importlib.import_module("torch")
-    attention = importlib.import_module("nanochat.attention")
     B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
@@ -667,12 +666,12 @@ def check_attention(device: Any) -> str:
         expected.square().sum().backward()
 
         here = [x.to(device.torch_device, device.dtype).requires_grad_() for x in inputs]
-        output = attention.causal_attention(*here, scale=D**-0.5, window=window)  # (B, T, H, D)
+        output = device.kernels.attention(*here, scale=D**-0.5, window=window)  # (B, T, H, D)
         output.float().square().sum().backward()
         device.synchronize()
         pairs = ((output, expected), *((x.grad, reference.grad) for x, reference in zip(here, (q, k, v), strict=True)))
         worst = max(worst, *(relative_error(value, reference) for value, reference in pairs))
-    kernel = device.kernels.partition(",")[0]
+    kernel = device.kernels.name.partition(",")[0]
     return within(worst, 0.03, f"{kernel}: forward and backward, whole and windowed,")
 
 
@@ -681,7 +680,7 @@ def check_training(device: Any) -> str:
     torch = importlib.import_module("torch")
     gpt = importlib.import_module("nanochat.gpt")
     config = gpt.GPTConfig(vocab_size=256, n_layer=2, width=128, n_head=2, n_kv_head=2, sequence_len=64)
-    model = gpt.GPT(config)
+    model = gpt.GPT(config, device.kernels)
     model.init_weights(0)
     model.to(device.torch_device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,215 +1,201 @@
-"""Causal and windowed attention, and the cache of keys and values beside it.
+"""Attention: which keys a query may attend to, how a window is computed, and the cache of keys and values.
 
-Legend: B batch, T query tokens, S cached tokens, H query heads, K key/value heads, D head dim.
-A window of w lets a token see itself and the w - 1 tokens before it; 0 means all of them.
+A query attends to the keys of its own and of earlier tokens: softmax(q k^T scale) v (source: Vaswani et al. 2017). With
+a window of w it attends to itself and the w - 1 tokens before it; 0 means no window. Everywhere in this project a mask
+is True where the query may attend to the key. Which operator runs on which device is decided in kernels/.
+
+Legend: B batch, T query tokens, S cached tokens, H query heads, K key/value heads, D head dim, w window.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import device as devices
-
-PLAIN_TOKENS = 1024  # a CPU attends by plain products up to this length, which the caches still hold
-PLAIN_BLOCK = 256  # queries at once
-
 
 class Segments:
-    """Which document of its row each token belongs to; the masks that follow are worked out once for all layers."""
+    """The document of each token. Packed training rows hold several documents, which must not attend to each other.
 
-    def __init__(self, numbers: Tensor):
-        self.numbers = numbers  # (B, T)
-        self._hidden: dict[int, Tensor] = {}
-
-    def hidden(self, window: int) -> Tensor:
-        """(B, 1, T, T), True where a query does not see a key: of another document, behind it, out of its window."""
-        if window not in self._hidden:
-            index = torch.arange(self.numbers.size(1), device=self.numbers.device)
-            distance = index[:, None] - index
-            unseen = (distance < 0) | (distance >= window) if window else distance < 0
-            self._hidden[window] = (unseen | (self.numbers[:, :, None] != self.numbers[:, None]))[:, None]
-        return self._hidden[window]
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
-) -> Tensor:
-    """Attend over whole rows that start at position 0.
-
-    q is (B, T, H, D), k and v are (B, T, K, D) with H a multiple of K; returns (B, T, H, D). With `segments` the
-    documents of a row do not see one another; without it they do.
-    Device and length choose the kernel: the device's own fused one (device.kernels); torch's fused one, which no
-    window restricts, or that on blocks of a window; or, on a CPU, plain products on blocks, 2.7 times as fast there
-    (docs/measurements.md).
+    The masks are built on first use and shared by all layers of a forward pass: each costs several launches.
     """
-    T = q.size(1)
-    fused = devices.kernels(q.device.type)
-    if fused is not None:
-        hidden = None if segments is None else segments.hidden(window)
-        return fused.attention(q, k, v, scale=scale, window=window, hidden=hidden)
-    numbers = None if segments is None else segments.numbers
-    if q.device.type == "cpu" and T <= PLAIN_TOKENS:
-        return plain_attention(q, k, v, scale=scale, window=window, segments=numbers)
-    if 0 < window < T:
-        return windowed_attention(q, k, v, scale=scale, window=window, segments=numbers)
-    if segments is None:
-        return _sdpa(q, k, v, scale=scale, is_causal=True)
-    return _sdpa(q, k, v, scale=scale, mask=~segments.hidden(0))
+
+    def __init__(self, numbers: Tensor, prepare_mask: Callable[[Tensor], Tensor]):
+        self.numbers = numbers  # (B, T), equal for tokens of one document
+        self.prepare_mask = prepare_mask  # the kernels', once per mask instead of once per layer
+        self._distance: Tensor | None = None
+        self._document: Tensor | None = None
+        self._prepared: dict[int, Tensor] = {}
+
+    def mask(self, window: int) -> Tensor:
+        """(B, 1, T, T): same document, not later, within the window; in the form that the kernels take."""
+        if self._distance is None or self._document is None:
+            index = torch.arange(self.numbers.size(1), device=self.numbers.device)
+            self._distance = index[:, None] - index  # (T, T): how far a key lies before its query
+            same_document = self.numbers[:, :, None] == self.numbers[:, None]  # (B, T, T)
+            self._document = same_document & (self._distance >= 0)
+        if window not in self._prepared:
+            mask = self._document
+            if window:
+                mask = mask & (self._distance < window)
+            self._prepared[window] = self.prepare_mask(mask[:, None])
+        return self._prepared[window]
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Tensor | None = None
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """Matrix products and a softmax, a block of queries at a time against the keys that it may see."""
-    T, groups = q.size(1), q.size(2) // k.size(2)
-    q = q.transpose(1, 2)  # (B, H, T, D)
-    k, v = (x.transpose(1, 2).repeat_interleave(groups, dim=1) if groups > 1 else x.transpose(1, 2) for x in (k, v))
-    blocks = []
-    for start in range(0, T, PLAIN_BLOCK):
-        end = min(start + PLAIN_BLOCK, T)
-        first = max(0, start - window + 1) if window else 0
-        index = torch.arange(first, end, device=q.device)
-        distance = index[start - first :, None] - index  # how far behind its query a key lies
-        hidden = (distance < 0) | (distance >= window) if window else distance < 0  # (queries, keys)
-        if segments is not None:
-            apart = segments[:, start:end, None] != segments[:, None, first:end]  # (B, queries, keys)
-            hidden = hidden | apart[:, None]
-        scores = (q[:, :, start:end] @ k[:, :, first:end].mT).float() * scale
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
-        blocks.append(weights @ v[:, :, first:end])
-    return torch.cat(blocks, dim=2).transpose(1, 2)
+    """torch's fused attention on (B, T, heads, D). It never holds the T x T scores (source: Dao et al. 2022)."""
+    q = q.transpose(1, 2)  # (B, H, T, D), torch's layout
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    grouped = q.size(1) != k.size(1)  # several query heads share a key head (source: Ainslie et al. 2023, GQA)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def windowed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Segments | None = None
 ) -> Tensor:
-    """The fused kernel on blocks of w queries that see 2w keys, so that neither time nor mask grows with T x T
-    (source: the blocked form of Beltagy et al. 2020, Longformer). The window is shorter than the rows."""
-    B, T, w = q.size(0), q.size(1), window
-    blocks = (T - 1) // w  # of queries behind the first one
-    end = (blocks + 1) * w
+    """Attention within a window of w < T tokens, with an operator that knows masks but no windows.
+
+    The row is cut into blocks of w queries. A query's window reaches back w - 1 tokens, so a block needs the keys of
+    itself and of the block before it: 2w keys. Work and masks then grow with T x 2w instead of T x T.
+    Source: Beltagy et al. 2020, Longformer.
+    """
+    B, T, _, _ = q.shape
+    w = window
+
+    # The first block has no block before it: plain causal attention within the block.
+    first_mask = None
+    if segments is not None:
+        same_document = segments.numbers[:, :w, None] == segments.numbers[:, None, :w]
+        first_mask = same_document.tril()[:, None]  # (B, 1, w, w)
+    first = fused_attention(
+        q[:, :w], k[:, :w], v[:, :w], scale=scale, is_causal=first_mask is None, mask=first_mask
+    )  # (B, w, H, D)
+
+    # Pad the row to whole blocks. The padding follows every token, so no token attends to it.
+    blocks = (T - 1) // w  # without the first
+    padding = (blocks + 1) * w - T
+    q = F.pad(q, (0, 0, 0, 0, 0, padding))  # (B, w + blocks x w, H, D)
+    k = F.pad(k, (0, 0, 0, 0, 0, padding))
+    v = F.pad(v, (0, 0, 0, 0, 0, padding))
+
+    # Query i of a block is key w + i of its 2w keys. It attends to the keys at a distance of 0 to w - 1.
     index = torch.arange(2 * w, device=q.device)
-    distance = index[w:, None] - index[None, :]  # (w, 2w): how far behind its query a key lies
-    visible = (distance >= 0) & (distance < w)
-    if segments is None:
-        first = _sdpa(q[:, :w], k[:, :w], v[:, :w], scale=scale, is_causal=True)
-    else:
-        segments = F.pad(segments, (0, end - T), value=-1)
-        apart = segments.unfold(1, 2 * w, w)  # (B, blocks, 2w): each block's and the one's before it
-        together = apart[:, :, w:, None] == apart[:, :, None]  # (B, blocks, w, 2w)
-        together_first = segments[:, :w, None] == segments[:, None, :w]
-        causal = index[:w, None] >= index[:w]
-        first = _sdpa(q[:, :w], k[:, :w], v[:, :w], scale=scale, mask=(together_first & causal)[:, None])
-        visible = (together & visible).flatten(0, 1)[:, None]  # (B x blocks, 1, w, 2w)
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, end - T)) for x in (q, k, v))  # (B, end, heads, D)
+    distance = index[w:, None] - index  # (w, 2w)
+    mask = (distance >= 0) & (distance < w)
+    if segments is not None:
+        numbers = F.pad(segments.numbers, (0, padding), value=-1)
+        numbers = numbers.unfold(1, 2 * w, w)  # (B, blocks, 2w): the documents of each block's keys
+        same_document = numbers[:, :, w:, None] == numbers[:, :, None]  # (B, blocks, w, 2w)
+        mask = (same_document & mask).flatten(0, 1)[:, None]  # (B x blocks, 1, w, 2w)
+
+    # The blocks become rows of a batch, and one call computes them all.
     q = q[:, w:].reshape(B * blocks, w, *q.shape[2:])
-    k, v = (torch.cat((x[:, :-w].unflatten(1, (blocks, w)), x[:, w:].unflatten(1, (blocks, w))), dim=2) for x in (k, v))
-    rest = _sdpa(q, k.flatten(0, 1), v.flatten(0, 1), scale=scale, mask=visible)
-    return torch.cat((first, rest.reshape(B, blocks * w, *q.shape[2:])), dim=1)[:, :T]
+    k = _with_block_before(k, blocks, w)
+    v = _with_block_before(v, blocks, w)
+    rest = fused_attention(q, k, v, scale=scale, mask=mask)  # (B x blocks, w, H, D)
+    rest = rest.reshape(B, blocks * w, *q.shape[2:])
+    return torch.cat((first, rest), dim=1)[:, :T]
 
 
+def _with_block_before(x: Tensor, blocks: int, w: int) -> Tensor:
+    """(B, w + blocks x w, K, D) -> (B x blocks, 2w, K, D): each block but the first, after the one before it."""
+    before = x[:, :-w].unflatten(1, (blocks, w))
+    own = x[:, w:].unflatten(1, (blocks, w))
+    return torch.cat((before, own), dim=2).flatten(0, 1)
+
+
+@dataclass
 class KVCache:
-    """Keys and values of every layer, in one block of fixed size, with each row's length.
+    """Keys and values of every layer for up to `capacity` tokens a row, so that a new token computes only its own.
 
-    The layers only write and read; the engine moves `position` on, once for a whole forward pass.
-    `position` (B,) counts the tokens each row holds and lives on the device, so that a decoded
-    token needs nothing from the host.
+    The shapes never change, and the length of each row is a tensor on the device: a decoded token then needs no answer
+    from the host, and its launches can be recorded. Layers only write and read. The engine advances `position` once
+    per forward pass, after the last layer.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ):
+    keys: Tensor  # (layers, B, K, S, D)
+    values: Tensor
+    position: Tensor  # (B,): how many tokens each row holds
+    rows: Tensor  # (B, 1): 0, 1, 2, ...; an index for writing
+    attended_len: int  # keys from here on are not read; the engine keeps it low while all rows are short
+    is_empty: bool = True  # nothing is written yet: a prompt need not be read back from the cache
+    max_position: int | None = None  # later positions are clamped to it: what they hold is padding
+
+    @classmethod
+    def empty(
+        cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
+        device: torch.device | str, dtype: torch.dtype,
+    ) -> "KVCache":  # fmt: skip
         shape = (layers, batch, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, S, D)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.position = torch.zeros(batch, device=device, dtype=torch.long)
-        self.rows = torch.arange(batch, device=device)[:, None]  # (B, 1)
-        self.capacity = capacity
-        self.attended_len = capacity  # keys beyond this are not read; the engine lowers it while rows are short
-        self.is_empty = True  # nothing written yet: a prefill may attend among its own tokens alone
-        self.max_position: int | None = None  # positions are clamped to it: what lies after it is padding
+        return cls(
+            keys=torch.zeros(shape, device=device, dtype=dtype),
+            values=torch.zeros(shape, device=device, dtype=dtype),
+            position=torch.zeros(batch, device=device, dtype=torch.long),
+            rows=torch.arange(batch, device=device)[:, None],
+            attended_len=capacity,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.size(3)
 
     def select(self, rows: Tensor) -> "KVCache":
-        """A cache that begins as these rows of this one, (B,) of indices; a row may come several times."""
-        other = KVCache.__new__(KVCache)
-        other.keys, other.values = self.keys[:, rows], self.values[:, rows]
-        other.position = self.position[rows]
-        other.rows = torch.arange(len(rows), device=rows.device)[:, None]
-        other.capacity, other.attended_len, other.is_empty = self.capacity, self.attended_len, self.is_empty
-        other.max_position = self.max_position
-        return other
+        """A copy of the rows with these indices (B,); an index may repeat."""
+        return replace(
+            self,
+            keys=self.keys[:, rows],
+            values=self.values[:, rows],
+            position=self.position[rows],
+            rows=torch.arange(len(rows), device=rows.device)[:, None],
+        )
 
     def view(self, first: int, end: int) -> "KVCache":
-        """The rows from `first` to before `end`, in this cache's own memory."""
-        other = KVCache.__new__(KVCache)
-        other.keys, other.values = self.keys[:, first:end], self.values[:, first:end]
-        other.position, other.rows = self.position[first:end], self.rows[: end - first]
-        other.capacity, other.attended_len, other.is_empty = self.capacity, self.attended_len, self.is_empty
-        other.max_position = self.max_position
-        return other
+        """The rows from `first` to before `end`, in this cache's memory."""
+        return replace(
+            self,
+            keys=self.keys[:, first:end],
+            values=self.values[:, first:end],
+            position=self.position[first:end],
+            rows=self.rows[: end - first],
+        )
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """Give row `target` the first `tokens` tokens of row `source`, and their number."""
+        """Make row `target` hold the first `tokens` tokens of row `source`."""
         self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
         self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
         self.position[target].fill_(tokens)
 
     def positions(self, tokens: int) -> Tensor:
-        """(B, T): where the next `tokens` tokens of each row stand."""
+        """(B, T): the positions of the next `tokens` tokens of each row."""
         positions = self.position[:, None] + torch.arange(tokens, device=self.position.device)
-        return positions if self.max_position is None else positions.clamp_(max=self.max_position)
+        if self.max_position is not None:
+            positions.clamp_(max=self.max_position)
+        return positions
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
-        """For each window in use a bool mask (B, 1, T, attended_len): True where a query sees a key, or, for a device
-        with kernels of its own, where it does not."""
-        if self.max_position is not None:  # an idle row may stand behind attended_len; seeing nothing, it would be NaN
+        """For each window in use a mask (B, 1, T, attended_len)."""
+        if self.max_position is not None:
+            # An idle row may lie beyond attended_len. Its query must still attend to some key: a softmax over none is
+            # NaN, and NaN spreads to other rows.
             positions = positions.clamp(max=self.attended_len - 1)
         distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
         causal = distance >= 0
-        seen = {w: causal & (distance < w) if w else causal for w in set(windows)}
-        return seen if devices.kernels(positions.device.type) is None else {w: ~mask for w, mask in seen.items()}
+        masks = {}
+        for window in set(windows):
+            masks[window] = causal & (distance < window) if window else causal
+        return masks
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Put k and v (B, T, K, D) at `positions` (B, T)."""
+        """Store k and v (B, T, K, D) at `positions` (B, T)."""
+        # index_put_ takes 0.04 ms where scatter_, which copies the whole cache, takes 1.3 (docs/measurements.md).
         self.keys[layer][self.rows, :, positions] = k.to(self.keys.dtype)
         self.values[layer][self.rows, :, positions] = v.to(self.values.dtype)
 
-    def attend(self, layer: int, q: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """q (B, T, H, D) against the first attended_len keys of this layer's cache; returns (B, T, H, D).
-
-        In bf16 a CPU attends by plain products: torch's fused kernel takes 3 times as long there for 16 rows of one
-        query (docs/measurements.md)."""
-        k, v = self.keys[layer, :, :, : self.attended_len], self.values[layer, :, :, : self.attended_len]
-        q = q.transpose(1, 2).to(k.dtype)  # (B, H, T, D)
-        fused = devices.kernels(q.device.type)
-        if fused is not None:
-            out = fused.cached_attention(q, k, v, scale=scale, hidden=mask)
-        elif q.device.type == "cpu" and k.dtype != torch.float32:
-            B, H, T, D = q.shape
-            grouped = q.reshape(B, k.size(1), -1, D)  # (B, K, groups x T, D): a group's queries share their keys
-            k, v = k.contiguous(), v.contiguous()  # or the products copy them value by value: 5 times as long
-            scores = (grouped @ k.mT).view(B, H, T, -1).float() * scale
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
-            out = (weights.view(B, k.size(1), -1, weights.size(-1)) @ v).view(B, H, T, D)
-        else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
-            )
-        return out.transpose(1, 2)  # (B, T, H, D)
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
-) -> Tensor:
-    """torch's fused attention on (B, T, heads, D) tensors; it raises rather than fall back by itself."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2)
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The first `attended_len` keys and values of a layer, (B, K, attended_len, D) each."""
+        return self.keys[layer, :, :, : self.attended_len], self.values[layer, :, :, : self.attended_len]

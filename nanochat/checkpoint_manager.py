@@ -533,12 +533,14 @@ def load_model(
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
     folder = source if isinstance(source, Path) else find_source(source, model_tag, step)
+    if not isinstance(device, Device):
+        device = devices.init(str(device) if device else "auto")
     try:
         if isinstance(source, Path) and not verified:
             verify(folder)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.load(folder)
-        model = GPT(GPTConfig(**meta["model"]))
+        model = GPT(GPTConfig(**meta["model"]), device.kernels)
         load_weights(model, folder)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}: {TRAIN_AGAIN}") from error
@@ -546,8 +548,6 @@ def load_model(
         raise
     except UNREADABLE as error:
         raise UserError(f"{folder} cannot be used ({error!r}): {TRAIN_AGAIN}") from error
-    if not isinstance(device, Device):
-        device = devices.init(str(device) if device else "auto")
     return model.to(device.torch_device).eval(), tokenizer, {**meta, "folder": str(folder)}
 
 

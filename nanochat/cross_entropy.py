@@ -1,21 +1,18 @@
 """The output head and its cross-entropy in one, without ever holding all the logits.
 
-A vocabulary of 32,768 over 32,768 tokens is 4 GiB of fp32 logits, and as much again for their
-gradient. Here a chunk of tokens goes through head, softmax and gradient at once, and only the
-gradients of the hidden states and of the head are kept (source: Hsu et al. 2024, Liger Kernel,
-who describe the same fusion). `F.linear_cross_entropy` does this too from torch 2.13 on, but
-knows no soft cap and cannot be compiled.
+A vocabulary of 32,768 over 32,768 tokens is 4 GiB of fp32 logits, and as much again for their gradient. Here a chunk of
+tokens goes through head, softmax and gradient at once, and only the gradients of the hidden states and of the head are
+kept (source: Hsu et al. 2024, Liger Kernel, the same fusion). `F.linear_cross_entropy` does this from torch 2.13 on,
+but has no soft cap and cannot be compiled.
 
-Legend: N tokens, W width, V vocab.
+Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
 
 import torch
 from torch import Tensor
 
 IGNORE = -1  # a target with this value counts for nothing
-CHUNK_ELEMENTS = 1 << 21  # logits in flight on a CPU, about what its caches hold: 14% off a step's time
-DEVICE_CHUNK_ELEMENTS = 1 << 27  # on an accelerator, which wants few and large launches: 512 MiB in fp32
-CHUNK_TOKENS = 256  # in flight at least
+LARGEST_UNSHIFTED = 50  # exp(50) x 32,768 and exp(-50) are well inside the range of fp32
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -23,64 +20,86 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
     """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
 
-    hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is to be predicted.
-    Differentiable in hidden and weight, once. If every target is ignored the sum and its gradients are 0.
+    hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
+    and weight. If every target is ignored, the sum and its gradients are 0.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, cap)  # type: ignore[no-any-return]
-    return token_losses(hidden, weight, targets, cap).sum()
+        return _LinearCrossEntropy.apply(hidden, weight, targets, cap, chunk_tokens)  # type: ignore[no-any-return]
+    return token_losses(hidden, weight, targets, cap, chunk_tokens).sum()
 
 
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
-    """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE."""
-    # A copy even in fp32 where there is a gradient: backward reads it, when a sharded head has let go of its own.
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
+    """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE.
+
+    The plain form, for losses that weigh each token (RL, DPO): autograd keeps the chunks' logits.
+    """
+    # With a gradient always a copy, even in fp32: backward reads it after FSDP has freed the gathered weight.
     weight = weight.to(hidden.dtype, copy=torch.is_grad_enabled() and weight.requires_grad)
     losses = []
-    for h, t in _chunks(hidden, targets, weight.size(0)):
+    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
         logits = soft_cap((h @ weight.T).float(), cap)  # (n, V)
         losses.append(torch.nn.functional.cross_entropy(logits, t, ignore_index=IGNORE, reduction="none"))
     return torch.cat(losses)
 
 
-def _chunks(hidden: Tensor, targets: Tensor, vocab: int) -> list[tuple[Tensor, Tensor]]:
-    elements = CHUNK_ELEMENTS if hidden.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
-    size = max(CHUNK_TOKENS, elements // vocab)
-    return list(zip(hidden.split(size), targets.split(size), strict=True))
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in forward, while a chunk's logits are there; backward only scales them.
+
+    The usual way keeps the logits for backward, or computes them a second time. The gradient of a sum needs neither:
+    it is known up to one factor, the gradient of the sum itself.
+    """
+
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-        matrix, bounded = weight.to(hidden.dtype), 0 < cap <= 50
-        loss = torch.zeros((), device=hidden.device)
-        grad_hidden, grad_weight = [], torch.zeros(weight.shape, device=weight.device)
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
+        matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
         columns = torch.arange(weight.size(0), device=hidden.device)
-        for h, t in _chunks(hidden, targets, weight.size(0)):
+        loss = torch.zeros((), device=hidden.device)
+        grad_weight = torch.zeros(weight.shape, device=weight.device)
+        grad_hidden = []
+        needs_shift = not 0 < cap <= LARGEST_UNSHIFTED
+        for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+            # Logits, capped. tanh(x) = 1 - 2 / (exp(2x) + 1) lowers the price of the cap on a CPU from
+            # 95 to 30 ms of a step (docs/measurements.md).
             logits = (h @ matrix.T).float()  # (n, V)
-            capped = 1 - 2 / (torch.exp(logits * (2 / cap)) + 1) if cap else logits  # tanh, at half its price
-            scaled = cap * capped if cap else logits
-            # logits within (-50, 50) need no shift: exp can neither overflow nor vanish there
-            high = 0.0 if bounded else scaled.amax(dim=1, keepdim=True)
-            exps = torch.exp(scaled if bounded else scaled - high)
-            total = exps.sum(dim=1, keepdim=True)  # (n, 1)
-            counts = (t != IGNORE)[:, None].float()  # (n, 1)
-            chosen = t.clamp(min=0)[:, None]
-            loss = loss + ((total.log() + high - scaled.gather(1, chosen)) * counts).sum()
-            grad = exps * (counts / total) - torch.where(columns == chosen, counts, 0.0)
+            tanh = logits
             if cap:
-                grad = grad * (1 - capped * capped)
+                tanh = 1 - 2 / (torch.exp(logits * (2 / cap)) + 1)
+                logits = cap * tanh
+
+            # Softmax without its division. exp overflows beyond 88, so each row is shifted by its maximum. Logits
+            # within the cap need no shift, which saves two passes over them.
+            shift: Tensor | float = 0.0
+            if needs_shift:
+                shift = logits.amax(dim=1, keepdim=True)  # (n, 1)
+                exps = torch.exp(logits - shift)
+            else:
+                exps = torch.exp(logits)
+            total = exps.sum(dim=1, keepdim=True)  # (n, 1)
+
+            # Cross-entropy is log(sum of exp) - logit of the target. Ignored targets count 0 times.
+            counts = (t != IGNORE)[:, None].float()  # (n, 1)
+            target = t.clamp(min=0)[:, None]  # (n, 1); IGNORE is no index
+            loss = loss + ((total.log() + shift - logits.gather(1, target)) * counts).sum()
+
+            # Its gradient in the capped logits is softmax - one-hot(target); through the cap it is multiplied by the
+            # derivative of tanh, 1 - tanh^2.
+            grad = exps * (counts / total) - torch.where(columns == target, counts, 0.0)  # (n, V)
+            if cap:
+                grad = grad * (1 - tanh * tanh)
             grad = grad.to(h.dtype)
-            grad_hidden.append(grad @ matrix)
-            grad_weight = grad_weight + (grad.T @ h)
+            grad_hidden.append(grad @ matrix)  # (n, W)
+            grad_weight = grad_weight + (grad.T @ h)  # (V, W)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+        (grad,) = grads  # of the sum, a scalar
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None
+        grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.torch_ import TorchKernels
 from nanochat.shell.cli import UserError, explainers
 from nanochat.shell.log import warn
 
@@ -97,10 +99,9 @@ class Device:
         return self.rank == 0
 
     @property
-    def kernels(self) -> str:
-        """For the log: which operators the model is made of here."""
-        fused = kernels(self.kind)
-        return "torch's own" if fused is None else fused.NAMES
+    def kernels(self) -> TorchKernels:
+        """The operators for a model that runs here: `GPT(config, device.kernels)`."""
+        return kernels(self.kind)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Matrix products in `dtype`, sums and parameters in fp32."""
@@ -181,12 +182,7 @@ class Device:
     @property
     def packs_weights(self) -> bool:
         """Whether decoding does better with weights laid out for oneDNN's products."""
-        if self.kind != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
-        operators = torch.ops.mkldnn
-        if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
-            return False
-        return self.dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
+        return self.kernels.packs(self.dtype)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record what `function` launches on this device, without running it. Returns a call that runs all of it
@@ -307,12 +303,11 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
     )
 
 
-def kernels(kind: str) -> ModuleType | None:
-    """The fused operators that the model calls on this kind of device in place of torch's own; None where torch's
-    own are fused, or there are none."""
-    if kind != "npu":
-        return None
-    return importlib.import_module("nanochat.kernels.npu")
+def kernels(kind: str) -> TorchKernels:
+    """The operators that a model calls on this kind of device."""
+    if kind == "npu":
+        return importlib.import_module("nanochat.kernels.npu").NpuKernels()  # it imports torch_npu
+    return CpuKernels() if kind == "cpu" else TorchKernels()
 
 
 def _store_of_this_start() -> Store | None:

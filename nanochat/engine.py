@@ -25,7 +25,7 @@ from nanochat import device as devices
 from nanochat.attention import KVCache
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.kernels.cpu import PackedLinear, pack
+from nanochat.kernels.cpu import PackedLinear
 from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.shell.cli import Interrupted, UserError
 from nanochat.tokenizer import Tokenizer
@@ -64,12 +64,12 @@ class Engine:
         self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
 
     def _snapshot(self, model: GPT) -> GPT:
-        if model.packed_head is not None:  # another engine's
+        if model.is_packed:  # another engine's
             return model
         if is_sharded(model):
             model = self._gathered(model)
         if self.device.packs_weights:
-            return pack(copy.deepcopy(model).to(self.device.dtype)).eval()
+            return model.kernels.pack(copy.deepcopy(model).to(self.device.dtype)).eval()
         if self.device.dtype == torch.float32:
             return model.eval()
         return copy.deepcopy(model).to(self.device.dtype).eval()  # bf16 weights halve what a decoded token reads
@@ -77,7 +77,7 @@ class Engine:
     def _gathered(self, model: GPT) -> GPT:
         """A whole copy of a sharded model; one parameter at a time is whole in fp32."""
         with torch.device("meta"):
-            copied = GPT(model.config).to(self.device.dtype)
+            copied = GPT(model.config, model.kernels).to(self.device.dtype)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
         _copy_weights(copied, model)
         return copied

@@ -1,16 +1,18 @@
-"""The one model: a decoder-only transformer, written by hand, every architectural choice a plain field.
+"""The model: a decoder-only transformer, written by hand. Every architectural choice is a field of GPTConfig.
 
-Tokens flow in, and out come logits, or the summed cross-entropy when targets are given. The defaults
-are the fast from-scratch preset: rotary positions, QK norm, weightless RMSNorm, squared ReLU, value
-embeddings, per-layer residual scales, soft-capped logits. `scaling.py` turns a depth into a config.
+Tokens go in; logits come out, or with targets the summed cross-entropy. The defaults are the fast from-scratch preset
+(source: nanochat and modded-nanogpt, unless a line names another). Qwen and Llama shapes are other values of the same
+fields. `scaling.py` turns a depth into a config.
+
+How a token becomes a loss, in `hidden` and `forward`: embedding -> blocks (attention, MLP, each added to the residual
+stream) -> norm -> head -> cross-entropy.
 
 Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, V vocab.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -18,37 +20,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.attention import KVCache, Segments, causal_attention
+from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
+from nanochat.kernels.torch_ import TorchKernels
 from nanochat.parallel.fsdp import fill
 
-GATE_INPUTS = 32  # the first channels of the residual stream drive the value gates
+GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What the model is; stored as JSON in every checkpoint."""
+    """The model's shape; stored as JSON in every checkpoint."""
 
     vocab_size: int = 32768
-    sequence_len: int = 2048  # rotary tables reach this far; also the training length
+    sequence_len: int = 2048  # training length and context: the rotary tables end here
     n_layer: int = 12
     width: int = 768
-    n_head: int = 6
+    n_head: int = 6  # 128 channels each; heads of 64 were no faster (docs/measurements.md)
+    # Query heads share key/value heads in groups of n_head / n_kv_head, which shrinks the cache by that factor
+    # (source: Ainslie et al. 2023, GQA).
     n_kv_head: int = 6
     head_dim: int = 0  # 0: width / n_head
+    # relu2: relu(x)^2, cheaper than a gated MLP and as good at this scale (source: So et al. 2021, Primer).
+    # swiglu: silu(gate) * up (source: Shazeer 2020, GLU variants); what Llama and Qwen use.
     mlp: Literal["relu2", "swiglu"] = "relu2"
     mlp_width: int = 0  # 0: 4 x width
-    window_pattern: str = "L"  # a letter a layer, repeated: S sees sequence_len / 4 tokens, L all; the last layer is L
-    rope_theta: float = 100_000.0
+    # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work;
+    # the last layer is always L, so that the prediction can use the whole context (source: Beltagy et al. 2020).
+    window_pattern: str = "L"
+    rope_theta: float = 100_000.0  # the slowest pair of channels turns once in about 2 pi theta tokens
+    # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
+    # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, this preset after it.
     qk_norm: Literal["none", "before_rotary", "after_rotary"] = "after_rotary"
-    qk_scale: float = 1.2  # fixed gain on q and on k behind their norm
-    norm_weight: bool = False  # learned gains in the norms
+    # The norm also caps how sharp attention can get. A fixed gain on q and on k gives some of that back.
+    qk_scale: float = 1.2
+    norm_weight: bool = False  # a learned gain in every norm: the next matrix can learn it, so it is left out
     norm_eps: float = 1e-6
-    attention_bias: bool = False  # on q, k, v
+    attention_bias: bool = False  # on q, k and v; Qwen2 has it
+    # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate.
     tied_head: bool = False
-    embedding_norm: bool = True
-    value_embeddings: bool = True  # on every other layer, the last included
-    residual_scales: bool = True  # learned per-layer scale of the residual, and of the embedding mixed in again
+    embedding_norm: bool = True  # the residual stream starts at unit size, however large the embeddings grow
+    # A second embedding of the token, added to the values of every other layer, the last included. It costs memory but
+    # almost no FLOPs, and is one of the larger gains per FLOP (source: Zhou et al. 2024, Value Residual Learning).
+    value_embeddings: bool = True
+    # Before each layer: x = a x + b x0, with x0 the normed embedding and two learned scalars per layer. The scale a
+    # sets how much a layer adds to the stream; b keeps the token's identity within reach of deep layers.
+    residual_scales: bool = True
+    # Logits are bounded to (-cap, cap), which stops the head from growing without end; 0: off
+    # (source: Gemma Team 2024, Gemma 2).
     logit_cap: float = 15.0
 
     def __post_init__(self):
@@ -67,150 +86,217 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and the head: a multiple of 64, which matrix units like."""
-        return -(-self.vocab_size // 64) * 64
+        """Rows of the embedding and the head: a multiple of 64, so that matrix units have no ragged edge.
+
+        The padding is never predicted: `head_weight` leaves it out.
+        """
+        return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
-        """Tokens that layer sees behind and with each token; 0 for all."""
-        short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.n_layer - 1
-        return max(self.sequence_len // 4, 1) if short else 0
+        """How many tokens a token of this layer attends to, itself included; 0 for all."""
+        letter = self.window_pattern[layer % len(self.window_pattern)]
+        if letter == "L" or layer == self.n_layer - 1:
+            return 0
+        return max(self.sequence_len // 4, 1)
 
     def has_value_embedding(self, layer: int) -> bool:
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
 
 
-class Norm(nn.Module):
-    """RMSNorm with or without a learned gain (source: Zhang and Sennrich 2019)."""
+@dataclass
+class ForwardContext:
+    """What all layers of one forward pass share, computed once because each piece costs launches."""
 
-    def __init__(self, size: int, config: GPTConfig):
+    cos: Tensor  # (T, 1, D); with a cache (B, T, 1, D), because its rows are at different positions
+    sin: Tensor
+    segments: Segments | None = None
+    cache: KVCache | None = None
+    positions: Tensor | None = None  # (B, T), where the new keys and values go in the cache
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
+
+
+class Norm(nn.Module):
+    """RMSNorm: like LayerNorm without the mean, which costs time and gains nothing (source: Zhang, Sennrich 2019)."""
+
+    def __init__(self, size: int, config: GPTConfig, kernels: TorchKernels):
         super().__init__()
-        self.shape, self.eps = (size,), config.norm_eps
+        self.eps = config.norm_eps
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_weight else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
-        fused = devices.kernels(x.device.type)
-        if fused is not None:
-            return fused.rms_norm(x, weight, self.eps)
-        return F.rms_norm(x, self.shape, weight, self.eps)
+        return self.kernels.rms_norm(x, weight, self.eps)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
         super().__init__()
-        self.config, self.layer, self.window = config, layer, config.window(layer)
+        self.config = config
+        self.layer = layer
+        self.window = config.window(layer)
+        self.kernels = kernels
         H, K, D = config.n_head, config.n_kv_head, config.head_dim
+        # q, k and v in one product: one launch instead of three.
         self.qkv = nn.Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
         self.output = nn.Linear(H * D, config.width, bias=False)
-        self.q_norm, self.k_norm = (Norm(D, config), Norm(D, config)) if config.qk_norm != "none" else (None, None)
-        self.value_gate = (
-            nn.Linear(min(GATE_INPUTS, config.width), K, bias=False) if config.has_value_embedding(layer) else None
-        )
-        gain = config.qk_scale**2 if config.qk_norm != "none" else 1.0
-        self.scale = gain / math.sqrt(D)  # the gains on q and k, folded into the scale of their products
+        has_norm = config.qk_norm != "none"
+        self.q_norm = Norm(D, config, kernels) if has_norm else None
+        self.k_norm = Norm(D, config, kernels) if has_norm else None
+        self.value_gate = None
+        if config.has_value_embedding(layer):
+            self.value_gate = nn.Linear(min(GATE_INPUTS, config.width), K, bias=False)
+        # 1 / sqrt(D) keeps the products q k at unit size. The gains on q and k only matter in their product, so they
+        # are part of the scale and cost nothing.
+        gain = config.qk_scale**2 if has_norm else 1.0
+        self.scale = gain / math.sqrt(D)
 
-    def forward(
-        self,
-        x: Tensor,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        cached: "Cached | None",
-        segments: Segments | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        """x (B, T, C), with `value` (B, T, K x D) this layer's value embeddings -> (B, T, C)."""
         c = self.config
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)  # (B, T, H + 2K, D)
-        qk, v = qkv.split(
-            (c.n_head + c.n_kv_head, c.n_kv_head), dim=2
-        )  # queries and keys go together: half the launches
-        qk = self._norm(rotate(qk, *rotary)) if c.qk_norm == "after_rotary" else rotate(self._norm(qk), *rotary)
-        q, k = qk.split((c.n_head, c.n_kv_head), dim=2)
+        H, K, D = c.n_head, c.n_kv_head, c.head_dim
+        qkv = self.qkv(x).view(B, T, H + 2 * K, D)
+        # Queries and keys are rotated and normed together, in half the launches.
+        qk, v = qkv.split((H + K, K), dim=2)
+        if c.qk_norm == "before_rotary":
+            qk = self._norm(qk)
+        # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
+        # (source: Su et al. 2021, RoFormer).
+        qk = self.kernels.rotate(qk, context.cos, context.sin)
+        if c.qk_norm == "after_rotary":
+            qk = self._norm(qk)
+        q, k = qk.split((H, K), dim=2)  # (B, T, H, D), (B, T, K, D)
+
+        # The value embedding enters through a gate per head between 0 and 3, which the token's state opens and closes.
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
-            v = v + gate.unsqueeze(-1) * value.view(B, T, c.n_kv_head, c.head_dim)
-        if cached is None:
-            y = causal_attention(q, k, v, scale=self.scale, window=self.window, segments=segments)
-        else:
-            y = cached.attention(self.layer, q, k, v, scale=self.scale, window=self.window)
-        return self.output(y.reshape(B, T, -1))  # (B, T, C)
+            v = v + gate.unsqueeze(-1) * value.view(B, T, K, D)
+
+        y = self._attend(q, k, v, context)  # (B, T, H, D)
+        return self.output(y.reshape(B, T, H * D))
 
     def _norm(self, qk: Tensor) -> Tensor:
-        """The QK norm, or nothing; one call where neither has a gain."""
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        if self.q_norm.weight is None:
+        """Norm each head of the queries and the keys (B, T, H + K, D)."""
+        assert self.q_norm is not None and self.k_norm is not None
+        if self.q_norm.weight is None:  # without learned gains the two norms are the same function: one call
             return self.q_norm(qk)
         q, k = qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """The new tokens attend to each other, and with a cache to the tokens before them."""
+        cache = context.cache
+        if cache is not None:
+            assert context.positions is not None
+            cache.write(self.layer, k, v, context.positions)
+        if cache is None or not context.masks:
+            return self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
+        keys, values = cache.read(self.layer)  # (B, K, S, D)
+        q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
+        y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
+        return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.gated = config.mlp == "swiglu"
-        self.input = nn.Linear(config.width, config.mlp_width * (2 if self.gated else 1), bias=False)
+        inputs = 2 * config.mlp_width if self.gated else config.mlp_width  # gate and up in one product
+        self.input = nn.Linear(config.width, inputs, bias=False)
         self.output = nn.Linear(config.mlp_width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up  # source: Shazeer 2020, GLU variants
+            x = F.silu(gate) * up
         else:
-            x = F.relu(x).square()  # source: So et al. 2021, Primer
+            x = F.relu(x).square()
         return self.output(x)
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int):
-        super().__init__()
-        self.attention_norm, self.attention = Norm(config.width, config), Attention(config, layer)
-        self.mlp_norm, self.mlp = Norm(config.width, config), MLP(config)
+    """Norm before attention and MLP, not after: the residual stream stays an unbroken sum, so that gradients reach
+    every layer at full size (source: Xiong et al. 2020)."""
 
-    def forward(
-        self,
-        x: Tensor,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        cached: "Cached | None",
-        segments: Segments | None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), value, rotary, cached, segments)
+    def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
+        super().__init__()
+        self.attention_norm = Norm(config.width, config, kernels)
+        self.attention = Attention(config, layer, kernels)
+        self.mlp_norm = Norm(config.width, config, kernels)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), value, context)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class ValueEmbedding(nn.Embedding):
-    """Hands the residual x through: once x has its gradient, the table has its own, and a sharded one lets go of it."""
+    """A table of values, one row per token.
+
+    It also takes the residual stream x and returns it unchanged, for FSDP alone. FSDP reduces a module's gradients
+    once the gradients of the module's inputs are there, and token ids have none. With x as an input each table is
+    reduced, and its whole gradient freed, in the course of the backward pass; otherwise all of them at its end.
+    """
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(tokens), x
 
 
 class Head(nn.Linear):
-    """The output head; what reads its weight (V, C) runs inside its forward, where a sharded one is whole."""
+    """The output head. It also computes the loss, because FSDP gathers its weight only while this forward runs."""
 
-    def forward(self, hidden: Tensor, read: Callable[..., Tensor], vocab: int, *inputs: Any) -> Tensor:
-        return read(hidden, self.weight[:vocab], *inputs)
+    def __init__(self, config: GPTConfig, kernels: TorchKernels):
+        super().__init__(config.width, config.padded_vocab_size, bias=False)
+        self.config = config
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+        return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels)
+
+
+def read_out(
+    hidden: Tensor, weight: Tensor, targets: Tensor | None, reduction: str, config: GPTConfig, kernels: TorchKernels
+) -> Tensor:
+    """Hidden states (..., C) and the head's weight (V, C) -> soft-capped logits (..., V) in fp32.
+
+    With targets (B, T) the cross-entropy in nats instead: its sum, or (B, T) with the reduction "none".
+    """
+    weight = weight[: config.vocab_size]  # without the padding
+    if targets is None:
+        return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), config.logit_cap)
+    loss = linear_cross_entropy if reduction == "sum" else token_losses
+    chunk = kernels.loss_chunk_tokens(config.vocab_size)
+    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk)
+    return losses if reduction == "sum" else losses.view_as(targets)
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig):
+    """`kernels` are the operators of the device that the model will run on, `device.kernels`; without, a CPU's.
+
+    They are chosen here, once, because the model is often built elsewhere: on the meta device, or in main memory.
+    """
+
+    def __init__(self, config: GPTConfig, kernels: TorchKernels | None = None):
         super().__init__()
         self.config = config
+        self.kernels = kernels or devices.kernels("cpu")
         V, C = config.padded_vocab_size, config.width
         self.embedding = nn.Embedding(V, C)
-        self.embedding_norm = Norm(C, config) if config.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = Norm(C, config)
-        self.head = None if config.tied_head else Head(C, V, bias=False)
-        self.packed_head: nn.Module | None = None  # in its place where the model is packed, see packed.py
-        kv_width = config.n_kv_head * config.head_dim
-        self.value_embeddings = nn.ModuleDict(
-            {str(i): ValueEmbedding(V, kv_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
-        )
+        self.embedding_norm = Norm(C, config, self.kernels) if config.embedding_norm else None
+        self.blocks = nn.ModuleList(Block(config, layer, self.kernels) for layer in range(config.n_layer))
+        self.norm = Norm(C, config, self.kernels)
+        self.head: nn.Module | None = None if config.tied_head else Head(config, self.kernels)
+        self.is_packed = False  # whether kernels.pack has laid out the weights; then the model only decodes
+        self.value_embeddings = nn.ModuleDict()
+        for layer in range(config.n_layer):
+            if config.has_value_embedding(layer):
+                self.value_embeddings[str(layer)] = ValueEmbedding(V, config.n_kv_head * config.head_dim)
         if config.residual_scales:
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
+        # The rotary tables follow from the config, so that checkpoints do not hold them.
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
         self.register_buffer("rotary_cos", torch.empty(config.sequence_len, config.head_dim), persistent=False)
@@ -223,51 +309,60 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill_rotary(self) -> None:
-        """Compute the rotary tables; needed once the module has left the meta device.
+        """Compute the rotary tables (T, D); needed again once the model has left the meta device.
 
-        Source: Su et al. 2021, RoFormer, in the split-half layout."""
-        pairs = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32)
-        angles = torch.outer(
-            torch.arange(self.config.sequence_len, dtype=torch.float32),
-            self.config.rope_theta ** (-pairs / self.config.head_dim),
-        )
-        angles = torch.cat((angles, angles), dim=1)  # (T, D)
-        if not self.rotary_cos.is_meta:
-            self.rotary_cos.copy_(angles.cos())
-            self.rotary_sin.copy_(angles.sin())
+        Pair i turns by position x theta^(-2i / D): fast pairs tell neighbours apart, slow ones distant tokens. A pair
+        is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen.
+        """
+        if self.rotary_cos.is_meta:
+            return
+        D = self.config.head_dim
+        frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)  # (D / 2,)
+        positions = torch.arange(self.config.sequence_len, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        angles = torch.cat((angles, angles), dim=1)  # (T, D): both channels of a pair turn alike
+        self.rotary_cos.copy_(angles.cos())
+        self.rotary_sin.copy_(angles.sin())
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draw the initial weights, the same on every device: the host draws, the device receives."""
+        """Draw the initial weights. The host draws them, so that they are the same on every device and layout."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(parameter: Tensor, std: float) -> None:
             fill(parameter, torch.randn(parameter.shape, generator=generator) * std)
 
         def uniform(parameter: Tensor, std: float) -> None:
-            bound = std * math.sqrt(3)
+            bound = std * math.sqrt(3)  # the standard deviation of a uniform variable is its bound / sqrt(3)
             fill(parameter, (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound)
 
+        # A product with weights of standard deviation 1 / sqrt(width) keeps unit-size inputs at unit size.
         std = 1 / math.sqrt(self.config.width)
+        # The norm after the embedding removes its size, but the size decides how far one update turns a row.
         normal(self.embedding.weight, 0.8)
-        if self.head is not None:
-            normal(self.head.weight, 0.001)
+        if isinstance(self.head, Head):
+            normal(self.head.weight, 0.001)  # nearly equal logits: the first loss is ln(vocab_size)
         for embedding in self.value_embeddings.values():
-            uniform(embedding.weight, std)  # type: ignore[arg-type]
+            assert isinstance(embedding, ValueEmbedding)
+            uniform(embedding.weight, std)  # as large as the values they are added to
         for block in self.blocks:
             assert isinstance(block, Block)
+            # Uniform, not normal, where Muon updates: no outliers, and the same standard deviation.
             uniform(block.attention.qkv.weight, std)
             if block.attention.qkv.bias is not None:
                 block.attention.qkv.bias.zero_()
             if block.attention.value_gate is not None:
-                block.attention.value_gate.weight.zero_()
-            block.attention.output.weight.zero_()  # every block starts as the identity
-            uniform(block.mlp.input.weight, 0.4 * std)
+                block.attention.value_gate.weight.zero_()  # every gate starts at 3 sigmoid(0) = 1.5
+            # Output projections of zero: every block starts as the identity, at any depth (source: Zhang et al. 2019,
+            # Fixup), and the gradient reaches the embeddings undisturbed.
+            block.attention.output.weight.zero_()
+            uniform(block.mlp.input.weight, 0.4 * std)  # the square of relu2 makes large inputs larger still
             block.mlp.output.weight.zero_()
         for module in self.modules():
             if isinstance(module, Norm) and module.weight is not None:
                 module.weight.fill_(1.0)
         if self.config.residual_scales:
+            # Early layers start with a larger stream and more of the embedding, late layers with less of both.
             last = max(self.config.n_layer - 1, 1)
             depth = torch.arange(self.config.n_layer) / last  # 0 at the first layer, 1 at the last
             fill(self.residual_scales, 1.15 - 0.10 * depth)
@@ -283,123 +378,123 @@ class GPT(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the summed cross-entropy in nats, a scalar.
 
-        `segments` (B, T) numbers the documents of a row, which then do not see one another.
+        `segments` (B, T) numbers the documents of a row, which then do not attend to each other.
         """
-        x = self.hidden(tokens, cache, segments)
-        if targets is None:
-            return self.logits(x)
-        return self._read_head(linear_cross_entropy, x.flatten(0, 1), targets.flatten(), self.config.logit_cap)
+        return self._read_out(self.hidden(tokens, cache, segments), targets)
 
     def losses(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
         """Per-token cross-entropy in nats, (B, T), 0 where the target is IGNORE."""
-        x = self.hidden(tokens, None, segments).flatten(0, 1)
-        return self._read_head(token_losses, x, targets.flatten(), self.config.logit_cap).view_as(targets)
+        return self._read_out(self.hidden(tokens, None, segments), targets, reduction="none")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> soft-capped logits (..., V) in fp32."""
+        return self._read_out(hidden)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
-        T = tokens.size(1)
-        if cache is None:
-            assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
-            cached, cos, sin = None, self.rotary_cos[:T], self.rotary_sin[:T]  # (T, D)
-        else:
-            cached = Cached(cache, T, [self.config.window(i) for i in range(self.config.n_layer)])
-            cos, sin = self.rotary_cos[cached.positions], self.rotary_sin[cached.positions]  # (B, T, D)
         x = self.embedding(tokens)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        rotary = (cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2))  # (..., T, 1, D)
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream has the dtype of the products
+        context = self._context(tokens, x.dtype, cache, segments)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
-        documents = None if segments is None else Segments(segments)
-        scales: Sequence[tuple[Tensor, Tensor]] = ()  # cast and split at once: a launch each a layer otherwise
         if self.config.residual_scales:
-            residual, embedded = self.residual_scales.to(x.dtype), self.embedding_scales.to(x.dtype)
-            scales = list(zip(residual.unbind(), embedded.unbind(), strict=True))
+            # Cast and split for all layers at once; otherwise each layer needs launches of its own.
+            residual_scales = self.residual_scales.to(x.dtype).unbind()
+            embedding_scales = self.embedding_scales.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
-            if scales:
-                x = scales[i][0] * x + scales[i][1] * first
+            if self.config.residual_scales:
+                x = residual_scales[i] * x + embedding_scales[i] * first
             value = None
             if str(i) in self.value_embeddings:
                 value, x = self.value_embeddings[str(i)](tokens, x)
                 value = value.to(x.dtype)
-            x = block(x, value, rotary, cached, documents)
+            x = block(x, value, context)
         return self.norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> soft-capped logits (..., V) in fp32."""
-        packed = self.packed_head
-        logits = self._read_head(_product, hidden) if packed is None else packed(hidden)
-        return soft_cap(logits.float(), self.config.logit_cap)
+    def _context(
+        self, tokens: Tensor, dtype: torch.dtype, cache: KVCache | None, segments: Tensor | None
+    ) -> ForwardContext:
+        """Positions and masks for all layers."""
+        if self.kernels.device_type not in (None, tokens.device.type):
+            raise ValueError(
+                f"the model has {self.kernels.device_type} kernels and its tokens are on {tokens.device.type}: "
+                "build it with GPT(config, device.kernels)"
+            )
+        T = tokens.size(1)
+        if cache is None:
+            # Whole rows start at position 0.
+            assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
+            positions = None
+            cos = self.rotary_cos[:T]  # (T, D)
+            sin = self.rotary_sin[:T]
+        else:
+            # Each row continues where it ends.
+            positions = cache.positions(T)  # (B, T)
+            cos = self.rotary_cos[positions]  # (B, T, D)
+            sin = self.rotary_sin[positions]
+        context = ForwardContext(
+            cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2), cache=cache, positions=positions
+        )
+        if segments is not None:
+            context.segments = Segments(segments, self.kernels.prepare_mask)
+        # A prompt into an empty cache is a whole row: it attends to itself without reading the cache. A single token
+        # reads the cache even then: a recorded decode step is the same whatever the cache holds.
+        if cache is not None and positions is not None and not (cache.is_empty and T > 1):
+            windows = [self.config.window(layer) for layer in range(self.config.n_layer)]
+            for window, mask in cache.masks(positions, windows).items():
+                context.masks[window] = self.kernels.prepare_mask(mask)
+        return context
 
-    def _read_head(self, read: Callable[..., Tensor], hidden: Tensor, *inputs: Any) -> Tensor:
-        """read(hidden, weight (V, C), *inputs)."""
-        if self.head is None:
-            return read(hidden, self.head_weight(), *inputs)
-        return self.head(hidden, read, self.config.vocab_size, *inputs)
+    def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+        if self.head is None:  # tied: FSDP keeps the embedding gathered, because it belongs to the root module
+            return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels)
+        if targets is None:
+            return self.head(hidden)
+        return self.head(hidden, targets, reduction)
 
     def head_weight(self) -> Tensor:
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return weight[: self.config.vocab_size]  # without the padding
+        """(vocab_size, C), without the padding."""
+        weight = self.head.weight if isinstance(self.head, Head) else self.embedding.weight
+        return weight[: self.config.vocab_size]
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for `batch` rows of up to `capacity` tokens."""
         c = self.config
-        return KVCache(c.n_layer, batch, capacity, c.n_kv_head, c.head_dim, self.device, dtype)
+        return KVCache.empty(c.n_layer, batch, capacity, c.n_kv_head, c.head_dim, self.device, dtype)
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Every parameter once, by the role that decides how it is optimised."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {
-            name: [] for name in ("matrix", "qkv", "embedding", "value_embedding", "head", "vector", "residual_scale")
-        }
+        """Every parameter once, by the role that decides how it is optimised (optim.py)."""
+        roles = ("matrix", "qkv", "embedding", "value_embedding", "head", "vector", "residual_scale")
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {role: [] for role in roles}
         for name, parameter in self.named_parameters():
             if name == "residual_scales":
                 role = "residual_scale"
-            elif name.startswith("embedding.") or name.startswith("value_embeddings."):
-                role = "embedding" if name.startswith("embedding.") else "value_embedding"
+            elif name.startswith("embedding."):
+                role = "embedding"
+            elif name.startswith("value_embeddings."):
+                role = "value_embedding"
             elif name.startswith("head."):
                 role = "head"
-            elif parameter.ndim < 2 or "value_gate" in name:
+            elif parameter.ndim < 2 or "value_gate" in name:  # a gate is too small a matrix for Muon
                 role = "vector"
+            elif ".qkv." in name:  # three matrices in one, which Muon takes apart
+                role = "qkv"
             else:
-                role = "qkv" if ".qkv." in name else "matrix"
+                role = "matrix"
             groups[role].append((name, parameter))
         return groups
 
     def gradient_order(self) -> list[str]:
-        """Every parameter's name, those first whose gradients a backward completes first."""
-        order = ["head", "norm"]
+        """Every parameter's name in the order in which a backward pass completes the gradients."""
+        parts = ["head", "norm"]
         for layer in reversed(range(self.config.n_layer)):
-            order += [f"blocks.{layer}", f"value_embeddings.{layer}"]
-        order += ["residual_scales", "embedding_scales", "embedding"]
+            parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]
+        parts += ["residual_scales", "embedding_scales", "embedding"]
         names = [name for name, _ in self.named_parameters()]
-        return [n for part in order for n in reversed(names) if n == part or n.startswith(f"{part}.")]
-
-
-class Cached:
-    """One forward pass against a cache: positions and masks are worked out once for all layers."""
-
-    def __init__(self, cache: KVCache, tokens: int, windows: list[int]):
-        self.cache = cache
-        self.positions = cache.positions(tokens)  # (B, T)
-        self.alone = cache.is_empty and tokens > 1  # an empty cache: the prompt need not be read back from it
-        self.masks = {} if self.alone else cache.masks(self.positions, windows)
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int) -> Tensor:
-        self.cache.write(layer, k, v, self.positions)
-        if self.alone:
-            return causal_attention(q, k, v, scale=scale, window=window)
-        return self.cache.attend(layer, q, scale=scale, mask=self.masks[window])
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle."""
-    fused = devices.kernels(x.device.type)
-    if fused is not None:
-        return fused.rotate(x, cos, sin)
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+        names.reverse()
+        order = []
+        for part in parts:
+            order += [name for name in names if name == part or name.startswith(f"{part}.")]
+        return order

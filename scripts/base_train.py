@@ -86,7 +86,7 @@ def main(config: Config) -> None:
     )
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     with torch.device("meta"):
-        model = GPT(model_config)
+        model = GPT(model_config, device.kernels)
     shard(model, layout, device, config.activation_checkpointing)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.seed)

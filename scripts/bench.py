@@ -58,7 +58,7 @@ def train(config: Config) -> None:
     # ------------------------------------------------------------------ a model and a batch
     device = devices.init(config.device, config.dtype)
     model_config = scaling.model_config(config.depth, config.vocab_size, config.max_seq_len, head_dim=config.head_dim)
-    model = GPT(model_config).to(device.torch_device)
+    model = GPT(model_config, device.kernels).to(device.torch_device)
     model.init_weights()
     rows, tokens, width = config.device_batch_size, config.max_seq_len, model_config.width
     batch_tokens = rows * tokens
@@ -164,7 +164,7 @@ def serve(config: Config) -> None:
         specials = len(Tokenizer(words).special_ids)
         tokenizer = Tokenizer(words[: config.vocab_size - specials])
         shape = scaling.model_config(config.depth, tokenizer.vocab_size, config.max_seq_len, head_dim=config.head_dim)
-        model = GPT(shape).to(device.torch_device)
+        model = GPT(shape, device.kernels).to(device.torch_device)
         model.init_weights()
         return Engine(model, tokenizer, device)
 

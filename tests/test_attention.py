@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat import attention
-from nanochat.attention import KVCache, Segments, causal_attention
+from nanochat.attention import KVCache, Segments
+from nanochat.kernels import cpu, torch_
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.torch_ import TorchKernels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -28,29 +30,34 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
 # ---------------------------------------------------------------------- whole rows
 
 
-@pytest.fixture(params=["plain", "plain-blocks", "fused"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products in one block and in several, and the fused kernel that long rows and other devices take."""
-    monkeypatch.setattr(attention, "PLAIN_TOKENS", 0 if request.param == "fused" else 1024)
-    monkeypatch.setattr(attention, "PLAIN_BLOCK", 3 if request.param == "plain-blocks" else 128)
+@pytest.fixture(params=["cpu", "cpu-blocks", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchKernels:
+    """Matrix products in one block and in several, and torch's fused operator."""
+    if request.param == "cpu-blocks":
+        monkeypatch.setattr(cpu, "PLAIN_BLOCK", 3)
+    return TorchKernels() if request.param == "torch" else CpuKernels()
 
 
-def test_device_and_length_choose_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_and_length_choose_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for name in ("plain_attention", "windowed_attention", "_sdpa"):
-        monkeypatch.setattr(attention, name, lambda q, k, v, name=name, **_: taken.append(name) or q)
-    monkeypatch.setattr(attention, "PLAIN_TOKENS", 8)
-    for T, window in ((8, 0), (8, 3), (9, 3), (9, 9), (9, 0)):
-        causal_attention(*random_qkv(1, T, 1, 1), scale=1.0, window=window)
-    assert taken == ["plain_attention", "plain_attention", "windowed_attention", "_sdpa", "_sdpa"]
+    for module, name in ((cpu, "plain_attention"), (torch_, "windowed_attention"), (torch_, "fused_attention")):
+        monkeypatch.setattr(module, name, lambda q, k, v, name=name, **_: taken.append(name) or q)
+    monkeypatch.setattr(cpu, "PLAIN_TOKENS", 8)
+    for kernels, T, window in (
+        (CpuKernels(), 8, 3),
+        (CpuKernels(), 9, 3),
+        (TorchKernels(), 8, 3),
+        (CpuKernels(), 9, 9),
+    ):
+        kernels.attention(*random_qkv(1, T, 1, 1), scale=1.0, window=window)
+    assert taken == ["plain_attention", "windowed_attention", "windowed_attention", "fused_attention"]
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 7, 8, 9, 15, 16, 17])
-def test_windowed_attention_is_a_masked_softmax(T: int, window: int) -> None:
+def test_windowed_attention_is_a_masked_softmax(kernels: TorchKernels, T: int, window: int) -> None:
     inputs = [x.requires_grad_() for x in random_qkv(2, T, 4, 2)]
-    out, expected = causal_attention(*inputs, scale=0.7, window=window), reference(*inputs, 0.7, window)
+    out, expected = kernels.attention(*inputs, scale=0.7, window=window), reference(*inputs, 0.7, window)
     torch.testing.assert_close(out, expected, **CLOSE)
     weight = torch.randn_like(out)
     gradients = torch.autograd.grad((out * weight).sum(), inputs)
@@ -58,26 +65,23 @@ def test_windowed_attention_is_a_masked_softmax(T: int, window: int) -> None:
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("H", "K"), [(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("window", [0, 3])
-def test_query_heads_share_key_heads_in_order(H: int, K: int, window: int) -> None:
+def test_query_heads_share_key_heads_in_order(kernels: TorchKernels, H: int, K: int, window: int) -> None:
     q, k, v = random_qkv(3, 10, H, K)
     torch.testing.assert_close(
-        causal_attention(q, k, v, scale=0.5, window=window), reference(q, k, v, 0.5, window), **CLOSE
+        kernels.attention(q, k, v, scale=0.5, window=window), reference(q, k, v, 0.5, window), **CLOSE
     )
 
 
-@pytest.mark.usefixtures("kernel")
-def test_a_window_of_one_returns_the_values() -> None:
+def test_a_window_of_one_returns_the_values(kernels: TorchKernels) -> None:
     q, k, v = random_qkv(2, 9, 2, 2)
-    torch.testing.assert_close(causal_attention(q, k, v, scale=1.0, window=1), v, **CLOSE)
+    torch.testing.assert_close(kernels.attention(q, k, v, scale=1.0, window=1), v, **CLOSE)
 
 
-@pytest.mark.usefixtures("kernel")
-def test_bfloat16_is_near() -> None:
+def test_bfloat16_is_near(kernels: TorchKernels) -> None:
     q, k, v = random_qkv(2, 9, 2, 2)
-    out = causal_attention(*(x.bfloat16() for x in (q, k, v)), scale=0.5, window=4)
+    out = kernels.attention(*(x.bfloat16() for x in (q, k, v)), scale=0.5, window=4)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), reference(q, k, v, 0.5, 4), rtol=0.05, atol=0.05)
 
@@ -91,16 +95,18 @@ def cached_attention(
     """One pass of one layer, as the model and the engine do it between them; `position` moves on."""
     positions = cache.positions(q.size(1))
     cache.write(layer, k, v, positions)
-    out = cache.attend(layer, q, scale=scale, mask=cache.masks(positions, [window])[window])
-    cache.position += q.size(1)
-    return out
+    keys, values = cache.read(layer)
+    q = q.transpose(1, 2).to(keys.dtype)
+    out = CpuKernels().cached_attention(q, keys, values, scale=scale, mask=cache.masks(positions, [window])[window])
+    cache.position += positions.size(1)
+    return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 5])
 @pytest.mark.parametrize("chunks", [[12], [5, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4], [1] * 12, [7, 5], [2, 1, 6, 3]])
 def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -> None:
     q, k, v = random_qkv(2, 12, 4, 2)
-    cache = KVCache(2, 2, 16, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(2, 2, 16, 2, 4, "cpu", torch.float32)
     parts = list(zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True))
     out = torch.cat([cached_attention(cache, *part, window, layer=1) for part in parts], dim=1)
     torch.testing.assert_close(out, reference(q, k, v, 0.7, window), **CLOSE)
@@ -112,7 +118,7 @@ def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -
 def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
     lengths, decoded = torch.tensor([5, 2, 7]), 4
     q, k, v = random_qkv(3, 11, 4, 2)  # row r is q[r, : lengths[r] + decoded]
-    cache = KVCache(1, 3, 12, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(1, 3, 12, 2, 4, "cpu", torch.float32)
     filling = torch.arange(7) >= lengths[:, None]  # behind the short rows, as a batch of prompts has it
     prompt = [x[:, :7].masked_fill(filling[..., None, None], 99.0) for x in (q, k, v)]
     cached_attention(cache, *prompt, window)
@@ -130,7 +136,7 @@ def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
 
 def test_keys_beyond_attended_len_are_not_read() -> None:
     q, k, v = random_qkv(1, 5, 2, 2)
-    cache = KVCache(1, 1, 16, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(1, 1, 16, 2, 4, "cpu", torch.float32)
     cache.keys[:, :, :, 5:], cache.values[:, :, :, 5:] = torch.nan, torch.nan
     cache.attended_len = 5
     out = cached_attention(cache, q, k, v, 0)
@@ -139,7 +145,7 @@ def test_keys_beyond_attended_len_are_not_read() -> None:
 
 
 def test_masks_are_made_once_for_each_window() -> None:
-    cache = KVCache(3, 2, 6, 1, 4, "cpu", torch.float32)
+    cache = KVCache.empty(3, 2, 6, 1, 4, "cpu", torch.float32)
     cache.position += torch.tensor([3, 0])
     masks = cache.masks(cache.positions(2), [2, 0, 2])
     assert set(masks) == {0, 2}
@@ -151,7 +157,7 @@ def test_masks_are_made_once_for_each_window() -> None:
 
 def test_select_gives_rows_that_begin_alike_and_part() -> None:
     q, k, v = random_qkv(1, 6, 4, 2)
-    cache = KVCache(1, 1, 10, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(1, 1, 10, 2, 4, "cpu", torch.float32)
     cached_attention(cache, *(x[:, :4] for x in (q, k, v)), 0)
     cache.attended_len, cache.is_empty = 8, False
     before = cache.keys.clone()
@@ -169,28 +175,24 @@ def test_select_gives_rows_that_begin_alike_and_part() -> None:
 
 def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:
     q, k, v = random_qkv(1, 3, 2, 2)
-    cache = KVCache(1, 1, 4, 2, 4, "cpu", torch.bfloat16)
+    cache = KVCache.empty(1, 1, 4, 2, 4, "cpu", torch.bfloat16)
     out = cached_attention(cache, q, k, v, 0)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), reference(q, k, v, 0.7), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 100])
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "fused"])
-def test_documents_of_a_row_do_not_see_one_another(window: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_a_row_do_not_attend_to_each_other(kernels: TorchKernels, window: int) -> None:
     """Every document of a row attends as it would alone."""
-    monkeypatch.setattr(attention, "PLAIN_TOKENS", 1024 if plain else 0)
-    monkeypatch.setattr(attention, "PLAIN_BLOCK", 16)
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 50, 4, 8), torch.randn(2, 50, 2, 8), torch.randn(2, 50, 2, 8)
-    segments = (torch.rand(2, 50) < 0.2).cumsum(1)
-    out = causal_attention(q, k, v, scale=0.3, window=window, segments=Segments(segments))
+    q, k, v = random_qkv(2, 50, 4, 2)
+    numbers = (torch.rand(2, 50) < 0.2).cumsum(1)
+    segments = Segments(numbers, kernels.prepare_mask)
+    out = kernels.attention(q, k, v, scale=0.3, window=window, segments=segments)
     for row in range(2):
-        for number in segments[row].unique():
-            mine = (segments[row] == number).nonzero().flatten()
-            alone = causal_attention(
-                q[row : row + 1, mine], k[row : row + 1, mine], v[row : row + 1, mine], scale=0.3, window=window
-            )
-            torch.testing.assert_close(out[row : row + 1, mine], alone, rtol=1e-5, atol=1e-6)
-    whole = causal_attention(q, k, v, scale=0.3, window=window, segments=Segments(torch.zeros_like(segments)))
-    torch.testing.assert_close(whole, causal_attention(q, k, v, scale=0.3, window=window))
+        for number in numbers[row].unique():
+            own = (numbers[row] == number).nonzero().flatten()
+            document = [x[row : row + 1, own] for x in (q, k, v)]
+            torch.testing.assert_close(out[row : row + 1, own], reference(*document, 0.3, window), **CLOSE)
+    one_document = Segments(torch.zeros_like(numbers), kernels.prepare_mask)
+    whole = kernels.attention(q, k, v, scale=0.3, window=window, segments=one_document)
+    torch.testing.assert_close(whole, kernels.attention(q, k, v, scale=0.3, window=window), **CLOSE)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanochat import cross_entropy
 from nanochat.cross_entropy import IGNORE, linear_cross_entropy, soft_cap, token_losses
 
 N, W, V = 37, 8, 50
@@ -28,33 +27,32 @@ def random_case(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def with_gradients(function, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float) -> list[Tensor]:
-    loss = function(hidden, weight, targets, cap)
+def with_gradients(
+    function, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, *chunk_tokens: int
+) -> list[Tensor]:
+    loss = function(hidden, weight, targets, cap, *chunk_tokens)
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
 
-@pytest.fixture(params=[1, 7, N, 4096], ids=lambda rows: f"{rows}-rows-a-chunk")
-def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", 1)
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", request.param * V)
+chunked = pytest.mark.parametrize("chunk_tokens", [1, 7, N, 4096])
 
 
-@pytest.mark.usefixtures("chunked")
+@chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0, 2.0])
-def test_fused_equals_plain(cap: float) -> None:
+def test_fused_equals_plain(cap: float, chunk_tokens: int) -> None:
     case = random_case(scale=3.0)
     for got, wanted in zip(
-        with_gradients(linear_cross_entropy, *case, cap), with_gradients(plain, *case, cap), strict=True
+        with_gradients(linear_cross_entropy, *case, cap, chunk_tokens), with_gradients(plain, *case, cap), strict=True
     ):
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("chunked")
+@chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0])
-def test_bfloat16_is_near_plain(cap: float) -> None:
+def test_bfloat16_is_near_plain(cap: float, chunk_tokens: int) -> None:
     hidden, weight, targets = random_case()
     half = hidden.detach().bfloat16().requires_grad_()
-    loss, grad_hidden, grad_weight = with_gradients(linear_cross_entropy, half, weight, targets, cap)
+    loss, grad_hidden, grad_weight = with_gradients(linear_cross_entropy, half, weight, targets, cap, chunk_tokens)
     rounded = (half.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_(), targets)
     wanted = with_gradients(plain, *rounded, cap)
     assert (loss.dtype, grad_hidden.dtype, grad_weight.dtype) == (torch.float32, torch.bfloat16, torch.float32)
@@ -65,20 +63,20 @@ def test_bfloat16_is_near_plain(cap: float) -> None:
 
 def test_the_upstream_gradient_scales_both() -> None:
     hidden, weight, targets = random_case()
-    once = with_gradients(linear_cross_entropy, hidden, weight, targets, 15.0)
-    thrice = with_gradients(lambda *a: 3 * linear_cross_entropy(*a), hidden, weight, targets, 15.0)
+    once = with_gradients(linear_cross_entropy, hidden, weight, targets, 15.0, 7)
+    thrice = with_gradients(lambda *a: 3 * linear_cross_entropy(*a), hidden, weight, targets, 15.0, 7)
     for one, three in zip(once, thrice, strict=True):
         torch.testing.assert_close(3 * one, three)
 
 
-@pytest.mark.usefixtures("chunked")
+@chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0])
-def test_without_gradients_and_by_token_the_same(cap: float) -> None:
+def test_without_gradients_and_by_token_the_same(cap: float, chunk_tokens: int) -> None:
     hidden, weight, targets = random_case()
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, targets, cap)
-        by_token = token_losses(hidden, weight, targets, cap)
-    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, targets, cap).detach())
+        loss = linear_cross_entropy(hidden, weight, targets, cap, chunk_tokens)
+        by_token = token_losses(hidden, weight, targets, cap, chunk_tokens)
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, targets, cap, chunk_tokens).detach())
     logits = soft_cap(hidden @ weight.T, cap)
     wanted = F.cross_entropy(logits, targets.clamp(min=0), reduction="none") * (targets != IGNORE)
     torch.testing.assert_close(by_token, wanted.detach(), rtol=1e-5, atol=1e-5)
@@ -90,14 +88,14 @@ def test_without_gradients_and_by_token_the_same(cap: float) -> None:
 def test_nothing_to_predict_is_exactly_nothing(cap: float, size: float) -> None:
     hidden, weight, _ = random_case(size)
     nothing = torch.full((N,), IGNORE)
-    for value in with_gradients(linear_cross_entropy, hidden, weight, nothing, cap):
+    for value in with_gradients(linear_cross_entropy, hidden, weight, nothing, cap, 7):
         assert value.eq(0).all()
-    assert token_losses(hidden, weight, nothing, cap).eq(0).all()
+    assert token_losses(hidden, weight, nothing, cap, 7).eq(0).all()
 
 
 def test_an_ignored_token_has_no_gradient() -> None:
     hidden, weight, targets = random_case()
-    _, grad_hidden, _ = with_gradients(linear_cross_entropy, hidden, weight, targets, 15.0)
+    _, grad_hidden, _ = with_gradients(linear_cross_entropy, hidden, weight, targets, 15.0, 7)
     assert grad_hidden[targets == IGNORE].eq(0).all()
     assert grad_hidden[targets != IGNORE].any(dim=1).all()
 
@@ -106,14 +104,14 @@ def test_an_ignored_token_has_no_gradient() -> None:
 def test_large_logits_do_not_overflow(cap: float) -> None:
     case = random_case(scale=1e4)
     for got, wanted in zip(
-        with_gradients(linear_cross_entropy, *case, cap), with_gradients(plain, *case, cap), strict=True
+        with_gradients(linear_cross_entropy, *case, cap, 7), with_gradients(plain, *case, cap), strict=True
     ):
         assert got.isfinite().all()
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
-    loss = linear_cross_entropy(torch.zeros(4, W), torch.randn(V, W), torch.tensor([0, 3, IGNORE, V - 1]))
+    loss = linear_cross_entropy(torch.zeros(4, W), torch.randn(V, W), torch.tensor([0, 3, IGNORE, V - 1]), 0.0, 7)
     assert loss.item() == pytest.approx(3 * math.log(V), rel=1e-6)
 
 
@@ -141,17 +139,15 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cap", [0.0, 15.0])
-def test_the_logits_are_never_all_there(cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_are_never_all_there(cap: float) -> None:
     rows, chunk = 64, 4
     hidden, weight = torch.randn(rows, W, requires_grad=True), torch.randn(V, W, requires_grad=True)
     targets = torch.randint(0, V, (rows,))
-    monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", 1)
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk * V)
     saved = []
     with LargestTensor() as seen:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-            loss = linear_cross_entropy(hidden, weight, targets, cap)
+            loss = linear_cross_entropy(hidden, weight, targets, cap, chunk)
         loss.backward()
-        token_losses(hidden.detach(), weight.detach(), targets, cap)
+        token_losses(hidden.detach(), weight.detach(), targets, cap, chunk)
     assert seen.elements <= max(rows * W, V * W, chunk * V) < rows * V
     assert sum(saved) <= rows * W + V * W

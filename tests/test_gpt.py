@@ -10,7 +10,8 @@ from tiny import SHAPES, cpu_device, lively_model, tiny_config
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, GPTConfig, rotate
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.torch_ import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
 
@@ -262,14 +263,18 @@ def test_rotary_is_a_complex_rotation(theta: float) -> None:
     cos, sin = model.rotary_cos.double()[:, None], model.rotary_sin.double()[:, None]
     turn = torch.tensor([[t * theta ** (-2 * j / 16) for j in range(8)] for t in range(32)], dtype=torch.float64)
     z = torch.complex(x[..., :8], x[..., 8:]) * torch.exp(1j * turn)[None, :, None]
-    torch.testing.assert_close(rotate(x, cos, sin), torch.cat((z.real, z.imag), dim=-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        TorchKernels().rotate(x, cos, sin), torch.cat((z.real, z.imag), dim=-1), rtol=0, atol=1e-5
+    )
 
 
 def test_rotary_products_depend_on_the_distance_alone() -> None:
     model = GPT(tiny_config(head_dim=16))
     q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 32, 1, 16)
     cos, sin = model.rotary_cos[:, None], model.rotary_sin[:, None]
-    products = torch.einsum("btd,bsd->ts", rotate(q, cos, sin)[:, :, 0], rotate(k, cos, sin)[:, :, 0])  # (T, T)
+    products = torch.einsum(
+        "btd,bsd->ts", TorchKernels().rotate(q, cos, sin)[:, :, 0], TorchKernels().rotate(k, cos, sin)[:, :, 0]
+    )  # (T, T)
     for distance in (0, 1, 7, 20):
         diagonal = products.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)

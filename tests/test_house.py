@@ -18,13 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # `name.*` is a folder. The reading list is every name without a dot.
 ORDER = (
     ("shell.*",),
-    ("kernels.npu", "kernels.torch_", "device"),
+    ("attention", "cross_entropy"),
+    ("kernels.*",),
+    ("device",),
     ("tokenizer", "demo.*", "tools.*"),
     ("data.hub", "data.files", "data.sources", "data.records", "data.loader"),
     ("conversation", "tasks.*"),
-    ("cross_entropy", "attention", "data.packing", "parallel.*"),
+    ("data.packing", "parallel.*"),
     ("gpt",),
-    ("kernels.*",),
     ("optim",),
     ("scaling",),
     ("train",),

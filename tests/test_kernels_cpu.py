@@ -5,17 +5,17 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from tiny import SHAPES, cpu_device, lively_model, tiny_config
+from tiny import SHAPES, lively_model, tiny_config
 
-from nanochat.kernels.cpu import PackedLinear, pack
+from nanochat.kernels.cpu import CpuKernels, PackedLinear
 
-pytestmark = pytest.mark.skipif(not cpu_device(dtype=torch.float32).packs_weights, reason="this torch packs nothing")
+pytestmark = pytest.mark.skipif(not CpuKernels().packs(torch.float32), reason="this torch packs nothing")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_model_computes_what_it_did(shape: str) -> None:
     model = lively_model(tiny_config(**SHAPES[shape])).eval()
-    packed = pack(copy.deepcopy(model))
+    packed = model.kernels.pack(copy.deepcopy(model))
     tokens = torch.randint(model.config.vocab_size, (3, 17))
     with torch.inference_mode():
         torch.testing.assert_close(packed(tokens), model(tokens), rtol=1e-5, atol=1e-5)

@@ -53,7 +53,10 @@ def make_run(
     device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
     recompute: bool = False, compiled: bool = False,
 ) -> Run:  # fmt: skip
-    model, layout = lively_model(config).to(device.torch_device), lay_out(device, how, replicate)
+    model, layout = (
+        lively_model(config, kernels=device.kernels).to(device.torch_device),
+        lay_out(device, how, replicate),
+    )
     shard(model, layout, device, recompute)
     optimizer = make_optimizer(model, RATES, device, matrices, layout)
     return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]

@@ -16,6 +16,7 @@ import torch
 from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.torch_ import TorchKernels
 from nanochat.tokenizer import Tokenizer
 
 MERGES = (
@@ -49,9 +50,9 @@ def tiny_config(**changes: Any) -> GPTConfig:
     return GPTConfig(**{**sizes, "window_pattern": "SSL", **changes})
 
 
-def lively_model(config: GPTConfig, seed: int = 0) -> GPT:
+def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None = None) -> GPT:
     """A model with noise on every parameter: freshly initialised, the output projections and gates are zero."""
-    model = GPT(config)
+    model = GPT(config, kernels)
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""The operators that the model is made of, one interface, one file for each kind of device."""
+"""The operators that the model calls: one interface, one file per kind of device."""

@@ -1,19 +1,107 @@
-"""Linear layers whose weights are laid out anew for a CPU's matrix products, which few rows at a time need most.
+"""What a CPU does better than with torch's fused operators: attention by matrix products, weights packed for decoding.
 
-The engine decodes with a copy of the model made by `pack`. oneDNN's packed products read the weights with all threads,
-where the plain ones of few rows take one, and a row has the same bits however many others stand beside it
-(docs/measurements.md). They know no gradient.
+Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
+
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.gpt import GPT
+from nanochat.attention import Segments
+from nanochat.cross_entropy import soft_cap
+from nanochat.kernels.torch_ import TorchKernels
+
+PLAIN_TOKENS = 1024  # longest row for plain attention: its scores still fit the processor's caches
+PLAIN_BLOCK = 256  # queries at a time; blocks of 128 make a training step 5% slower (docs/measurements.md)
+
+
+class CpuKernels(TorchKernels):
+    name = "cpu (attention by matrix products)"
+    device_type = "cpu"
+    # 2^21 logits stay in the caches. With 2^23 a training step takes 463 ms instead of 398, with 2^20 423.
+    loss_chunk_elements = 1 << 21
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+    ) -> Tensor:
+        """Matrix products up to PLAIN_TOKENS: 16 ms a layer where torch's fused operator takes 43."""
+        if q.size(1) > PLAIN_TOKENS:
+            return super().attention(q, k, v, scale=scale, window=window, segments=segments)
+        return plain_attention(q, k, v, scale=scale, window=window, segments=segments)
+
+    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        """Matrix products in bf16, where the fused operator takes 3 times as long for 16 rows of one query."""
+        if k.dtype == torch.float32:
+            return super().cached_attention(q, k, v, scale=scale, mask=mask)
+        B, H, T, D = q.shape
+        K = k.size(1)
+        # The query heads that share a key head become rows of one product.
+        q = q.reshape(B, K, -1, D)  # (B, K, H/K x T, D)
+        # A product of a strided view copies it value by value, which takes 5 times as long.
+        k = k.contiguous()
+        v = v.contiguous()
+        scores = (q @ k.mT).view(B, H, T, -1).float() * scale  # (B, H, T, S)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
+        out = weights.view(B, K, -1, k.size(2)) @ v  # (B, K, H/K x T, D)
+        return out.view(B, H, T, D)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        operators = torch.ops.mkldnn
+        if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+            return False
+        if not torch.backends.mkldnn.is_available():
+            return False
+        return dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
+
+    def pack(self, model: Any) -> Any:
+        model.head = PackedHead(model.head_weight(), model.config.logit_cap)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, PackedLinear(child.weight, child.bias))
+        model.is_packed = True
+        return model
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+) -> Tensor:
+    """Attention as it is defined, a block of queries at a time against the keys that any of them may attend to."""
+    T = q.size(1)
+    groups = q.size(2) // k.size(2)
+    q = q.transpose(1, 2)  # (B, H, T, D)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    if groups > 1:
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+    blocks = []
+    for start in range(0, T, PLAIN_BLOCK):
+        end = min(start + PLAIN_BLOCK, T)
+        first = max(0, start - window + 1) if window else 0  # no query of the block attends to an earlier key
+        index = torch.arange(first, end, device=q.device)
+        distance = index[start - first :, None] - index  # (queries, keys): how far a key lies before its query
+        mask = distance >= 0
+        if window:
+            mask = mask & (distance < window)
+        if segments is not None:
+            numbers = segments.numbers
+            same_document = numbers[:, start:end, None] == numbers[:, None, first:end]  # (B, queries, keys)
+            mask = mask & same_document[:, None]
+        scores = (q[:, :, start:end] @ k[:, :, first:end].mT).float() * scale
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
+        blocks.append(weights @ v[:, :, first:end])
+    return torch.cat(blocks, dim=2).transpose(1, 2)
 
 
 class PackedLinear(nn.Module):
-    """x (..., in) -> (..., out), with the weight (out, in) of a linear layer as it is now."""
+    """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient.
+
+    torch's products of a few rows use one thread, these use all: one row through all layers takes 1.29 instead of
+    2.29 ms in fp32 (docs/measurements.md). A row's bits also do not depend on the other rows of its batch.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -25,12 +113,12 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-def pack(model: GPT) -> GPT:
-    """Pack every linear layer of this model, in place; the head's weight goes, the packed one stays."""
-    model.packed_head = PackedLinear(model.head_weight())
-    model.head = None
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
-    return model
+class PackedHead(PackedLinear):
+    """The output head, packed: logits only, no loss."""
+
+    def __init__(self, weight: Tensor, logit_cap: float):
+        super().__init__(weight)
+        self.logit_cap = logit_cap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return soft_cap(super().forward(hidden).float(), self.logit_cap)

@@ -1,11 +1,8 @@
-"""Fused Ascend operators, which the model calls on an NPU in place of torch's own.
+"""Fused Ascend operators in place of torch's own. tests/simnpu compares the two.
 
-`device.kernels` alone hands this module out. Each function does what the plain code beside its call does
-(tests/simnpu compares them); every name and keyword stands in torch_npu from 2.7.1 on.
-
-Conventions of torch_npu's documentation that differ from torch's: True in a mask means hidden; without a
-mask `sparse_mode` is ignored and attention is full, not causal; modes 2 (causal) and 4 (band) take a
-compressed mask of 2,048 x 2,048 whatever the length.
+Every name and keyword exists in torch_npu from 2.7.1 on. Its conventions differ from torch's: True in a mask hides a
+key, which `prepare_mask` takes care of. Without a mask `sparse_mode` is ignored and attention is full, not causal.
+Modes 2 (causal) and 4 (band) take a compressed mask of 2,048 x 2,048 whatever the length.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
@@ -16,16 +13,19 @@ import torch
 import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend machines alone
 from torch import Tensor
 
-COMPRESSED = 2048  # side of the mask that modes 2 and 4 ask for
-AS_GIVEN, CAUSAL, BAND = 0, 2, 4  # sparse modes
+from nanochat.attention import Segments
+from nanochat.kernels.torch_ import TorchKernels
 
-NAMES = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul"
+COMPRESSED = 2048  # side of the mask for modes 2 and 4
+FULL_MASK = 0  # sparse modes
+CAUSAL = 2
+BAND = 4
 
 
 @functools.cache
 def compressed_mask(device: torch.device) -> Tensor:
-    """One for all layers and lengths: True above the diagonal."""
-    with torch.inference_mode(False):  # whoever asks first, training must be able to use it
+    """One mask for all layers and lengths, in the vendor's form: True above the diagonal."""
+    with torch.inference_mode(False):  # the first call may be in inference mode; training must be able to use it too
         return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(diagonal=1)
 
 
@@ -35,41 +35,39 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.ones(size, dtype=dtype, device=device)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, hidden: Tensor | None = None
-) -> Tensor:
-    """Causal attention over whole rows: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D).
+class NpuKernels(TorchKernels):
+    name = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul"
+    device_type = "npu"
 
-    `hidden` (B, 1, T, T), True where a query does not see a key, stands for causality, window and documents alike.
-    """
-    band = 0 < window < q.size(1)
-    options: dict[str, object] = {"atten_mask": compressed_mask(q.device), "sparse_mode": BAND if band else CAUSAL}
-    if hidden is not None:
-        options = {"atten_mask": hidden, "sparse_mode": AS_GIVEN}
-    elif band:
-        options |= {"pre_tockens": window - 1, "next_tockens": 0}  # the tokens before and behind its own
-    return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **options)[0]
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/measurements.md)."""
+        gain = _ones(x.size(-1), x.dtype, x.device) if weight is None else weight  # the operator requires one
+        return torch_npu.npu_rms_norm(x, gain, epsilon=eps)[0]
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if cos.ndim == 3:
+            cos = cos.unsqueeze(0)  # (1, T, 1, D)
+            sin = sin.unsqueeze(0)
+        return torch_npu.npu_rotary_mul(x, cos, sin)
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
-    """Attention against a cache: q (B, H, T, D), k and v (B, K, S, D), hidden (B, 1, T, S) -> (B, H, T, D).
+    def prepare_mask(self, mask: Tensor) -> Tensor:
+        return ~mask  # the vendor's form: True hides the key
 
-    The operator made for inference, npu_fused_infer_attention_score, is left alone: with such a mask and one query it
-    has been seen to ignore the mask past key 512, silently (source: vllm-ascend issue 15503, torch_npu 2.10.0).
-    """
-    return torch_npu.npu_fusion_attention(
-        q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=hidden, sparse_mode=AS_GIVEN
-    )[0]
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+    ) -> Tensor:
+        if segments is not None:  # the prepared mask holds causality, window and documents
+            options = {"atten_mask": segments.mask(window), "sparse_mode": FULL_MASK}
+        else:
+            options = {"atten_mask": compressed_mask(q.device), "sparse_mode": CAUSAL}
+            if 0 < window < q.size(1):
+                # how many tokens before and after its own a query attends to
+                options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
+        return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **options)[0]
 
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Root-mean-square norm of the last axis; the operator always wants a gain."""
-    gain = _ones(x.size(-1), x.dtype, x.device) if weight is None else weight
-    return torch_npu.npu_rms_norm(x, gain, epsilon=eps)[0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, heads, D) turned by cos and sin, (T, 1, D) or (B, T, 1, D)."""
-    if cos.ndim == 3:
-        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
-    return torch_npu.npu_rotary_mul(x, cos, sin)  # x cos + (-high, low) sin
+    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        # Not npu_fused_infer_attention_score, the operator for inference: with such a mask and one query it silently
+        # ignores the mask past key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
+        return torch_npu.npu_fusion_attention(
+            q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
+        )[0]

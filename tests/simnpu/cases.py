@@ -4,6 +4,7 @@ Everything is drawn on the host, so that both see the same numbers. `plant` puts
 """
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import attention, engine, scaling
 from nanochat import device as devices
+from nanochat import engine, scaling
+from nanochat.attention import Segments
 from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, Norm
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import masked_loss
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
@@ -25,36 +29,30 @@ from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_toke
 # ---------------------------------------------------------------------- planted mistakes
 
 
-def _kernels() -> Any:
-    return devices.kernels("npu")
+def _npu() -> Any:
+    return importlib.import_module("nanochat.kernels.npu")
 
 
 def _torchs_mask_convention() -> tuple[Any, str, Any]:
-    right = _kernels().attention
-
-    def wrong(*tensors: Tensor, hidden: Tensor | None = None, **options: Any) -> Tensor:
-        return right(*tensors, hidden=None if hidden is None else ~hidden, **options)
-
-    return _kernels(), "attention", wrong
-
-
-def _torchs_mask_convention_against_a_cache() -> tuple[Any, str, Any]:
-    right = _kernels().cached_attention
-    return _kernels(), "cached_attention", lambda *qkv, scale, hidden: right(*qkv, scale=scale, hidden=~hidden)
+    return _npu().NpuKernels, "prepare_mask", lambda self, mask: mask
 
 
 def _causal_mode_without_its_mask() -> tuple[Any, str, Any]:
-    return _kernels(), "compressed_mask", lambda device: None
+    return _npu(), "compressed_mask", lambda device: None
 
 
 def _window_one_too_wide() -> tuple[Any, str, Any]:
-    right = _kernels().attention
-    return _kernels(), "attention", lambda *qkv, window, **rest: right(*qkv, window=window and window + 1, **rest)
+    right = _npu().NpuKernels.attention
+
+    def wrong(self: Any, *qkv: Tensor, window: int, **rest: Any) -> Tensor:
+        return right(self, *qkv, window=window + 1 if window else 0, **rest)
+
+    return _npu().NpuKernels, "attention", wrong
 
 
 def _rotary_turned_the_other_way() -> tuple[Any, str, Any]:
-    right = _kernels().rotate
-    return _kernels(), "rotate", lambda x, cos, sin: right(x, cos, -sin)
+    right = _npu().NpuKernels.rotate
+    return _npu().NpuKernels, "rotate", lambda self, x, cos, sin: right(self, x, cos, -sin)
 
 
 def _loss_read_without_waiting() -> tuple[Any, str, Any]:
@@ -78,8 +76,8 @@ def _multinomial_in_bfloat16() -> tuple[Any, str, Any]:
 PLANTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
     function.__name__.strip("_"): function
     for function in (
-        *(_torchs_mask_convention, _torchs_mask_convention_against_a_cache, _causal_mode_without_its_mask),
-        *(_window_one_too_wide, _rotary_turned_the_other_way, _loss_read_without_waiting, _multinomial_in_bfloat16),
+        *(_torchs_mask_convention, _causal_mode_without_its_mask, _window_one_too_wide),
+        *(_rotary_turned_the_other_way, _loss_read_without_waiting, _multinomial_in_bfloat16),
     )
 }
 
@@ -98,31 +96,18 @@ def planted(plant: str | None) -> Iterator[None]:
         setattr(owner, name, right)
 
 
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
+class PlainKernels(CpuKernels):
     """The operations of a CPU, on any device."""
-    kernels, causal = devices.kernels, attention.causal_attention
-    devices.kernels = lambda kind: None  # type: ignore[assignment]
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Any = None) -> Tensor:
-        numbers = None if segments is None else segments.numbers
-        return attention.plain_attention(q, k, v, scale=scale, window=window, segments=numbers)
-
-    from nanochat import gpt
-
-    gpt.causal_attention = plain
-    try:
-        yield
-    finally:
-        devices.kernels, gpt.causal_attention = kernels, causal
+    device_type = None
 
 
 # ---------------------------------------------------------------------- cases
 
 
-def _model(device: devices.Device, shape: str, **changes: Any) -> GPT:
+def _model(device: devices.Device, shape: str, kernels: TorchKernels | None = None, **changes: Any) -> GPT:
     config = tiny.tiny_config(**{**tiny.SHAPES[shape], **changes})
-    return tiny.lively_model(config).to(device.torch_device)
+    return tiny.lively_model(config, kernels=kernels or device.kernels).to(device.torch_device)
 
 
 def _rates(rate: float = 0.01) -> scaling.Rates:
@@ -135,8 +120,8 @@ def train_losses(
 ) -> list[float]:  # fmt: skip
     """Losses and gradient norms of some steps, each read by the meter as a script does; then the weights' sums."""
     found = devices.init(device, dtype)
-    with planted(plant), plain_kernels() if plain else contextlib.nullcontext():
-        model = _model(found, shape)
+    with planted(plant):
+        model = _model(found, shape, PlainKernels() if plain else None)
         optimizer = make_optimizer(model, _rates(), found, "adamw" if plain else "muon")
         meter = Meter(Progress(), found)
         generator = torch.Generator().manual_seed(1)
@@ -267,22 +252,17 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
     name, _, window = name.partition(" ")
     inputs = [draw(2, 40, 6, 16), draw(2, 40, 2, 16), draw(2, 40, 2, 16)]
     if name == "attention":
-        out = attention.causal_attention(*inputs, scale=0.3, window=int(window or 0))
+        out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0))
     elif name == "packed":
         numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1).to(found.torch_device)
-        out = attention.causal_attention(
-            *inputs, scale=0.3, window=int(window or 0), segments=attention.Segments(numbers)
-        )
+        segments = Segments(numbers, found.kernels.prepare_mask)
+        out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0), segments=segments)
     elif name == "norm":
-        from nanochat.gpt import Norm
-
-        norm = Norm(16, GPTConfig(norm_weight=bool(window))).to(found.torch_device)
+        norm = Norm(16, GPTConfig(norm_weight=bool(window)), found.kernels).to(found.torch_device)
         out = norm(inputs[0])
     else:
-        from nanochat.gpt import rotate
-
         angles = torch.rand(40, 1, 8, generator=generator).repeat(1, 1, 2).to(getattr(torch, dtype))
-        out = rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))
+        out = found.kernels.rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))
     weights = torch.randn(out.shape, generator=generator).to(out.dtype).to(found.torch_device)
     (out * weights).float().sum().backward()
     tensors = [out, *(x.grad for x in inputs if x.grad is not None)]

@@ -63,7 +63,7 @@ def memory(device: devices.Device) -> dict[str, int]:
     begin = device.module.memory_allocated()
     layout = lay_out(device, "fsdp")
     with torch.device("meta"):
-        model = GPT(config)
+        model = GPT(config, device.kernels)
     shard(model, layout, device)
     model.to_empty(device=device.torch_device)
     model.init_weights()

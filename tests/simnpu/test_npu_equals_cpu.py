@@ -154,8 +154,7 @@ def test_a_planted_read_of_the_loss_without_waiting_is_found(simulated: On):
 
 
 def test_a_planted_mask_convention_against_the_cache_is_found(simulated: On):
-    plant = "torchs_mask_convention_against_a_cache"
-    assert simulated("greedy_tokens", plant=plant) != cases.greedy_tokens("cpu")
+    assert simulated("greedy_tokens", plant="torchs_mask_convention") != cases.greedy_tokens("cpu")
 
 
 def test_a_planted_bfloat16_multinomial_is_refused(simulated: On):

@@ -1,0 +1,73 @@
+"""The operators that the model calls, as torch provides them: the default, and what a CUDA device runs.
+
+This class is the interface. kernels/cpu.py and kernels/npu.py override what their device does better, with the same
+meaning: tests compare them. `device.kernels` chooses once, when the model is built. A mask is True where a query may
+attend to a key.
+
+Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, V vocab.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.attention import Segments, fused_attention, windowed_attention
+
+SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
+
+
+class TorchKernels:
+    name = "torch"  # for the log
+    device_type: str | None = None  # the only device these run on; None: any
+    loss_chunk_elements = 1 << 27  # logits in memory at a time: 512 MiB in fp32, for few and large launches
+
+    def __str__(self) -> str:
+        return self.name
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last axis, times the gain if there is one."""
+        return F.rms_norm(x, (x.size(-1),), weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by the angle of its position.
+
+        cos and sin are (T, 1, D), or (B, T, 1, D) where the rows are at different positions.
+        """
+        low, high = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+    def prepare_mask(self, mask: Tensor) -> Tensor:
+        """The mask in the form of the operators below; called once per forward pass and window, not once per layer."""
+        return mask
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+    ) -> Tensor:
+        """Causal attention over whole rows: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D).
+
+        H is a multiple of K. With `segments` the documents of a row do not attend to each other.
+        """
+        if 0 < window < q.size(1):
+            return windowed_attention(q, k, v, scale=scale, window=window, segments=segments)
+        if segments is None:
+            return fused_attention(q, k, v, scale=scale, is_causal=True)
+        return fused_attention(q, k, v, scale=scale, mask=segments.mask(0))
+
+    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        """Attention to a cache: q (B, H, T, D), k and v (B, K, S, D), prepared mask (B, 1, T, S) -> (B, H, T, D)."""
+        grouped = q.size(1) != k.size(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+    def loss_chunk_tokens(self, vocab: int) -> int:
+        """How many tokens' logits the fused loss holds at a time (cross_entropy.py)."""
+        return max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether `pack` makes decoding in this dtype faster here."""
+        return False
+
+    def pack(self, model: Any) -> Any:
+        """Lay out a GPT's weights for decoding, in place. Only where `packs`."""
+        raise NotImplementedError(f"{self.name} kernels lay out no weights")
