@@ -1,4 +1,4 @@
-"""The run log: always valid JSON, no step twice after a resume, few lines without a terminal, harmless trackers."""
+"""The run log: always valid JSON, no step twice after a resume, a live line in a terminal, harmless trackers."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.shell import log
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import REQUIRED, RunLog, duration, print0, warn
 
@@ -65,7 +64,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 @pytest.mark.parametrize(
     "torn", [b"\x00\x00\x00", b'{"step": 1', b"7\n", b'"text"\n', b"{}\n", b'{"step": null}\n', b"\xff"]
 )
-def test_a_torn_line_is_mended(tmp_path, torn):
+def test_a_torn_line_is_dropped(tmp_path, torn):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + torn)
     RunLog("base", tmp_path, 20, start_step=5).close()
     assert read_lines(tmp_path) == [{"step": 0}]
@@ -97,30 +96,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):
 # ---------------------------------------------------------------------- lines on the screen
 
 
-def test_plain_lines_are_few_and_keep_what_matters(tmp_path, capsys):
-    with RunLog("base", tmp_path, 2000) as run:
-        for step in range(2000):
-            run.step(metrics(step, val_bpb=1.5) if step in (777, 778) else metrics(step))
-    lines = capsys.readouterr().out.splitlines()
-    steps = [int(line.split("/")[0].removeprefix("base")) for line in lines]
-    assert len(steps) <= 5 + log.PLAIN_LINES + 3
-    assert steps == sorted(set(steps))
-    assert {0, 1, 777, 778, 1999} <= set(steps)
-    assert sum("val_bpb 1.5000" in line for line in lines) == 2
-    assert len(read_lines(tmp_path)) == 2000
-
-
-def test_a_slow_run_is_never_silent_for_long(tmp_path, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
-    with RunLog("base", tmp_path, 100_000) as run:
-        for step in range(105):
-            now[0] += 10.0
-            run.step(metrics(step))
-    assert len(capsys.readouterr().out.splitlines()) == 5 + 100 * 10 // log.PLAIN_SECONDS + 1  # the last one at the end
-
-
-def test_the_line_says_what_is_known(tmp_path, capsys):
+def test_a_line_shows_what_is_known(tmp_path, capsys):
     with RunLog("sft", tmp_path, 100) as run:
         run.step(metrics(0, mfu=None))
         run.step(metrics(1, loss=float("nan"), reward=0.25, val_bpb=1.5))
@@ -128,11 +104,8 @@ def test_the_line_says_what_is_known(tmp_path, capsys):
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == "sft   0/100 | loss 5.0000 | lr 0.02 | 1,234 tok/s | mfu n/a"
     # 0.5 seconds a step and 98 steps to go
-    assert (
-        second
-        == "sft   1/100 | loss nan | lr 0.02 | 1,234 tok/s | mfu 41.2% | eta 49s | val_bpb 1.5000 | reward 0.2500"
-    )
-    assert third.startswith("sft   2/100 | mfu n/a") and "loss 2.0000" in third and "loss n" not in third
+    assert second.split(" | ")[4:] == ["mfu 41.2%", "eta 49s", "val_bpb 1.5000", "reward 0.2500"]
+    assert third.startswith("sft   2/100 | mfu n/a") and "val_loss 2.0000" in third and "| loss" not in third
 
 
 def test_duration():
@@ -210,7 +183,7 @@ class FakeTracker:
 def test_a_tracker_gets_name_config_and_numbers(tmp_path, monkeypatch, name):
     fake = FakeTracker()
     monkeypatch.setitem(sys.modules, name, fake.module(name))
-    with RunLog("base", tmp_path, 10, run="my run", trackers=[name], config={"depth": 4}) as run:
+    with RunLog("base", tmp_path, 10, run="my run", trackers=name, config={"depth": 4}) as run:
         run.step(metrics(0, mfu=None, loss=float("nan")))
         run.step(metrics(1))
     assert "my run" in fake.arguments.values() and fake.arguments["config"] == {"depth": 4}
@@ -250,5 +223,5 @@ def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
 
 
 def test_an_unknown_tracker_names_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="'weights' is unknown: use wandb, swanlab, tensorboard"):
+    with pytest.raises(UserError, match="--track 'weights'.*wandb, swanlab, tensorboard"):
         RunLog("base", tmp_path, 10, trackers="weights")
