@@ -1,8 +1,15 @@
 """Byte-pair tokenizer: text in, token ids out. rustbpe trains it, tiktoken encodes with it.
 
-Ids run in merge order: first the 256 bytes, then the merges, then the special tokens that mark the
-parts of a chat. Text alone never yields a special id: those come from `encode_special` only.
-On disk it is one file, `tokenizer.json`, which holds everything that defines it and its own sha256.
+The vocabulary, by id:
+
+    0 ... 255        the bytes, so that every text can be encoded
+    256 ...          the merges, in the order in which training found them
+    the last ids     the special tokens, which mark the parts of a document or a chat
+
+On disk it is one file, `tokenizer.json`, which holds everything that defines the ids, and its own sha256.
+
+Source: Sennrich, Haddow, Birch 2016, Neural Machine Translation of Rare Words with Subword Units; on bytes: Radford et
+al. 2019, Language Models are Unsupervised Multitask Learners.
 """
 
 import base64
@@ -13,30 +20,50 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import tiktoken
 
 from nanochat.shell.cli import UserError
 
+# Marks that are no text. The model learns from them where a document begins, and who is speaking in a chat.
+#
+# Text never becomes one of them. `encode` treats its text as plain bytes, even if that spells out "<|user_end|>"; only
+# `encode_special`, and the `prepend` and `append` of `encode`, give special ids. So whatever users type, they cannot
+# end their own turn or write the assistant's.
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document and every conversation
+    # The parts of a conversation (conversation.py).
     "<|system_start|>",
     "<|system_end|>",
     "<|user_start|>",
     "<|user_end|>",
     "<|assistant_start|>",
     "<|assistant_end|>",
-    "<|python_start|>",  # the assistant calls a tool ...
+    # The assistant calls a tool ...
+    "<|python_start|>",
     "<|python_end|>",
-    "<|output_start|>",  # ... and reads its answer
+    # ... and reads its result
+    "<|output_start|>",
     "<|output_end|>",
 )
 
-# GPT-4's split pattern, but numbers go in ones and twos instead of threes: a small vocabulary has better uses.
-# A merge never crosses the border between two pieces of this split.
-SPLIT_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+# Before any merge, this pattern splits the text into words, numbers and marks; a merge never crosses the border between
+# two pieces. Without it the vocabulary would fill up with "dog.", "dog!" and "dog?". A word takes the space before it
+# along: " dog" is one token, and spaces cost nothing.
+#
+# It is GPT-4's pattern with one change: numbers are split into ones and twos instead of threes. 1,000 tokens for
+# three-digit numbers would be a large part of a small vocabulary.
+SPLIT_PATTERN = "|".join(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)",  # the end of an English contraction: it's, we'll
+        r"[^\r\n\p{L}\p{N}]?+\p{L}+",  # a word, with one space or mark before it
+        r"\p{N}{1,2}",  # one or two digits
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # marks, with the line ends after them
+        r"\s*[\r\n]",  # white space up to a line end
+        r"\s+(?!\S)",  # white space, but for the last space: that one belongs to the next word
+        r"\s+",
+    )
 )
 
 FILE_NAME = "tokenizer.json"
@@ -45,7 +72,7 @@ TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 
 
 class Tokenizer:
-    """A byte-pair vocabulary; immutable once made, safe to share between threads and to pickle to a worker."""
+    """A byte-pair vocabulary. It never changes, so threads may share it; it can be pickled to a worker."""
 
     def __init__(
         self,
@@ -53,38 +80,49 @@ class Tokenizer:
         pattern: str = SPLIT_PATTERN,
         special_tokens: Sequence[str] = SPECIAL_TOKENS,
     ):
-        """`tokens` in rank order: the id of a token is its place.
+        """`tokens` are in the order of their ids.
 
         Raises ValueError: when the tokens cannot encode every text.
         """
+        # The id of a token is its rank: the encoder applies the merge of the lowest rank first, as training did.
         ranks = {token: rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or b"" in ranks:
-            raise ValueError("a token is empty or stands twice")
+            raise ValueError("a token is empty or occurs twice")
         if not all(bytes([value]) in ranks for value in range(256)):
             raise ValueError("not all of the 256 bytes are tokens")
         if len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
-            raise ValueError("a special token is empty or stands twice")
+            raise ValueError("a special token is empty or occurs twice")
         self.pattern = pattern
         self.tokens = list(tokens)
-        self.special_ids = {name: len(tokens) + place for place, name in enumerate(special_tokens)}
+        # The special tokens come last. The ids of text stay the same when another special token is added.
+        self.special_ids = {name: len(tokens) + index for index, name in enumerate(special_tokens)}
         self.vocab_size = len(tokens) + len(special_tokens)
         self._encoding = tiktoken.Encoding(
             name="nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
 
-    # ------------------------------------------------------------------ train, save, load
+    # ---------------------------------------------------------------------- train, save, load
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn the merges from a stream of texts, on all cores; the result does not depend on their number.
+        """Learn the merges from a stream of texts, on all cores. The result does not depend on their number.
 
-        `vocab_size` counts the special tokens. A text with too little in it to merge gives a smaller
-        vocabulary: compare `.vocab_size` with what was asked for.
+        `vocab_size` includes the special tokens. Text with too few different pairs gives a smaller vocabulary: compare
+        `.vocab_size` with what you requested.
 
         Raises UserError: when vocab_size has no room for the bytes and the special tokens, or there is no text.
         """
-        import rustbpe  # here: who only encodes does not need it
+        import rustbpe  # here, because encoding does not need it
 
+        # Byte-pair encoding starts with every text as bytes. It counts the pairs of neighbours, makes the most frequent
+        # pair one new token, and repeats that until the vocabulary is full:
+        #
+        #     "the other"     t h e _ o t h e r      (_ is the space)
+        #     merge t h       th e _ o th e r
+        #     merge th e      the _ o the r
+        #
+        # Frequent words end up as one token, rare ones as several. A larger vocabulary makes sequences shorter, and
+        # the embedding and the output layer larger.
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
             raise UserError(
@@ -97,7 +135,7 @@ class Tokenizer:
             nonlocal characters
             for text in texts:
                 characters += len(text)
-                yield from _cut_long_runs(mend_surrogates(text))
+                yield from _cut_long_runs(replace_surrogates(text))
 
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue] (it ships no types)
         trainer.train_from_iterator(pieces(), vocab_size - len(SPECIAL_TOKENS), buffer_size=8192, pattern=SPLIT_PATTERN)
@@ -107,14 +145,16 @@ class Tokenizer:
         return cls([bytes(token) for token, _ in ranked])
 
     def shrink(self, vocab_size: int) -> "Tokenizer":
-        """The tokenizer of the first merges only: the same as training for fewer tokens."""
+        """The tokenizer of the first merges only: what training for fewer tokens gives."""
+        # Training is greedy: no merge depends on a later one.
         return Tokenizer(self.tokens[: vocab_size - len(self.special_ids)], self.pattern, list(self.special_ids))
 
     def save(self, folder: str | Path) -> Path:
-        """Write `folder/tokenizer.json`, whole or not at all."""
+        """Write `folder/tokenizer.json`, completely or not at all."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"version": FORMAT_VERSION, "sha256": self.fingerprint(), **self._definition()}
+        # Write another file and rename it: a rename is atomic, so a kill never leaves half a tokenizer.
         unfinished = path.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
         with unfinished.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
@@ -134,6 +174,7 @@ class Tokenizer:
             if content["version"] != FORMAT_VERSION:
                 raise ValueError(f"it has format version {content['version']}, this code reads {FORMAT_VERSION}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]
+            # The split pattern and the special tokens are those of the file, not those of today's code.
             tokenizer = cls(tokens, content["pattern"], content["special_tokens"])
             if tokenizer.fingerprint() != content["sha256"]:
                 raise ValueError("its content does not match its sha256")
@@ -144,60 +185,44 @@ class Tokenizer:
         return tokenizer
 
     def fingerprint(self) -> str:
-        """sha256 over all that defines the ids; equal fingerprints mean equal ids for every text."""
+        """sha256 of everything that defines the ids: equal fingerprints mean equal ids for every text."""
+        # Every checkpoint stores it: with another tokenizer a model reads and writes nonsense, without any error.
         return hashlib.sha256(json.dumps(self._definition(), sort_keys=True).encode()).hexdigest()
 
     def _definition(self) -> dict[str, Any]:
         return {
             "pattern": self.pattern,
             "special_tokens": list(self.special_ids),
-            "merges": [base64.b64encode(token).decode() for token in self.tokens],  # in rank order
+            "merges": [base64.b64encode(token).decode() for token in self.tokens],  # in the order of their ids
         }
 
-    # ------------------------------------------------------------------ encode, decode
+    # ---------------------------------------------------------------------- encode, decode
 
-    @overload
-    def encode(
-        self, text: str, prepend: int | str | None = None, append: int | str | None = None, num_threads: int = 1
-    ) -> list[int]: ...
+    def encode(self, text: str, prepend: int | str | None = None, append: int | str | None = None) -> list[int]:
+        """Token ids of a text; `prepend` and `append` are special tokens, by id or by name."""
+        ids = [] if prepend is None else [self._special_id(prepend)]
+        for piece in _cut_long_runs(replace_surrogates(text)):
+            # Splits the piece by the pattern and merges within each part. "Ordinary" means without special tokens:
+            # one that is spelled out in the text is encoded letter by letter.
+            ids += self._encoding.encode_ordinary(piece)
+        if append is not None:
+            ids.append(self._special_id(append))
+        return ids
 
-    @overload
-    def encode(
-        self, text: list[str], prepend: int | str | None = None, append: int | str | None = None, num_threads: int = 1
-    ) -> list[list[int]]: ...
-
-    def encode(
-        self,
-        text: str | list[str],
-        prepend: int | str | None = None,
-        append: int | str | None = None,
-        num_threads: int = 1,
-    ) -> list[int] | list[list[int]]:
-        """Token ids of a text, or of each text of a list (then on `num_threads` threads).
-
-        `prepend` and `append` are ids or names of special tokens. Special tokens spelled out in the text
-        are plain text. A lone surrogate, which no file can hold, becomes U+FFFD.
-        """
-        first = [] if prepend is None else [self._special_id(prepend)]
-        last = [] if append is None else [self._special_id(append)]
-
-        def encode_one(text: str) -> list[int]:
-            ids = list(first)
-            for piece in _cut_long_runs(mend_surrogates(text)):
-                ids += self._encoding.encode_ordinary(piece)
-            return ids + last
-
-        if isinstance(text, str):
-            return encode_one(text)
-        if num_threads <= 1 or len(text) <= 1:
-            return [encode_one(one) for one in text]
-        with ThreadPoolExecutor(num_threads) as threads:  # tiktoken works outside the interpreter's lock
-            shares = [text[place::num_threads] for place in range(num_threads)]
-            encoded = list(threads.map(lambda share: [encode_one(one) for one in share], shares))
-        return [encoded[place % num_threads][place // num_threads] for place in range(len(text))]
+    def encode_batch(
+        self, texts: Sequence[str], prepend: int | str | None = None, num_threads: int = 1
+    ) -> list[list[int]]:
+        """`encode` of each text, on `num_threads` threads."""
+        if num_threads <= 1:
+            return [self.encode(text, prepend) for text in texts]
+        # tiktoken releases the interpreter's lock, so that threads run side by side.
+        with ThreadPoolExecutor(num_threads) as threads:
+            return list(threads.map(lambda text: self.encode(text, prepend), texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; a character cut in half becomes U+FFFD, a special token its name."""
+        """The text of the ids; a special token gives its name."""
+        # A token may end within a character of several bytes, for example a Chinese one. Half a character becomes
+        # U+FFFD here; a stream of tokens joins the bytes first.
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -212,7 +237,7 @@ class Tokenizer:
             wrong = next(one for one in ids if not 0 <= one < self.vocab_size)
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size}") from error
 
-    # ------------------------------------------------------------------ special tokens, byte counts
+    # ---------------------------------------------------------------------- special tokens, byte counts
 
     def get_bos_token_id(self) -> int:
         """The id that begins every document."""
@@ -231,14 +256,19 @@ class Tokenizer:
         return self.encode_special(token) if isinstance(token, str) else token
 
     def token_bytes(self) -> list[int]:
-        """Bytes of text each id stands for, 0 for special tokens: the weights of bits per byte."""
+        """Bytes of text per id, 0 for special tokens."""
+        # For bits per byte: the loss per byte of text, not per token. Loss per token cannot compare vocabularies,
+        # because a larger one has fewer tokens that are each harder to predict.
         return [len(token) for token in self.tokens] + [0] * len(self.special_ids)
 
 
 def bytes_per_token(encode: Callable[[str], list[int]], texts: Iterable[str]) -> float:
-    """UTF-8 bytes per token over all texts together: how much a vocabulary packs into one step."""
-    total_bytes = total_tokens = 0
-    for text in map(mend_surrogates, texts):
+    """UTF-8 bytes per token over all texts together."""
+    # How well a vocabulary compresses: more bytes per token are more text per training step and per context.
+    total_bytes = 0
+    total_tokens = 0
+    for text in texts:
+        text = replace_surrogates(text)
         total_bytes += len(text.encode())
         total_tokens += len(encode(text))
     return total_bytes / max(total_tokens, 1)
@@ -251,13 +281,10 @@ _LETTER_DIGIT_OR_SPACE = re.compile(r"[^\W_]|\s")
 
 
 def _cut_long_runs(text: str) -> list[str]:
-    """Cut the text inside runs of letters, of whitespace, or of anything else without a break.
-
-    Such a run is one piece of the split pattern. Past some 100,000 spaces the pattern engine overflows
-    its stack, and the merge loop of older tiktoken is quadratic in a piece. A cut comes after each
-    aligned block of 512 characters that is all one kind, so no piece exceeds 1,023 characters, the cost is
-    a glance at each block, and text without runs of 512 characters encodes as if this were not here.
-    """
+    """Cut the text inside long runs of letters, of white space, or of marks."""
+    # The split pattern makes one piece of such a run. From about 100,000 spaces on, its engine overflows its stack, and
+    # the merge loop of older tiktoken is quadratic in a piece. A cut after each aligned block of 512 characters of one
+    # kind keeps every piece under 1,024 characters. Text without such a block is encoded as if this were not here.
     pieces = []
     begin = 0
     for end in range(RUN_BLOCK, len(text), RUN_BLOCK):
@@ -269,8 +296,9 @@ def _cut_long_runs(text: str) -> list[str]:
     return pieces
 
 
-def mend_surrogates(text: str) -> str:
-    """The text as UTF-8 can hold it: surrogate pairs joined, lone surrogates replaced by U+FFFD."""
+def replace_surrogates(text: str) -> str:
+    """The text as UTF-8 can hold it: surrogate pairs are joined, lone surrogates become U+FFFD."""
+    # Surrogates are halves of characters in UTF-16. JSON such as "\\ud83d" puts them into Python's strings.
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         raise UserError(f"--prompt has {context} tokens or more, all of the model's context: shorten the prompt")
     openers = config.samples if config.data == "demo" and not config.prompt else 0  # samples that begin with an opening
     openings, stories = demo.prompts(max(openers, config.stories), config.seed), config.stories
-    longest = max((len(ids) for ids in tokenizer.encode(openings, prepend=begin)), default=0)
+    longest = max((len(ids) for ids in tokenizer.encode_batch(openings, prepend=begin)), default=0)
     if longest >= context:
         print0(f"a story's opening has {longest} tokens, the context {context}: stories and openings are skipped")
         openers, stories = 0, 0
@@ -98,7 +98,7 @@ def main(config: Config) -> None:
 
         def continue_text(prompts: list[str]) -> list[str]:
             """Each prompt with its continuation, up to the end of the document."""
-            ids = tokenizer.encode(prompts, prepend=begin)
+            ids = tokenizer.encode_batch(prompts, prepend=begin)
             texts = [prompt.encode() for prompt in prompts]
             for column, _ in engine.stream(
                 ids, max_tokens=config.max_tokens, temperature=config.temperature,

@@ -58,7 +58,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import Message, parse_reply, render_prompt, text_of
     from nanochat.engine import Engine
-    from nanochat.tokenizer import mend_surrogates
+    from nanochat.tokenizer import replace_surrogates
 
     # ------------------------------------------------------------------ load
     check(config)
@@ -153,7 +153,7 @@ def main(config: Config) -> None:
         return reply
 
     def system_message(text: str) -> list[Message]:
-        return [{"role": "system", "content": mend_surrogates(text)}] if text else []
+        return [{"role": "system", "content": replace_surrogates(text)}] if text else []
 
     system, turns = system_message(config.system), []
     told = False  # that the oldest turns are left out
@@ -163,7 +163,7 @@ def main(config: Config) -> None:
         if config.source == "auto" and sys.stderr.isatty():
             print(f"{stage}: {meta['folder']}", file=sys.stderr)
         text = config.prompt if config.prompt is not None else sys.stdin.read() if sys.stdin else ""
-        text = mend_surrogates(text.rstrip("\n"))
+        text = replace_surrogates(text.rstrip("\n"))
         if chats and not text.strip():
             raise UserError("--prompt: there is no message; name one, or pipe one in")
         answer([*system, {"role": "user", "content": text}])
@@ -176,7 +176,7 @@ def main(config: Config) -> None:
     print(f"{stage}: {meta['folder']}\n{begin}/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
     while True:
         try:
-            text, before = mend_surrogates(input("> ")), turns
+            text, before = replace_surrogates(input("> ")), turns
             if not text and not chats:
                 return
             if not text.strip() and chats:

@@ -87,7 +87,7 @@ def main(config: Config) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from nanochat.tokenizer import Tokenizer, bytes_per_token, mend_surrogates
+    from nanochat.tokenizer import Tokenizer, bytes_per_token, replace_surrogates
 
     # ------------------------------------------------------------------ texts and encoders
     tokenizer = Tokenizer.load(tokenizer_dir())
@@ -102,7 +102,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ every text comes back as it was
     for kind, parts in texts.items():
         for part in parts:
-            if tokenizer.decode(tokenizer.encode(part)) != mend_surrogates(part):
+            if tokenizer.decode(tokenizer.encode(part)) != replace_surrogates(part):
                 raise UserError(f"the tokenizer does not give back the {kind} text: train it again")
 
     # ------------------------------------------------------------------ the table

@@ -30,7 +30,7 @@ class Numbered:
     def get_bos_token_id(self):
         return BEGIN
 
-    def encode(self, texts, prepend, num_threads=1):
+    def encode_batch(self, texts, prepend, num_threads=1):
         return [[prepend, *tokens_of(text)] for text in texts]
 
 

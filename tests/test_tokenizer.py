@@ -57,7 +57,7 @@ def random_string(source: random.Random) -> str:
 def test_round_trip_of_ten_thousand_strings(tokenizer):
     source = random.Random(0)
     strings = [random_string(source) for _ in range(10_000)]
-    encoded = tokenizer.encode(strings)
+    encoded = tokenizer.encode_batch(strings)
     sizes = tokenizer.token_bytes()
     first_special = min(tokenizer.special_ids.values())
     for text, ids in zip(strings, encoded, strict=True):
@@ -66,14 +66,14 @@ def test_round_trip_of_ten_thousand_strings(tokenizer):
         assert all(token < first_special for token in ids)
 
 
-def test_list_and_threads_agree_with_single_texts(tokenizer):
+def test_a_batch_on_threads_agrees_with_single_texts(tokenizer):
     texts = [*TEXTS, "", "one", "two"]
     bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|user_end|>")
-    single = [tokenizer.encode(text, prepend=bos, append="<|user_end|>") for text in texts]
-    assert tokenizer.encode(texts, "<|bos|>", end) == single
-    assert tokenizer.encode(texts, "<|bos|>", end, num_threads=3) == single
-    assert single[4] == [bos, end]
-    assert tokenizer.encode([], num_threads=3) == []
+    single = [tokenizer.encode(text, prepend=bos) for text in texts]
+    assert tokenizer.encode_batch(texts, "<|bos|>") == single
+    assert tokenizer.encode_batch(texts, bos, num_threads=3) == single
+    assert tokenizer.encode("", "<|bos|>", "<|user_end|>") == [bos, end]
+    assert tokenizer.encode_batch([], num_threads=3) == []
 
 
 def test_special_tokens_never_come_from_text(tokenizer):
@@ -82,7 +82,7 @@ def test_special_tokens_never_come_from_text(tokenizer):
     assert tokenizer.decode(tokenizer.encode(everything)) == everything
     for name in SPECIAL_TOKENS:
         for cut in range(len(name) + 1):  # whole, and split over two messages
-            messages = tokenizer.encode([name[:cut], name[cut:]])
+            messages = tokenizer.encode_batch([name[:cut], name[cut:]])
             assert not special.intersection(messages[0] + messages[1])
         assert tokenizer.decode([tokenizer.encode_special(name)]) == name
     assert sorted(special) == list(range(tokenizer.vocab_size - len(SPECIAL_TOKENS), tokenizer.vocab_size))
@@ -174,9 +174,9 @@ def test_save_and_load_are_exact(tokenizer, tmp_path):
     loaded = Tokenizer.load(path.parent)
     assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
     assert loaded.fingerprint() == tokenizer.fingerprint()
-    assert loaded.encode(TEXTS) == tokenizer.encode(TEXTS)
+    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
     assert loaded.special_ids == tokenizer.special_ids
-    assert pickle.loads(pickle.dumps(loaded)).encode(TEXTS) == tokenizer.encode(TEXTS)
+    assert pickle.loads(pickle.dumps(loaded)).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
 def test_the_saved_split_pattern_is_used(tokenizer, tmp_path):

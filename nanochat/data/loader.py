@@ -207,7 +207,7 @@ class Loader:
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
     """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
     texts = [document for document in documents if isinstance(document, str)]
-    encoded = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
+    encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
     return [np.array(next(encoded), dtype=np.int32) if isinstance(d, str) else d for d in documents]
 
 

@@ -340,7 +340,7 @@ def token_rows(task: CoreTask, index: int, tokenizer: Tokenizer, context: int) -
 
     They are those behind the beginning that all texts share, for schemas those of the end that all share.
     """
-    rows = tokenizer.encode(prompts(task, index), prepend=tokenizer.get_bos_token_id())
+    rows = tokenizer.encode_batch(prompts(task, index), prepend=tokenizer.get_bos_token_id())
     if task.kind == "schema":
         shared = _shared([row[::-1] for row in rows])
         starts = [len(row) - shared for row in rows]
