@@ -48,7 +48,6 @@ OUR_FILES = re.compile(r"check_npu\.py|speedrun_npu\.sh|setup_ascend\.sh")
 
 WORK = re.compile(r"(torch|logging|subprocess|random|warnings|socket|urllib|np|numpy)\.|(open|print|input|exec|eval)$")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-READS_CACHED_ENCODINGS = "scripts/tok_eval.py"  # compares with encodings that it found on the disk
 EMPTY_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|managers?|misc)(_|$)")
 
 
@@ -224,11 +223,7 @@ def unsafe_loading(source: Source) -> Iterator[str]:
             ]
             if not safe:
                 yield f"{source.path}:{node.lineno} torch.load without weights_only=True"
-        if (
-            isinstance(node, ast.Attribute)
-            and dotted(node) == "tiktoken.get_encoding"
-            and source.path != READS_CACHED_ENCODINGS
-        ):
+        if isinstance(node, ast.Attribute) and dotted(node) == "tiktoken.get_encoding":
             yield f"{source.path}:{node.lineno} tiktoken.get_encoding downloads"
         if isinstance(node, ast.ImportFrom) and node.module == "tiktoken":
             for alias in node.names:

@@ -64,6 +64,17 @@ def fingerprint(corpus: Corpus) -> str:
     return digest.hexdigest()
 
 
+def read_texts(corpus: Corpus, max_chars: int) -> Iterator[str]:
+    """The documents of a corpus in order, up to so many characters; the last one may be cut."""
+    blocks = corpus.block_count()
+    for index in itertools.count() if blocks is None else range(blocks):
+        for document in corpus.read_block(index):
+            yield document[:max_chars]
+            max_chars -= len(document)
+            if max_chars <= 0:
+                return
+
+
 def open_corpus(
     data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None, seed: int = 0
 ) -> tuple[Corpus, Corpus]:
