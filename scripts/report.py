@@ -22,7 +22,7 @@ def main(config: Config) -> None:
     collected = summary.collect(tag)
     folder = base_dir() / "runs" / "report" / tag
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.html", page.to_html(collected)), ("report.md", summary.to_markdown(collected))):
+    for name, text in (("report.html", page.to_html(collected)), ("report.md", page.to_markdown(collected))):
         (folder / name).write_text(text, encoding="utf-8")
         print0(folder / name)
 

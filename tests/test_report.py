@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt  # rich brings it
 
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
+from nanochat.report import tables
 from nanochat.shell import cli
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import STAGES
@@ -157,8 +158,14 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
 # ---------------------------------------------------------------------- numbers
 
 
+def as_dicts(table: tables.Table) -> dict[str, dict[str, str]]:
+    """Row -> column -> text."""
+    texts = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    return {name: dict(zip(table.heads[1:], row, strict=True)) for name, row in texts.items()}
+
+
 def test_the_headline_says_what_came_out(whole):
-    assert report.headline(whole.summary) == [
+    assert tables.headline(whole.summary) == [
         ("0.938", "bits per byte", "base, held out; 2.34 at first"),
         ("68%", "stories hold together", "base"),
         ("68%", "accuracy after rl", "mean of shared tasks; mid 15%, sft 38%, dpo 45%"),
@@ -169,11 +176,11 @@ def test_the_headline_says_what_came_out(whole):
 
 def test_without_held_out_rewards_the_training_rewards_count(base):
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, reward=lambda step: 0.125 if step < 20 else 0.875))
-    numbers = report.headline(report.collect(TAG))
+    numbers = tables.headline(report.collect(TAG))
     assert numbers[0] == ("0.12 → 0.88", "RL reward", "training questions, first and last tenth of the steps")
     held_out = {"reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, **held_out))
-    numbers = report.headline(report.collect(TAG))
+    numbers = tables.headline(report.collect(TAG))
     assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, before and after")
 
 
@@ -182,8 +189,8 @@ def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
         scores = {task: {"accuracy": accuracy} for task, accuracy in tasks.items()}
         write(base, stage, "chat_eval.json", {"tasks": scores})
     summary = report.collect(TAG)
-    assert report.headline(summary) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
-    assert report.stage_table(summary)[0] == ["stage"]  # nobody knows any times
+    assert tables.headline(summary) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
+    assert tables.stage_table(summary).heads == ["stage"]  # nobody knows any times
 
 
 def test_times_add_up(whole):
@@ -193,8 +200,7 @@ def test_times_add_up(whole):
     assert summary.seconds_by_stage() == times
     assert list(summary.seconds_by_stage()) == list(times)
     assert "no finished training on record of rl: its steps alone count" in summary.notes
-    heads, rows = report.stage_table(summary)
-    total = dict(zip(heads, [cell.text for cell in rows[-1]], strict=True))
+    total = as_dicts(tables.stage_table(summary))["total"]
     assert total["training"] == "9m15s" and total["in all"] == "11m47s"
 
 
@@ -205,8 +211,7 @@ def test_a_resumed_stage_in_training_counts_all_its_steps(base):
 
 
 def test_the_tables_hold_what_the_files_say(whole):
-    heads, rows = report.stage_table(whole.summary)
-    table = {row[0].text: dict(zip(heads[1:], [cell.text for cell in row[1:]], strict=True)) for row in rows}
+    table = as_dicts(tables.stage_table(whole.summary))
     assert list(table) == ["tokenizer", *STAGES, "total"]
     assert table["base"] == {
         "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
@@ -214,12 +219,12 @@ def test_the_tables_hold_what_the_files_say(whole):
     }  # fmt: skip
     assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
 
-    heads, rows = report.score_table(whole.summary)
-    scores = {(row[0].text, row[0].detail): row[1:] for row in rows}
-    assert heads == ["", *STAGES]
+    score_table = tables.score_table(whole.summary)
+    scores = {(row[0].text, row[0].detail): row[1:] for row in score_table.rows}
+    assert score_table.heads == ["", *STAGES]
     assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
     assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
-    assert scores["stories", "hold together"][0][:3] == ("68.5%", "137/200", 0.685)
+    assert scores["stories", "hold together"][0] == tables.Cell("68.5%", "137/200", 0.685)
     arithmetic = scores["arithmetic", ""]
     assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
     assert [cell.best for cell in arithmetic] == [False, False, False, False, True]
@@ -232,13 +237,13 @@ def test_the_tables_hold_what_the_files_say(whole):
 
 
 def test_markdown_has_whole_tables_samples_and_commands(whole):
-    text = report.to_markdown(whole.summary)
+    text = report_page.to_markdown(whole.summary)
     assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
-    tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
-    assert [len(table) for table in tables] == [2 + 7, 2 + 7]  # six stages with a total; seven evaluations
+    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
+    assert [len(block) for block in blocks] == [2 + 7, 2 + 7]  # six stages with a total; seven evaluations
     rendered = MARKDOWN.render(text)
     assert rendered.count("<table>") == 2 and rendered.count("<tr>") == 16 and rendered.count("<blockquote>") == 3
-    assert rendered.count("<td") == 7 * len(report.stage_table(whole.summary)[0]) + 7 * 6
+    assert rendered.count("<td") == 7 * len(tables.stage_table(whole.summary).heads) + 7 * 6
     assert "| base | 40 | 40K | 0.1000 |" in text
     assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
     assert "> Once upon a time." in text
@@ -297,7 +302,7 @@ def test_a_line_goes_where_its_values_go(base):
 def test_every_colour_is_defined_in_light_and_dark(whole):
     html = whole.html
     used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone"}
-    light, dark = re.findall(r":root \{([^}]*)\}", report_page.STYLE)[:2]
+    light, dark = re.findall(r":root \{([^}]*)\}", html)[:2]
     assert {*STAGES, "ink", "quiet", "line", "card"} <= used
     assert used <= set(re.findall(r"--([a-z]+):", light)) and used <= set(re.findall(r"--([a-z]+):", dark))
     assert "#c0de" not in html
@@ -339,7 +344,7 @@ def test_what_a_model_says_stays_text(base, payload):
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
     assert page.text.rstrip().endswith("Left out: no run of mid, dpo, rl.")  # nothing is closed early
 
-    rendered = Page(MARKDOWN.render(report.to_markdown(summary)))
+    rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
     assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
     # The sample; a question's role and text, four replies and the kind of one; stage; device and dtype; command; and
     # the task, of which 40 characters are kept.
@@ -349,7 +354,7 @@ def test_what_a_model_says_stays_text(base, payload):
 def test_a_command_stays_in_its_block(base):
     line = "echo\n````\n</code>"
     write_commands(base, [command("base_train", "base", 5.0, command=line)])
-    rendered = MARKDOWN.render(report.to_markdown(report.collect(TAG)))
+    rendered = MARKDOWN.render(report_page.to_markdown(report.collect(TAG)))
     assert rendered.count("<pre>") == 1 and f"{line}  # 5s" in Page(rendered).text
 
 
@@ -359,7 +364,7 @@ def test_text_that_no_file_can_hold_is_mended(base):
     )
     summary = report.collect(TAG)
     assert "half ? of a face,   [31m and 中文" in report_page.to_html(summary)
-    assert report_page.to_html(summary).encode() and report.to_markdown(summary).encode()
+    assert report_page.to_html(summary).encode() and report_page.to_markdown(summary).encode()
 
 
 # ---------------------------------------------------------------------- what is missing or damaged
@@ -374,14 +379,12 @@ def test_damaged_lines_are_skipped_and_counted(base):
     path.write_bytes("\n".join(lines).encode() + b'\n\xff\n{"step": 5')
     write_commands(base, [command("base_train", "base", 12.0)]).open("a").write('{"script": "base_ev')
     summary = report.collect(TAG)
-    assert f"runs/base/{TAG}/metrics.jsonl: 11 damaged lines skipped" in summary.notes
-    assert "runs/commands.jsonl: 1 damaged line skipped" in summary.notes
+    assert f"runs/base/{TAG}/metrics.jsonl: damaged lines skipped: 11" in summary.notes
+    assert "runs/commands.jsonl: damaged lines skipped: 1" in summary.notes
     assert summary.stages[0].values("loss") == [4.0, 0.25, 4 / 3, 1.0, 0.0625] and summary.seconds_by_stage() == {
         "base": 12.0
     }
-    assert "11 damaged lines skipped" in report_page.to_html(summary) and "11 damaged lines" in report.to_markdown(
-        summary
-    )
+    assert "damaged lines skipped: 11" in report_page.to_html(summary)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'])
@@ -391,7 +394,7 @@ def test_a_damaged_evaluation_is_left_out(base, text):
         write(base, "sft", name, {}).write_text(text)
     summary = report.collect(TAG)
     assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
-    assert Page(report_page.to_html(summary)) and report.to_markdown(summary)
+    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
     assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
 
 
@@ -402,7 +405,7 @@ def test_numbers_that_nobody_can_draw_stop_nothing(base):
     write(base, "rl", "metrics.jsonl", lines)
     summary = report.collect(TAG)
     assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
-    assert Page(report_page.to_html(summary)) and report.to_markdown(summary)
+    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -412,7 +415,7 @@ def test_any_stage_may_stand_alone(base, stage):
     assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
     others = ", ".join(name for name in STAGES if name != stage)
     assert f"no run of {others}" in summary.notes and summary.seconds_by_stage() == {stage: 2.0}
-    assert "Evaluation" not in report.to_markdown(summary) and "## Samples" not in report.to_markdown(summary)
+    assert "Evaluation" not in report_page.to_markdown(summary) and "## Samples" not in report_page.to_markdown(summary)
 
 
 @pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
@@ -423,8 +426,8 @@ def test_any_file_may_stand_alone(base, name):
         write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
     summary = report.collect(TAG)
     expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
-    assert [number for number, _, _ in report.headline(summary)] == [expected]
-    assert expected in Page(report_page.to_html(summary)).text and expected in report.to_markdown(summary)
+    assert [number for number, _, _ in tables.headline(summary)] == [expected]
+    assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
 
 
 def test_nothing_to_report_says_what_to_run(base, monkeypatch, capsys):
@@ -436,9 +439,7 @@ def test_nothing_to_report_says_what_to_run(base, monkeypatch, capsys):
     assert "python -m scripts.base_train" in error and str(base / "runs") in error
     write(base, "mid", "metrics.jsonl", metrics(2, 1.0), tag="other")
     write_commands(base, [command("tok_train", "tokenizer", 3.0, None)])
-    with pytest.raises(
-        UserError, match=r"--model_tag made-up: .*base_train --model_tag made-up.* report one of other$"
-    ):
+    with pytest.raises(UserError, match=r"--model_tag made-up: .*base_train --model_tag made-up"):
         report.collect(TAG)
     with pytest.raises(UserError, match="plain folder name"):
         report.collect("../x")
@@ -456,7 +457,7 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
     assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.md")]
     assert "1.250" in (folder / "report.html").read_text() and "1.250" in (folder / "report.md").read_text()
     script.main(script.Config(model_tag=TAG))
-    assert (whole.base / "runs" / "report" / TAG / "report.md").read_text() == report.to_markdown(whole.summary)
+    assert (whole.base / "runs" / "report" / TAG / "report.md").read_text() == report_page.to_markdown(whole.summary)
     assert report.newest_tag() == "fresh"  # a report is no run
 
 
@@ -464,7 +465,7 @@ def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
     code = (
         "import sys; from nanochat.report import page as report_page, summary as report; "
         "summary = report.collect(sys.argv[1]); "
-        "report.to_markdown(summary); "
+        "report_page.to_markdown(summary); "
         "assert 'matplotlib' not in sys.modules; report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"
     )
@@ -478,7 +479,6 @@ def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
 def test_the_machine_is_named(base, monkeypatch):
     write(base, "base", "metrics.jsonl", metrics(1, 1.0))
     machine = report.collect(TAG).machine
-    assert {"system", "processor", "memory", "Python", "torch"} <= set(machine) and "cores" in machine["processor"]
-    assert machine["memory"].endswith(" GiB")
+    assert {"system", "Python", "torch"} <= set(machine) and "cores" in machine["system"]
     monkeypatch.setenv("PATH", "/nowhere")  # no git
     assert "commit" not in report.collect(TAG).machine
