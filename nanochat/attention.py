@@ -144,16 +144,6 @@ class KVCache:
     def capacity(self) -> int:
         return self.keys.size(3)
 
-    def select(self, rows: Tensor) -> "KVCache":
-        """A copy of the rows with these indices (B,); an index may repeat."""
-        return replace(
-            self,
-            keys=self.keys[:, rows],
-            values=self.values[:, rows],
-            position=self.position[rows],
-            rows=torch.arange(len(rows), device=rows.device)[:, None],
-        )
-
     def view(self, first: int, end: int) -> "KVCache":
         """The rows from `first` to before `end`, in this cache's memory."""
         return replace(
@@ -164,11 +154,10 @@ class KVCache:
             rows=self.rows[: end - first],
         )
 
-    def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """Make row `target` hold the first `tokens` tokens of row `source`."""
-        self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
-        self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
-        self.position[target].fill_(tokens)
+    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copy the first `tokens` keys and values of some rows into others, (B,) of indices; both may overlap."""
+        self.keys[:, targets, :, :tokens] = self.keys[:, sources, :, :tokens]
+        self.values[:, targets, :, :tokens] = self.values[:, sources, :, :tokens]
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""

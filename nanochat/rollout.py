@@ -3,8 +3,9 @@
 Legend: Q questions, G samples a question, S = Q x G samples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
-from nanochat.engine import Engine, seed_of
+from nanochat.engine import Engine
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
+from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Interrupted
 from nanochat.tasks.task import Example, Task
 
@@ -36,88 +38,83 @@ def sample_replies(
     *,
     samples: int,
     max_tokens: int,
-    temperature: float,
     seed: int,
     rows: int,
-    top_k: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
+    **sampling: Any,
 ) -> Samples:
-    """`samples` replies to each question, each rewarded by its task; all ranks together, and each has all of them.
+    """`samples` replies to each question, each rewarded by its task. All ranks call it together and get all replies.
 
-    A rank samples as many rows at once as there are for each, at most `rows`; where that makes more batches than ranks,
-    whoever is done takes the next one. What is sampled depends on `seed`, a question's number and a sample's alone, not
-    on who samples it beside what, but for the rounding of products of other shapes. A reply that is cut off by
-    `max_tokens` or by the context keeps what it has; its task decides what that is worth. `should_stop` says,
-    before each token, whether to break off.
-    Raises Interrupted: on every rank, when any of them broke off.
+    At most `rows` replies run at once on a rank. `sampling` names fields of SamplingParams. What a reply draws depends
+    on `seed`, its question's number and its own number, not on the rank that samples it nor on what runs next to it
+    (but for the rounding of products of other shapes). A reply that `max_tokens` or the context cuts off keeps what it
+    has; its task decides what that is worth.
+    Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
     tokenizer, device = engine.tokenizer, engine.device
     room = engine.model.config.sequence_len - 1
     prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths decode together
-    wanted = [(i, g) for i in order for g in range(samples)]
-    batches = dealt(len(wanted), device.world_size, rows)
-    mine: list[_Reply] | None = []
-    for batch in _whoever_is_free(len(batches), device):
-        members = [wanted[place] for place in batches[batch]]
-        try:
+
+    # 1. Deal. Replies are dealt out to the ranks like cards, in the order of their questions' lengths, so that each
+    #    rank gets some of every question: replies to one question tend to be long together, and a rank that had them
+    #    all would keep the others waiting.
+    by_length = sorted(range(len(prompts)), key=lambda question: len(prompts[question]))
+    wanted = [(question, sample) for question in by_length for sample in range(samples)]
+    mine = wanted[device.rank :: device.world_size]
+
+    # 2. Sample, each reply from a seed of its own. The end token is kept: the policy must learn to end.
+    own: list[_Reply] | None = []
+    try:
+        tokens, masks = [], []
+        if mine:
             tokens, masks = engine.generate(
-                [prompts[i] for i, _ in members], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-                seed=[seed_of(seed, i, g) for i, g in members], keep_stop=True, should_stop=should_stop,
-            )  # fmt: skip
-        except Interrupted:
-            mine = None
-            break
-        for (i, g), sequence, mask in zip(members, tokens, masks, strict=True):
-            task, example = questions[i]
-            mine.append(((i, g), sequence, mask, task.reward(example, parse_reply(tokenizer, sequence))))
-    ids, masks, replies, rewards = [], [], [], np.zeros((len(questions), samples))
-    for (i, g), sequence, mask, reward in sorted(_of_all_ranks(mine, device)):
-        ids.append(prompts[i] + sequence)
-        masks.append([0] * len(prompts[i]) + mask)
-        rewards[i, g] = reward
-        replies.append(tokenizer.decode(sequence))
-    return Samples(ids, masks, rewards, replies)
+                [prompts[question] for question, _ in mine],
+                max_tokens=max_tokens,
+                sampling=[SamplingParams(**sampling, seed=seed_of(seed, *numbers)) for numbers in mine],
+                max_rows=rows,
+                keep_stop=True,
+                should_stop=should_stop,
+            )
+        # 3. Reward, on the rank that has sampled.
+        for numbers, reply, mask in zip(mine, tokens, masks, strict=True):
+            task, example = questions[numbers[0]]
+            own.append(_Reply(numbers, reply, mask, task.reward(example, parse_reply(tokenizer, reply))))
+    except Interrupted:
+        own = None
+
+    # 4. Exchange: every rank packs the same batch from all replies, in the order of questions and samples.
+    replies = sorted(_from_all_ranks(own, device), key=lambda reply: reply.numbers)
+    rewards = np.zeros((len(questions), samples))
+    for reply in replies:
+        rewards[reply.numbers] = reply.reward
+    return Samples(
+        ids=[prompts[reply.numbers[0]] + reply.tokens for reply in replies],
+        masks=[[0] * len(prompts[reply.numbers[0]]) + reply.mask for reply in replies],
+        rewards=rewards,
+        replies=[tokenizer.decode(reply.tokens) for reply in replies],
+    )
 
 
-def dealt(count: int, ranks: int, most: int) -> list[range]:
-    """The places of `count` replies, in the order of their questions, in batches of at most `most`.
-
-    They are dealt out like cards, so that each of the ranks that sample at one time gets some of every question: long
-    replies are long together, by their question, and who had those would keep all others waiting. To cut more batches
-    than ranks instead would take longer: a batch's time is that of its longest reply, and grows little with its rows
-    (docs/measurements.md has the counts).
-    """
-    at_once = ranks * min(most, max(1, -(-count // ranks)))
-    ends = [(first, min(first + at_once, count)) for first in range(0, count, at_once)]
-    return [range(first + rank, end, ranks) for first, end in ends for rank in range(min(ranks, end - first))]
+@dataclass(frozen=True)
+class _Reply:
+    numbers: tuple[int, int]  # of the question, and of the sample among its question's
+    tokens: list[int]
+    mask: list[int]
+    reward: float
 
 
-_Reply = tuple[tuple[int, int], list[int], list[int], float]  # question and sample, tokens, mask, reward
-_handed_out = 0  # numbers that all ranks together have drawn from the store so far
-
-
-def _whoever_is_free(count: int, device: Device) -> Iterator[int]:
-    """The numbers below `count`, each to one rank: the next one to whoever asks first. All ranks go through it, and
-    meet in a collective before they do so again."""
-    global _handed_out
-    if device.world_size == 1:
-        yield from range(count)
-        return
-    first, store = _handed_out, dist.distributed_c10d._get_default_store()
-    _handed_out += count + device.world_size  # each rank also draws the number that tells it to stop
-    while (number := store.add("rollout", 1) - 1 - first) < count:
-        yield number
-
-
-def _of_all_ranks(mine: list[_Reply] | None, device: Device) -> list[_Reply]:
+def _from_all_ranks(own: list[_Reply] | None, device: Device) -> list[_Reply]:
     """Raises Interrupted: when a rank has None."""
-    shares: list[list[_Reply] | None] = [mine] * device.world_size
+    shares: list[list[_Reply] | None] = [own]
     if device.world_size > 1:
-        dist.all_gather_object(shares, mine)
-    if any(share is None for share in shares):
-        raise Interrupted
-    return [reply for share in shares for reply in share or ()]
+        shares = [None] * device.world_size
+        dist.all_gather_object(shares, own)
+    replies: list[_Reply] = []
+    for share in shares:
+        if share is None:
+            raise Interrupted
+        replies += share
+    return replies
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:

@@ -7,11 +7,11 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --data climbmix
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.shell.cli import Count, Positive, Seed, UserError, run
+from nanochat.shell.cli import Count, Positive, Seed, UserError, check_ranges, run
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,15 @@ def main(config: Config) -> None:
     from nanochat.data.sources import open_corpus
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
-    from nanochat.engine import Engine, check_sampling
+    from nanochat.engine import Engine, SamplingParams, seed_of
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.shell.log import print0, record
     from nanochat.shell.paths import STAGES, run_dir
 
     # ------------------------------------------------------------------ load
-    check_sampling(config.temperature, config.top_k, config.top_p)
+    sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    check_ranges(sampling)
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
     device = devices.init(config.device, config.dtype)
@@ -100,12 +101,10 @@ def main(config: Config) -> None:
             """Each prompt with its continuation, up to the end of the document."""
             ids = tokenizer.encode_batch(prompts, prepend=begin)
             texts = [prompt.encode() for prompt in prompts]
-            for column, _ in engine.stream(
-                ids, max_tokens=config.max_tokens, temperature=config.temperature,
-                top_k=config.top_k, top_p=config.top_p, seed=config.seed,
-            ):  # fmt: skip
-                for i, token in enumerate(column):
-                    texts[i] += b"" if token is None else tokenizer.decode_bytes([token])
+            settings = [replace(sampling, seed=seed_of(config.seed, number)) for number in range(len(ids))]
+            sequences, _ = engine.generate(ids, max_tokens=config.max_tokens, sampling=settings)
+            for number, sequence in enumerate(sequences):
+                texts[number] += tokenizer.decode_bytes(sequence)
             return [text.decode(errors="replace") for text in texts]
 
         if config.samples:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, run
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, check_ranges, run
 from nanochat.shell.log import check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir
 
@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
-    from nanochat.engine import Engine, check_sampling, seed_of
+    from nanochat.engine import Engine, SamplingParams, seed_of
     from nanochat.parallel.fsdp import shard
     from nanochat.parallel.mesh import lay_out
     from nanochat.run.resume import resume
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ model
     check(config)
-    check_sampling(config.temperature, config.top_k, 1.0)
+    check_ranges(SamplingParams(config.temperature, config.top_k))
     device = devices.init(config.device, config.dtype)
     device.seed(config.seed)
     source = checkpoint_manager.find_source(

@@ -191,7 +191,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
             gib = config.slots * Slots.bytes_per_slot(engine) / 2**30
             message = f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it, or set --cache_gib"
             raise UserError(message) from error
-        slots = scheduler.figures().slots
+        slots = scheduler.stats().slots
         if slots < config.slots:
             print0(f"{slots} of --slots {config.slots} fit --cache_gib {config.cache_gib:g}")
         scheduler.start()

@@ -155,22 +155,18 @@ def test_masks_are_made_once_for_each_window() -> None:
     assert masks[2][1, 0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
 
 
-def test_select_gives_rows_that_begin_alike_and_part() -> None:
+def test_rows_copied_from_one_begin_alike_and_part() -> None:
     q, k, v = random_qkv(1, 6, 4, 2)
-    cache = KVCache.empty(1, 1, 10, 2, 4, "cpu", torch.float32)
-    cached_attention(cache, *(x[:, :4] for x in (q, k, v)), 0)
-    cache.attended_len, cache.is_empty = 8, False
-    before = cache.keys.clone()
-    copies = cache.select(torch.zeros(3, dtype=torch.long))
-    assert (copies.capacity, copies.attended_len, copies.is_empty) == (10, 8, False)
-    ends = [torch.randn(3, 2, heads, 4) for heads in (4, 2, 2)]
-    out = cached_attention(copies, *ends, 0)
-    for row in range(3):
+    cache = KVCache.empty(1, 4, 10, 2, 4, "cpu", torch.float32)
+    cached_attention(cache.view(1, 2), *(x[:, :4] for x in (q, k, v)), 0)
+    cache.copy_rows(torch.tensor([1, 1, 1]), torch.tensor([0, 2, 3]), 4)
+    cache.position.fill_(4)
+    cache.is_empty = False
+    ends = [torch.randn(4, 2, heads, 4) for heads in (4, 2, 2)]
+    out = cached_attention(cache, *ends, 0)
+    for row in range(4):
         whole = [torch.cat((x[:, :4], end[row : row + 1]), dim=1) for x, end in zip((q, k, v), ends, strict=True)]
         torch.testing.assert_close(out[row], reference(*whole, 0.7)[0, 4:], **CLOSE)
-    assert torch.equal(cache.keys, before)
-    assert cache.position.tolist() == [4]
-    assert copies.position.tolist() == [6, 6, 6]
 
 
 def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:

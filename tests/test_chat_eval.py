@@ -17,14 +17,16 @@ from torch import Tensor
 from nanochat import checkpoint_manager
 from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
 from nanochat.device import Device
-from nanochat.engine import Engine, seed_of
+from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.chat import Graded, Result, chat_core, evaluate, graded_choices, preferred_letters, readable
+from nanochat.sampling import seed_of
 from nanochat.shell import cli, paths
 from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN
 from nanochat.tasks.task import Example, Task, choice_question, chosen_letter
 
 CONTEXT = 64
+GREEDY = SamplingParams(temperature=0)
 
 
 class Echo(Task):
@@ -95,9 +97,11 @@ def tiny_model(context: int = CONTEXT) -> Any:
     return lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=context))
 
 
-def grade(task: Task, engine: Any, model: Any = None, **settings: Any) -> tuple[Result, list[Graded]]:
+def grade(
+    task: Task, engine: Any, sampling: SamplingParams = GREEDY, model: Any = None, **settings: Any
+) -> tuple[Result, list[Graded]]:
     settings = {"batch_rows": 4, "keep": 10**6, **settings}
-    return evaluate(task, model or tiny_model(), engine, **settings)
+    return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
 
 
 # ---------------------------------------------------------------------- generative tasks
@@ -106,17 +110,17 @@ def grade(task: Task, engine: Any, model: Any = None, **settings: Any) -> tuple[
 @pytest.mark.parametrize("batch_rows", [1, 3, 4, 100])
 def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
     engine = Known(lambda question: str(min(number_in(question), 12)))  # right up to 12
-    result, replies = grade(Echo(), engine, batch_rows=batch_rows, max_tokens=9, seed=7)
+    result, replies = grade(Echo(), engine, SamplingParams(temperature=0, seed=7), batch_rows=batch_rows, max_tokens=9)
     expected = {"kind": "generative", "correct": 13, "total": 20, "questions": 20, "accuracy": 0.65, "baseline": 0.2}
     assert dataclasses.asdict(result).items() >= {**expected, "too_long": 0}.items()
     asked = [question for questions, _ in engine.calls for question in questions]
     assert sorted(map(number_in, asked)) == list(range(20))
     assert [len(questions) for questions, _ in engine.calls[:-1]] == [batch_rows] * (len(engine.calls) - 1)
     assert len(engine.calls) == -(-20 // batch_rows)
-    seeds = [seed for _, settings in engine.calls for seed in settings.pop("seed")]
-    assert seeds == [seed_of(7, row) for row in range(20)]  # however many are asked at once
+    sampling = [one for _, settings in engine.calls for one in settings.pop("sampling")]
+    assert sampling == [SamplingParams(temperature=0, seed=seed_of(7, row)) for row in range(20)]
     for _, settings in engine.calls:
-        assert settings == {"max_tokens": 9, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+        assert settings == {"max_tokens": 9}
     for reply in replies:
         number = number_in(reply.messages[-1]["content"])
         assert reply.reply == [{"type": "text", "text": str(min(number, 12))}]
@@ -157,7 +161,7 @@ def test_several_samples_are_averaged() -> None:
         return str(number) if number % 2 == 0 and turn["count"] % 4 else "no"
 
     engine = Known(reply)
-    result, replies = grade(Echo(), engine, samples=4, temperature=0.7)
+    result, replies = grade(Echo(), engine, SamplingParams(temperature=0.7), samples=4)
     assert (result.correct, result.total, result.questions, result.accuracy) == (30, 80, 20, 0.375)
     alone, _ = grade(Echo(40), Known(lambda q: str(number_in(q)) if number_in(q) < 15 else ""))
     assert alone.accuracy == 0.375 and alone.high - alone.low < result.high - result.low  # of 20 questions, not of 80
@@ -167,7 +171,7 @@ def test_several_samples_are_averaged() -> None:
 
 def test_a_question_that_does_not_fit_is_wrong_and_counted() -> None:
     engine = Known(lambda question: str(number_in(question)))
-    result, replies = grade(Echo(too_long=True), engine, samples=3, temperature=1.0)
+    result, replies = grade(Echo(too_long=True), engine, SamplingParams(), samples=3)
     assert (result.correct, result.total, result.questions, result.too_long) == (54, 60, 20, 2)
     assert result.accuracy == 0.9
     assert len(replies) == 18
@@ -183,14 +187,14 @@ def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
 
     length = len(render_prompt(tiny_tokenizer(), One().example(0).question))
     engine = Engine(tiny_model(length + room), tiny_tokenizer(), cpu_device())
-    generative, _ = grade(One(1), engine, engine.model)
+    generative, _ = grade(One(1), engine, model=engine.model)
     assert generative.too_long == (room < 1)
 
     class OneLetter(Letters):
         def example(self, index: int) -> Example:
             return dataclasses.replace(One().example(0), answer="b", letters=("a", "b"))
 
-    choice, _ = grade(OneLetter(1), engine, engine.model)
+    choice, _ = grade(OneLetter(1), engine, model=engine.model)
     assert choice.too_long == (room < 0)  # nothing is written: the prompt may fill it all
 
 
@@ -198,7 +202,7 @@ def test_the_engine_itself_replies() -> None:
     """A model alone, greedy, gives the same texts."""
     tokenizer, model = tiny_tokenizer(), tiny_model()
     engine = Engine(model, tokenizer, cpu_device())
-    _, replies = grade(Echo(6), engine, model, max_tokens=5)
+    _, replies = grade(Echo(6), engine, model=model, max_tokens=5)
     assert len(replies) == 6
     for reply in replies:
         prompt = render_prompt(tokenizer, reply.messages)
@@ -300,7 +304,7 @@ def test_the_likeliest_of_the_letters_is_the_answer() -> None:
     examples = [task.example(index) for index in range(12)]
     table = {tuple(render_prompt(tokenizer, e.question)): scores[len(e.letters)] for e in examples}
     model, engine = HandSet(table), Known(lambda question: "")
-    result, replies = grade(task, engine, model, batch_rows=5, samples=3)
+    result, replies = grade(task, engine, model=model, batch_rows=5, samples=3)
     assert (result.kind, result.correct, result.total, result.accuracy, result.baseline) == (
         "choice", 8, 12, 8 / 12, 0.25,
     )  # fmt: skip
@@ -352,7 +356,7 @@ def grade_on_a_rank(device: Device, kind: str, count: int) -> tuple[dict[str, An
     model = tiny_model(160)
     engine = Engine(model, tiny_tokenizer(), device)
     task = Odd(count, too_long=True) if kind == "generative" else Letters(count)
-    result, replies = grade(task, engine, model, batch_rows=4, max_tokens=6, temperature=1.0, samples=2)
+    result, replies = grade(task, engine, SamplingParams(), model, batch_rows=4, max_tokens=6, samples=2)
     figures = {key: value for key, value in dataclasses.asdict(result).items() if key != "seconds"}
     return figures, [(reply.messages, reply.reply, reply.correct) for reply in replies]
 
@@ -534,9 +538,11 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         *("--tasks=addition", "--max_examples=3", "--samples=2", "--temperature=0.5", "--top_k=7", "--top_p=0.9"),
         *("--seed=11", "--device_batch_size=4"),
     )
-    settings = {"max_tokens": 6, "temperature": 0.5, "top_k": 7, "top_p": 0.9}
-    seeds = [seed_of(11, row) for row in range(6)]
-    assert seen == [{"rows": 4, **settings, "seed": seeds[:4]}, {"rows": 2, **settings, "seed": seeds[4:]}]
+    sampling = [SamplingParams(0.5, 7, 0.9, seed=seed_of(11, row)) for row in range(6)]
+    assert seen == [
+        {"rows": 4, "max_tokens": 6, "sampling": sampling[:4]},
+        {"rows": 2, "max_tokens": 6, "sampling": sampling[4:]},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -550,7 +556,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         (["--max_tokens=0"], "--max_tokens 0: at least 1"),
         (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
         (["--show=-1"], "--show -1: at least 0"),
-        (["--temperature=-1"], "--temperature -1.0: from 0"),
+        (["--temperature=-1"], "--temperature -1.0"),
         (["--source=rl"], "there is no rl checkpoint"),
         (["--model_tag=other"], "no whole checkpoint"),
     ],

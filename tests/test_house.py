@@ -31,7 +31,7 @@ ORDER = (
     ("train",),
     ("losses",),
     ("checkpoint_manager",),
-    ("engine",),
+    ("sampling", "engine"),
     ("rollout",),
     ("evals.*",),
     ("run.*",),

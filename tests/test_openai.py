@@ -13,7 +13,7 @@ import tiny
 from test_serve import CONTEXT, KEY, error_of, serving, until
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
-from nanochat.engine import Engine
+from nanochat.engine import Engine, SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.replies import CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler, TokenLogprob
@@ -93,7 +93,7 @@ def test_a_model_is_retrieved(client: Any):
 def test_chat_is_what_the_engine_generates(client: Any, engine: Engine):
     answer = chat(client)
     prompt = render_prompt(engine.tokenizer, HELLO)
-    (made,), _ = engine.generate([prompt], max_tokens=24, temperature=0)
+    (made,), _ = engine.generate([prompt], max_tokens=24, sampling=SamplingParams(temperature=0))
     message = answer.choices[0].message
     assert message.role == "assistant" and message.content == text_of(parse_reply(engine.tokenizer, made))
     assert answer.object == "chat.completion" and answer.model == MODEL and answer.id.startswith("chatcmpl-")
@@ -238,8 +238,8 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app
     stream = chat(client, temperature=1, max_tokens=400, n=2, stream=True)
     next(iter(stream))
     stream.close()
-    figures = app.state.nanochat.model.scheduler.figures
-    until(lambda: figures().running + figures().queued == 0)
+    stats = app.state.nanochat.model.scheduler.stats
+    until(lambda: stats().running + stats().queued == 0)
 
 
 # ---------------------------------------------------------------------- completions
@@ -248,7 +248,7 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app
 def test_a_completion_is_what_the_engine_generates(client: Any, engine: Engine):
     answer = complete(client)
     prompt = engine.tokenizer.encode("the", prepend="<|bos|>")
-    (made,), _ = engine.generate([prompt], max_tokens=24, temperature=0)
+    (made,), _ = engine.generate([prompt], max_tokens=24, sampling=SamplingParams(temperature=0))
     special = set(engine.tokenizer.special_ids.values())
     assert answer.object == "text_completion" and answer.usage.prompt_tokens == len(prompt)
     until_call = made[: next((place for place, token in enumerate(made) if token in special), len(made))]

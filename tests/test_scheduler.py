@@ -11,11 +11,12 @@ import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import engine as engines
-from nanochat.engine import Engine
+from nanochat.engine import Engine, SamplingParams
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut
 from nanochat.shell.cli import UserError
 
 CONTEXT = 80
+GREEDY = SamplingParams(temperature=0)
 
 
 def make_engine(shape: str = "fast", stops: bool = False, **changes: Any) -> Engine:
@@ -68,9 +69,9 @@ def test_greedy_is_what_the_engine_generates(shape: str, running: Any, monkeypat
     engine = make_engine(shape)
     scheduler = running(engine)
     prompts = [prompt_of(length, length) for length in (1, 2, 17, 33, 50, 9, 70)]
-    streams = [scheduler.submit(Request(prompt, 10, temperature=0)) for prompt in prompts]
+    streams = [scheduler.submit(Request(prompt, 10, GREEDY)) for prompt in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):
-        assert tokens_of(stream) == engine.generate([prompt], max_tokens=10, temperature=0)[0][0]
+        assert tokens_of(stream) == engine.generate([prompt], max_tokens=10, sampling=GREEDY)[0][0]
 
 
 def random_requests(count: int, seed: int) -> list[Request]:
@@ -91,13 +92,13 @@ def random_requests(count: int, seed: int) -> list[Request]:
                 "seed": draw.randint(0, 5),
             }
         settings["repetition_penalty"] = draw.choice([1.0, 1.0, 1.3])
-        requests.append(Request(prompt, room, **{"temperature": 0.0, **settings}))
+        requests.append(Request(prompt, room, SamplingParams(**{"temperature": 0.0, **settings})))
     return requests
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_batched_is_alone_whoever_joins_leaves_and_shares(
+def test_batched_is_alone_whoever_joins_and_leaves(
     shape: str, seed: int, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "CACHE_STEP", 16)
@@ -122,94 +123,30 @@ def test_batched_is_alone_whoever_joins_leaves_and_shares(
     for number, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
         tokens = tokens_of(stream)
         assert tokens == (expected[: len(tokens)] if number in cancelled else expected), f"request {number}"
-    figures = together.figures()
-    assert figures.tokens_reused > 0
-    assert (figures.running, figures.queued) == (0, 0)
+    stats = together.stats()
+    assert (stats.running, stats.queued) == (0, 0)
 
 
-def test_keys_and_values_are_the_same_bits_however_a_prompt_was_read() -> None:
-    engine = make_engine(vocab_size=tiny_tokenizer().vocab_size)
-    prompt = prompt_of(60)
-    kept = []
-    for chunks in ([59], [16, 16, 27], [1] * 59, [30, 3, 26], [7, 52]):
-        slots = engines.Slots(engine, 4, 64)
-        slots.choose_sizes()
-        begin = 0
-        for chunk in chunks:
-            slots.prefill(2, prompt[begin : begin + chunk], begin)
-            begin += chunk
-        kept.append((slots.cache.keys[:, 2, :, :59], slots.cache.values[:, 2, :, :59]))
-    for keys, values in kept[1:]:
-        assert torch.equal(keys, kept[0][0]) and torch.equal(values, kept[0][1])
-    assert kept[0][0].abs().sum() > 0
-
-
-def test_one_prompts_tokens_are_copied_and_not_read_again(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_once_for_the_choices_of_a_request_and_again_for_another_request(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the time to the first token would tell one client what another one wrote (S14)."""
     engine = make_engine()
     scheduler = running(engine)
     read: list[int] = []
     prefill = scheduler.slots.prefill
-    monkeypatch.setattr(
-        scheduler.slots, "prefill", lambda s, tokens, h: read.append(len(tokens)) or prefill(s, tokens, h)
-    )
-    first = prompt_of(50)
-    longer = (*first[:45], *prompt_of(20, 1))
-    for prompt in (first, first, longer, first):
-        tokens = tokens_of(scheduler.submit(Request(prompt, 5, temperature=0)))
-        assert tokens == engine.generate([prompt], max_tokens=5, temperature=0)[0][0]
-    assert sum(read) == 49 + 0 + 19 + 0
-    assert scheduler.figures().tokens_reused == 49 + 45 + 49
 
+    def counted(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
+        read.append(len(pieces[0]))
+        return prefill(slot, pieces, filled)
 
-def test_equal_prompts_that_come_together_are_read_once(running: Any) -> None:
-    scheduler = running(slots=4)
-    with scheduler.changed:  # the thread sees all of them at once
-        streams = [scheduler.submit(Request(prompt_of(60), 5, seed=seed)) for seed in range(4)]
-    drawn = [tokens_of(stream) for stream in streams]
-    assert scheduler.figures().tokens_reused == 3 * 59
-    assert len({tuple(tokens) for tokens in drawn}) > 1
-    assert tokens_of(scheduler.submit(Request(prompt_of(60), 5, seed=2))) == drawn[2]
-
-
-def test_one_cancelled_before_its_prompt_is_read_harms_nothing_that_its_slot_holds(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    scheduler = running(engine, slots=2)
-    kept = prompt_of(50)
-    expected = tokens_of(scheduler.submit(Request(kept, 5, temperature=0)))
-    monkeypatch.setattr(scheduler, "_read_prompts", lambda: 0)  # it stays unread
-    victims = [scheduler.submit(Request(prompt_of(9, 1), 9)) for _ in range(2)]
-    wait_until(lambda: scheduler.figures().running == 2)
-    for victim in victims:
-        victim.cancel()
-        list(victim)
-    monkeypatch.undo()
-    assert scheduler.slots.cache.position.tolist() == [len(content) for content in scheduler.contents]
-    reused = scheduler.figures().tokens_reused
-    neighbours = [scheduler.submit(Request(prompt_of(3, 5), 70)), scheduler.submit(Request(kept, 5, temperature=0))]
-    assert tokens_of(neighbours[1]) == expected
-    assert scheduler.figures().tokens_reused - reused == 49
-
-
-def test_a_running_row_that_moves_to_a_lower_slot_goes_on_as_before(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    scheduler = running(engine, slots=8)
-    moves: list[int] = []
-    move = scheduler.slots.move
-    monkeypatch.setattr(scheduler.slots, "move", lambda *places: moves.append(places[0]) or move(*places))
-    long = Request(prompt_of(5), 70, temperature=0.9, seed=3, repetition_penalty=1.2)
-    short = [Request(prompt_of(5, seed), 60, temperature=0.5) for seed in range(7)]
-    alone = tokens_of(scheduler.submit(long))
-    before = [scheduler.submit(request) for request in short]
-    stream = scheduler.submit(long)
-    wait_until(lambda: stream.completion_tokens > 3)
-    for other in before:
-        other.cancel()
-    assert tokens_of(stream) == alone
-    assert moves
+    monkeypatch.setattr(scheduler.slots, "prefill", counted)
+    requests = [Request(prompt_of(50), 20, SamplingParams(seed=seed)) for seed in range(4)]
+    choices = [tokens_of(stream) for stream in scheduler.submit_all(requests)]
+    assert sum(read) == 49
+    assert len({tuple(tokens) for tokens in choices}) == 4
+    assert tokens_of(scheduler.submit(requests[2])) == choices[2]
+    assert sum(read) == 2 * 49
 
 
 # ---------------------------------------------------------------------- who leaves, and too many
@@ -220,7 +157,7 @@ def test_cancelled_at_any_point_no_slot_is_lost(running: Any) -> None:
     streams = []
     for number in range(500):
         prompt = prompt_of(draw.randint(1, 60), number % 7)
-        streams.append(scheduler.submit(Request(prompt, draw.randint(1, 20), seed=number)))
+        streams.append(scheduler.submit(Request(prompt, draw.randint(1, 20), SamplingParams(seed=number))))
         if draw.random() < 0.3:
             time.sleep(0.002 * draw.random())
         streams[draw.randrange(max(0, number - 6), number + 1)].cancel()
@@ -228,12 +165,11 @@ def test_cancelled_at_any_point_no_slot_is_lost(running: Any) -> None:
         stream.cancel()
     reasons = [list(stream)[-1].finish_reason for stream in streams]
     assert set(reasons) <= {"cancelled", "length"} and reasons.count("cancelled") > 100
-    figures = scheduler.figures()
-    assert (figures.running, figures.queued, scheduler.unfinished) == (0, 0, 0)
-    assert sum(figures.requests_finished.values()) == 500
-    assert scheduler.rows == [None] * 4 and not scheduler.filling and not scheduler.waiting
-    assert not scheduler.slots.active.any()
-    after = [scheduler.submit(Request(prompt_of(5), 4, temperature=0)) for _ in range(4)]
+    stats = scheduler.stats()
+    assert (stats.running, stats.queued, scheduler.unfinished) == (0, 0, 0)
+    assert sum(stats.requests_finished.values()) == 500
+    assert not (scheduler.slots.rows or scheduler.read or scheduler.reading or scheduler.waiting)
+    after = [scheduler.submit(Request(prompt_of(5), 4, GREEDY)) for _ in range(4)]
     assert len({tuple(tokens_of(stream)) for stream in after}) == 1
 
 
@@ -254,8 +190,8 @@ def test_too_many_are_told_when_to_come_again(running: Any) -> None:
     with pytest.raises(Overloaded) as refused:
         scheduler.submit(Request(prompt_of(5), 75))
     assert refused.value.retry_after >= 1
-    figures = scheduler.figures()
-    assert figures.running + figures.queued == 5 and figures.slots == 2
+    stats = scheduler.stats()
+    assert stats.running + stats.queued == 5 and stats.slots == 2
     for stream in streams:
         stream.cancel()
         list(stream)
@@ -272,7 +208,7 @@ def test_several_are_taken_together_or_not_at_all(running: Any) -> None:
     assert scheduler.unfinished == 0 and scheduler.capacity == 4
     streams = scheduler.submit_all([request] * 4)
     assert [list(stream)[-1].finish_reason for stream in streams] == ["length"] * 4
-    assert scheduler.figures().requests_finished == {"length": 4}
+    assert scheduler.stats().requests_finished == {"length": 4}
 
 
 def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> None:
@@ -288,7 +224,7 @@ def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> Non
 def test_closing_lets_the_running_finish_and_gives_every_stream_an_end(running: Any) -> None:
     scheduler = running(slots=2)
     streams = [scheduler.submit(Request(prompt_of(5), 30)) for _ in range(6)]
-    wait_until(lambda: scheduler.figures().running == 2)
+    wait_until(lambda: scheduler.stats().running == 2)
     scheduler.close(grace=20)
     reasons = [list(stream)[-1].finish_reason for stream in streams]
     assert reasons.count("length") >= 2 and reasons.count("cancelled") >= 3
@@ -314,26 +250,26 @@ def test_a_failure_ends_the_running_and_the_next_are_served(running: Any, monkey
     scheduler = running(engine, slots=2)
     decode, failures = scheduler.slots.decode, iter([False, False, True])
 
-    def failing(*arguments: Any) -> Any:
+    def failing(**arguments: Any) -> Any:
         if next(failures, False):
             raise MemoryError("secret words of a prompt")
-        return decode(*arguments)
+        return decode(**arguments)
 
     monkeypatch.setattr(scheduler.slots, "decode", failing)
     last = list(scheduler.submit(Request(prompt_of(5), 20)))[-1]
     assert last.finish_reason == "error" and "MemoryError" in last.error and "secret" not in last.error
-    tokens = tokens_of(scheduler.submit(Request(prompt_of(5), 20, temperature=0)))
-    assert tokens == engine.generate([prompt_of(5)], max_tokens=20, temperature=0)[0][0]
+    tokens = tokens_of(scheduler.submit(Request(prompt_of(5), 20, GREEDY)))
+    assert tokens == engine.generate([prompt_of(5)], max_tokens=20, sampling=GREEDY)[0][0]
 
 
 def test_a_device_that_is_gone_leaves_nobody_waiting(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running(slots=1)
 
-    def gone(*_: Any) -> None:
+    def gone(**_: Any) -> None:
         raise RuntimeError("no device")
 
     monkeypatch.setattr(scheduler.slots, "decode", gone)
-    monkeypatch.setattr(scheduler.slots, "leave", gone)
+    monkeypatch.setattr(scheduler.slots, "reset", gone)
     streams = [scheduler.submit(Request(prompt_of(5), 5)) for _ in range(3)]
     assert [list(stream)[-1].finish_reason for stream in streams] == ["error"] * 3
     with pytest.raises(Overloaded):
@@ -350,22 +286,22 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     scheduler = running(engine, prefill_chunk=64)
     events: list[str] = []
     slots = scheduler.slots
-    prefill, decode, join = slots.prefill, slots.decode, slots.join
-    monkeypatch.setattr(slots, "prefill", lambda s, t, h: events.append(f"{len(t)}") or prefill(s, t, h))
-    monkeypatch.setattr(slots, "join", lambda *a: events.append("join") or join(*a))
-    monkeypatch.setattr(slots, "decode", lambda *a: events.append("decode") or decode(*a))
+    prefill, decode, admit = slots.prefill, slots.decode, slots.admit
+    monkeypatch.setattr(slots, "prefill", lambda s, t, h: events.append(f"{len(t[0])}") or prefill(s, t, h))
+    monkeypatch.setattr(slots, "admit", lambda *a: events.append("admit") or admit(*a))
+    monkeypatch.setattr(slots, "decode", lambda **a: events.append("decode") or decode(**a))
     runner = scheduler.submit(Request(prompt_of(3), 400))
     wait_until(lambda: runner.completion_tokens > 5)
-    long = scheduler.submit(Request(prompt_of(300), 3, temperature=0))
+    long = scheduler.submit(Request(prompt_of(300), 3, GREEDY))
     tokens = tokens_of(long)
     runner.cancel()
-    assert tokens == engine.generate([prompt_of(300)], max_tokens=3, temperature=0)[0][0]
+    assert tokens == engine.generate([prompt_of(300)], max_tokens=3, sampling=GREEDY)[0][0]
     pieces = [place for place, event in enumerate(events) if event.isdigit()][1:]  # the first is the runner's own
     assert sum(int(events[place]) for place in pieces) == 299
     for place in pieces:
         assert int(events[place]) <= 64
         assert events[place + 1] == "decode", "two pieces without a token for the others between them"
-    joined = len(events) - 1 - events[::-1].index("join")
+    joined = len(events) - 1 - events[::-1].index("admit")
     assert events[joined - 1] == events[joined + 1] == "decode", "it joins in a turn that reads nothing"
 
 
@@ -375,7 +311,7 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
 def scripted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Have the model choose these tokens, whatever its logits say, and ramble on behind them."""
     script = iter(tokens)
-    monkeypatch.setattr(engines, "sample_rows", lambda logits, *_: torch.full((len(logits),), next(script, 120)))
+    monkeypatch.setattr(engines, "sample", lambda logits, *_: torch.full((len(logits),), next(script, 120)))
 
 
 def parts_of(chunks: list[Chunk]) -> list[tuple[str, str]]:
@@ -413,12 +349,12 @@ def test_the_tools_answer_is_what_the_model_reads(running: Any) -> None:
     """The tokens that the tool gives stand in the cache in place of those that the model chose."""
     engine = make_engine()
     prompts = [prompt_of(12, seed) for seed in range(8)]
-    free = engine.generate([prompts[0]], max_tokens=20, temperature=0)[0][0]
+    free = engine.generate([prompts[0]], max_tokens=20, sampling=GREEDY)[0][0]
     engine.call_start, engine.call_end, *_ = dict.fromkeys(free)  # the first prompt's row calls, for one
-    alone = [engine.generate([prompt], max_tokens=60, temperature=0) for prompt in prompts]
+    alone = [engine.generate([prompt], max_tokens=60, sampling=GREEDY) for prompt in prompts]
     assert 0 in alone[0][1][0][:40], "nobody calls: choose other prompts"
     scheduler = running(engine, slots=8)
-    streams = [scheduler.submit(Request(prompt, 60, temperature=0)) for prompt in prompts]
+    streams = [scheduler.submit(Request(prompt, 60, GREEDY)) for prompt in prompts]
     assert [tokens_of(stream) for stream in streams] == [tokens[0] for tokens, _ in alone]
 
 
@@ -454,19 +390,17 @@ def test_the_text_ends_before_a_stop_string_wherever_tokens_part(
 def test_characters_come_whole_and_marks_never() -> None:
     tokenizer = tiny_tokenizer()
     out = TextOut(tokenizer.tokens, ())
-    texts = [out.add(token)[0] for token in "é从🙂".encode()]
-    assert texts == ["", "é", "", "", "从", "", "", "", "🙂"]
-    assert [out.add(token) for token in tokenizer.special_ids.values()] == [("", False)] * len(tokenizer.special_ids)
-    assert out.add("从".encode()[0]) == ("", False)
-    assert out.flush() == ("\ufffd", False)
-    assert out.flush() == ("", False)
+    assert [out.add(token) for token in "é从🙂".encode()] == ["", "é", "", "", "从", "", "", "", "🙂"]
+    assert [out.add(token) for token in tokenizer.special_ids.values()] == [""] * len(tokenizer.special_ids)
+    assert out.add("从".encode()[0]) == ""
+    assert (out.flush(), out.flush()) == ("\ufffd", "")
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
     out = TextOut(tiny_tokenizer().tokens, ("END", "\n\n"))
-    assert [out.add(token)[0] for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
-    assert out.add(b"E"[0]) == ("", False)
-    assert out.flush() == ("E", False)
+    assert [out.add(token) for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
+    assert out.add(b"E"[0]) == ""
+    assert (out.flush(), out.stopped) == ("E", False)
 
 
 # ---------------------------------------------------------------------- logprobs, ends, mistakes
@@ -477,7 +411,7 @@ def test_logprobs_are_the_models(running: Any) -> None:
     scheduler = running(engine)
     prompt = prompt_of(9)
     other = scheduler.submit(Request(prompt_of(5), 20, logprobs=5))
-    chunks = list(scheduler.submit(Request(prompt, 6, temperature=0.7, top_k=4, logprobs=2)))
+    chunks = list(scheduler.submit(Request(prompt, 6, SamplingParams(temperature=0.7, top_k=4), logprobs=2)))
     tokens = list(prompt)
     for chunk in chunks[:-1]:
         with torch.no_grad():
@@ -498,13 +432,13 @@ def test_logprobs_are_the_models(running: Any) -> None:
 def test_a_request_ends_at_a_stop_token_or_its_length(running: Any) -> None:
     engine = make_engine()
     prompt = prompt_of(7)
-    free = engine.generate([prompt], max_tokens=CONTEXT - 7, temperature=0)[0][0]
+    free = engine.generate([prompt], max_tokens=CONTEXT - 7, sampling=GREEDY)[0][0]
     scheduler = running(engine)
-    chunks = list(scheduler.submit(Request(prompt, CONTEXT - 7, temperature=0)))
+    chunks = list(scheduler.submit(Request(prompt, CONTEXT - 7, GREEDY)))
     assert [token for chunk in chunks for token in chunk.token_ids] == free
     assert chunks[-1].finish_reason == "length"
     engine.stop_ids = {free[4]}
-    chunks = list(scheduler.submit(Request(prompt, 30, temperature=0)))
+    chunks = list(scheduler.submit(Request(prompt, 30, GREEDY)))
     assert [token for chunk in chunks for token in chunk.token_ids] == free[: free.index(free[4])]
     assert chunks[-1].finish_reason == "stop"
 
@@ -516,9 +450,7 @@ def test_a_request_ends_at_a_stop_token_or_its_length(running: Any) -> None:
         (Request((), 5), "at least the begin token"),
         (Request((9999,), 5), "token ids from 0"),
         (Request((1,), 0), "max_tokens 0"),
-        (Request((1,), 5, temperature=-1), "temperature"),
-        (Request((1,), 5, min_p=1.5), "min_p"),
-        (Request((1,), 5, repetition_penalty=0), "repetition_penalty"),
+        (Request((1,), 5, SamplingParams(min_p=1.5)), "min_p"),
     ],
 )
 def test_what_cannot_be_served_is_told(request_: Request, words: str) -> None:
@@ -528,11 +460,11 @@ def test_what_cannot_be_served_is_told(request_: Request, words: str) -> None:
 
 def test_the_cache_keeps_to_its_budget() -> None:
     engine = make_engine()
-    whole = Scheduler(engine, slots=4).figures()
+    whole = Scheduler(engine, slots=4).stats()
     assert whole.slots == 4
     cache = Scheduler(engine, slots=4).slots.cache
     assert whole.cache_total == cache.keys.nbytes + cache.values.nbytes
-    half = Scheduler(engine, slots=4, cache_bytes=whole.cache_total // 2).figures()
+    half = Scheduler(engine, slots=4, cache_bytes=whole.cache_total // 2).stats()
     assert (half.slots, half.cache_total) == (2, whole.cache_total // 2)
     with pytest.raises(UserError, match="--cache_gib.*at least one slot"):
         Scheduler(engine, slots=4, cache_bytes=1000)
@@ -540,7 +472,7 @@ def test_the_cache_keeps_to_its_budget() -> None:
 
 def test_a_listener_hears_what_came_before_and_what_comes(running: Any) -> None:
     scheduler = running()
-    stream = scheduler.submit(Request(prompt_of(5), 20, temperature=0))
+    stream = scheduler.submit(Request(prompt_of(5), 20, GREEDY))
     wait_until(lambda: stream.completion_tokens >= 5)
     heard: list[Chunk] = []
     ended = threading.Event()
@@ -552,7 +484,7 @@ def test_a_listener_hears_what_came_before_and_what_comes(running: Any) -> None:
 
     stream.listen(listen)
     assert ended.wait(10)
-    expected = tokens_of(scheduler.submit(Request(prompt_of(5), 20, temperature=0)))
+    expected = tokens_of(scheduler.submit(Request(prompt_of(5), 20, GREEDY)))
     assert [token for chunk in heard for token in chunk.token_ids] == expected
     deaf = scheduler.submit(Request(prompt_of(5), 70))
 
@@ -562,17 +494,17 @@ def test_a_listener_hears_what_came_before_and_what_comes(running: Any) -> None:
     wait_until(lambda: deaf.completion_tokens > 0)
     with pytest.raises(RuntimeError):
         deaf.listen(closed)
-    wait_until(lambda: scheduler.figures().running == 0)
-    assert scheduler.figures().requests_finished["cancelled"] == 1
+    wait_until(lambda: scheduler.stats().running == 0)
+    assert scheduler.stats().requests_finished["cancelled"] == 1
 
 
 def test_the_figures_count(running: Any) -> None:
     scheduler = running()
     for _ in range(3):
-        tokens_of(scheduler.submit(Request(prompt_of(12), 6, temperature=0)))
-    figures = scheduler.figures()
-    assert (figures.tokens_prompt, figures.tokens_generated, figures.tokens_reused) == (36, 18, 22)
-    assert figures.requests_finished == {"length": 3}
-    assert (sum(figures.first_token_seconds.counts), sum(figures.token_seconds.counts)) == (3, 15)
-    assert len(figures.token_seconds.counts) == len(figures.token_seconds.bounds) + 1
-    assert figures.cache_used == 0
+        tokens_of(scheduler.submit(Request(prompt_of(12), 6, GREEDY)))
+    stats = scheduler.stats()
+    assert (stats.tokens_prompt, stats.tokens_generated) == (36, 18)
+    assert stats.requests_finished == {"length": 3}
+    assert (sum(stats.first_token_seconds.counts), sum(stats.token_seconds.counts)) == (3, 15)
+    assert len(stats.token_seconds.counts) == len(stats.token_seconds.bounds) + 1
+    assert stats.cache_used == 0

@@ -36,7 +36,7 @@ from nanochat.serve.app import create_app
 from nanochat.serve.connection import Connection
 from nanochat.serve.load import closed_loop
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
-from nanochat.serve.scheduler import Chunk, Figures, Histogram, Overloaded, Request, Scheduler, Stream, TokenLogprob
+from nanochat.serve.scheduler import Chunk, Histogram, Overloaded, Request, Scheduler, Stats, Stream, TokenLogprob
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
 from nanochat.shell import cli
@@ -139,8 +139,8 @@ class FakeScheduler:
         self.deadline = time.monotonic() + grace
         self.thread.join(grace + 5)
 
-    def figures(self) -> Figures:
-        return Figures(
+    def stats(self) -> Stats:
+        return Stats(
             running=len(self.running), queued=len(self.waiting), slots=self.slots, tokens_generated=70,
             requests_finished=dict(self.finished), cache_total=20,
             first_token_seconds=Histogram((0.1, 1.0), (1, 2, 3), 5.5), token_seconds=Histogram((0.01,), (4, 0), 0.02),

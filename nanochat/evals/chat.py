@@ -14,7 +14,7 @@ Legend: B rows, T tokens, C width, L letters, V vocab.
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
 from nanochat.device import Device
-from nanochat.engine import Engine, seed_of
+from nanochat.engine import Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
+from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN, Choice, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
@@ -85,13 +86,10 @@ def evaluate(
     engine: Engine,
     *,
     batch_rows: int,
+    sampling: SamplingParams,
     max_examples: int | None = None,
     samples: int = 1,
     max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     keep: int = 0,
 ) -> tuple[Result, list[Graded]]:
     """Grade a model on the first `max_examples` of a task's shuffled examples, shared out over the ranks.
@@ -131,10 +129,10 @@ def evaluate(
                 for place, letter in zip(batch, preferred, strict=True)
             ]
         else:
-            seeds = [seed_of(seed, number * batch_rows + row) for row in range(len(batch))]  # whoever samples it
-            sequences, _ = engine.generate(
-                asked, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seeds
-            )
+            # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
+            seeds = [seed_of(sampling.seed, number * batch_rows + row) for row in range(len(batch))]
+            settings = [replace(sampling, seed=seed) for seed in seeds]
+            sequences, _ = engine.generate(asked, max_tokens=max_tokens, sampling=settings)
             replies = [parse_reply(tokenizer, ids) for ids in sequences]
         for place, reply in zip(batch, replies, strict=True):
             example = examples[place]

@@ -38,14 +38,13 @@ class ServerCollector(Collector):
         yield _gauge("ready", "1 when the model is loaded and takes requests.", self.state.is_ready)
         if self.state.model is None:
             return
-        stats = self.state.model.scheduler.figures()
+        stats = self.state.model.scheduler.stats()
         yield _gauge("requests_running", "Requests that hold a slot.", stats.running)
         yield _gauge("requests_queued", "Requests that wait for a slot.", stats.queued)
         yield _gauge("slots", "Requests that can run at once.", stats.slots)
         yield _counts("requests_finished", "Requests by how they ended.", "reason", stats.requests_finished)
         yield CounterMetricFamily("nanochat_tokens_generated", "Tokens generated.", stats.tokens_generated)
         yield CounterMetricFamily("nanochat_tokens_prompt", "Tokens of prompts.", stats.tokens_prompt)
-        yield CounterMetricFamily("nanochat_tokens_reused", "Prompt tokens found in the cache.", stats.tokens_reused)
         yield _gauge("cache_used_bytes", "Bytes of the cache that requests use.", stats.cache_used)
         yield _gauge("cache_bytes", "Bytes of the cache.", stats.cache_total)
         first_token = stats.first_token_seconds

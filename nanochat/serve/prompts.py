@@ -102,14 +102,16 @@ def submit(
         required = None if shortens else body.requested_tokens
         if room < (required or 1):
             raise _too_long(model, f"{len(prompt):,}", required)
-        request = Request(
-            prompt=tuple(prompt),
-            max_tokens=min(body.requested_tokens or room, room),
-            logprobs=body.num_logprobs,
-            tools=tools,
-            **sampling,
-        )
-        requests += [replace(request, seed=request.seed + number) for number in range(body.num_choices)]
+        for number in range(body.num_choices):
+            request = Request(
+                prompt=tuple(prompt),
+                max_tokens=min(body.requested_tokens or room, room),
+                sampling=replace(sampling, seed=sampling.seed + number),
+                stop=body.stop_strings,
+                logprobs=body.num_logprobs,
+                tools=tools,
+            )
+            requests.append(request)
     try:
         return model.scheduler.submit_all(requests)
     except UserError as error:

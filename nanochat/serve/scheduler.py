@@ -1,9 +1,15 @@
 """Continuous batching: requests join and leave a running batch between two decoded tokens.
 
-Requests flow in from any thread, chunks of new tokens and their text flow out; one thread owns the device and runs
-`_turn` for as long as there is work: let go who has left, take in who waits (copying what a slot has read of the same
-prompt), read a chunk of the new prompts, decode one token for all that run. What a request is given does not depend on
-its neighbours.
+A request is in one of four states:
+
+    waiting   in the queue; any thread puts it there with `submit`
+    reading   its prompt is being read into a slot, piece by piece
+    read      its prompt is read; it joins the running rows in one of the next turns
+    running   it gets a token each turn, until it ends
+
+One thread owns the device and runs `_turn` for as long as there is work. Chunks of new tokens and their text come out
+of the request's `Stream`. What a request gets does not depend on its neighbours, and nothing of a prompt is reused for
+another request: the time to a first token would tell one client what another one wrote.
 """
 
 import codecs
@@ -11,33 +17,31 @@ import logging
 import threading
 import time
 import traceback
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
-from nanochat.engine import Call, Engine, Sampling, Slots, check_sampling
-from nanochat.shell.cli import UserError
+from nanochat.engine import CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
+from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import UserError, check_ranges
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histograms
-STALL_STEPS = 1.0  # a chunk of a prompt takes as long as so many decoded tokens, at most, while others wait for theirs
-JOINS = 3  # requests at most that join then in one turn: each takes about a third of a decoded token's time
-SMOOTHING = 0.2  # weight of the newest in a running mean
-FEW_ROWS = 4  # a batch of so many takes hardly longer to decode than one row alone
-SHORTEST_MATCH = 8  # tokens; copying fewer is not worth it
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds, of histograms
+STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as so many of them
+SMOOTHING = 0.2  # weight of the newest value in a running mean
+
+
+# ---------------------------------------------------------------------- what goes in and comes out
 
 
 @dataclass(frozen=True)
 class Request:
-    """One generation, checked by whoever makes it."""
+    """One generation."""
 
     prompt: tuple[int, ...]  # token ids, begin token first
     max_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off
-    seed: int = 0
+    sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
     tools: bool = True  # answer the calculator's calls inside the stream
@@ -45,11 +49,11 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model held a token, and its best alternatives."""
+    """The logprob of a token and of its likeliest alternatives."""
 
     token_id: int
     logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,12 @@ class Chunk:
     by_model: bool = True  # False: the tool's answer
     kind: str = "text"  # "text", "python" (a call's code) or "python_output" (its answer)
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # on the last chunk alone: "stop", "length", "cancelled" or "error"
+    finish_reason: str | None = None  # on the last chunk only: "stop", "length", "cancelled" or "error"
     error: str = ""
 
 
 class Overloaded(Exception):
-    """Slots and queue are full; `retry_after` seconds from now there may be room."""
+    """Slots and queue are full; there may be room in `retry_after` seconds."""
 
     def __init__(self, retry_after: float):
         super().__init__(f"all slots are taken and the queue is full: try again in {retry_after:.0f} s")
@@ -75,32 +79,31 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of seconds by bucket, as Prometheus has them: `counts[i]` values up to `bounds[i]`, the last above all."""
+    """Counts of seconds by bucket, as in Prometheus: `counts[i]` values up to `bounds[i]`, the last count above all."""
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]  # one more than bounds; not summed up
-    total: float = 0.0  # of the values, seconds
+    bounds: tuple[float, ...] = BUCKETS
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS) + 1)  # not cumulative
+    total: float = 0.0  # sum of the values, seconds
 
 
 @dataclass(frozen=True)
-class Figures:
+class Stats:
     """A snapshot of what the scheduler does and has done."""
 
-    running: int = 0
+    running: int = 0  # requests that hold a slot
     queued: int = 0
     slots: int = 0
     tokens_generated: int = 0
     tokens_prompt: int = 0
-    tokens_reused: int = 0  # of the prompts, copied from a slot that had them already
     requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     cache_used: int = 0  # bytes
     cache_total: int = 0  # bytes
-    first_token_seconds: Histogram = Histogram((), (0,))
-    token_seconds: Histogram = Histogram((), (0,))
+    first_token_seconds: Histogram = Histogram()
+    token_seconds: Histogram = Histogram()
 
 
 class Stream:
-    """What comes back from one request."""
+    """The chunks of one request, for another thread to read."""
 
     def __init__(self, prompt_tokens: int, wake: Callable[[], None]):
         self.prompt_tokens = prompt_tokens
@@ -112,7 +115,7 @@ class Stream:
         self._callback: Callable[[Chunk], None] | None = None
 
     def cancel(self) -> None:
-        """End it; from any thread. The slot is free before the next decode step."""
+        """End the request; from any thread. Its slot is free before the next decoded token."""
         self.cancelled = True
         self._wake()
 
@@ -128,7 +131,7 @@ class Stream:
                 return
 
     def listen(self, callback: Callable[[Chunk], None]) -> None:
-        """Call back from the device's thread for each chunk; for those that came earlier at once, from this one."""
+        """Call back from the device's thread for each chunk; for earlier ones at once, from this thread."""
         with self._arrived:
             self._callback = callback
             while self._chunks:
@@ -144,83 +147,96 @@ class Stream:
                 return
             try:
                 self._callback(chunk)
-            except RuntimeError:  # an event loop that is closed takes no more calls: nobody listens
+            except RuntimeError:  # a closed event loop takes no more calls: nobody listens
                 self.cancelled = True
 
 
 class TextOut:
-    """Token ids become text that may be shown: whole characters, no special tokens, nothing of a stop string."""
+    """Turns token ids into text that may be shown: whole characters, no special tokens, nothing of a stop string."""
 
     def __init__(self, tokens: list[bytes], stop: tuple[str, ...]):
-        self.tokens, self.stop = tokens, stop
+        self.tokens = tokens
+        self.stop = stop
+        self.stopped = False  # a stop string is complete; nothing follows
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""  # may be the beginning of a stop string
 
-    def add(self, token: int) -> tuple[str, bool]:
-        """The text that a token lets go, and whether a stop string has come."""
-        text = self.plain(token)
-        return self._cut(text) if self.stop and text else (text, False)
+    def add(self, token: int) -> str:
+        """The text that may be shown after this token."""
+        return self._cut(self.plain(token))
 
     def plain(self, token: int) -> str:
-        """The same where no stop string counts."""
+        """The same where stop strings do not count."""
         return self.decoder.decode(self.tokens[token]) if token < len(self.tokens) else ""
 
-    def flush(self) -> tuple[str, bool]:
+    def flush(self) -> str:
         """The rest, where a text ends: half a character becomes U+FFFD."""
-        text = self.decoder.decode(b"", True)
+        text = self._cut(self.decoder.decode(b"", True))
         self.decoder.reset()
-        text, stopped = self._cut(text) if self.stop else (text, False)
-        rest, self.held = self.held, ""
-        return (text, True) if stopped else (text + rest, False)
+        if not self.stopped:
+            text += self.held
+        self.held = ""
+        return text
 
-    def _cut(self, text: str) -> tuple[str, bool]:
+    def _cut(self, text: str) -> str:
+        if not self.stop or self.stopped:
+            return "" if self.stopped else text
         text = self.held + text
-        found = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
+        self.held = ""
+        found = [text.find(stop) for stop in self.stop if stop in text]
         if found:
-            self.held = ""
-            return text[: min(found)], True
-        held = max(_overlap(text, stop) for stop in self.stop)
-        self.held = text[len(text) - held :]
-        return text[: len(text) - held], False
+            self.stopped = True
+            return text[: min(found)]
+        # Hold back the longest end of the text with which a stop string begins.
+        longest = max(len(stop) for stop in self.stop) - 1
+        for size in range(min(len(text), longest), 0, -1):
+            end = text[len(text) - size :]
+            if any(stop.startswith(end) for stop in self.stop):
+                self.held = end
+                return text[: len(text) - size]
+        return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that a stop string begins with."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+# ---------------------------------------------------------------------- the scheduler
 
 
-class _Row(Call):
-    """A request in its slot, or on its way there."""
+class _Row(Row):
+    """A request on its way through the states."""
 
-    def __init__(self, request: Request, stream: Stream, tokens: list[bytes]):
-        super().__init__()
-        self.request, self.stream = request, stream
-        self.slot = -1
+    def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: object):
+        super().__init__(request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools)
+        self.request = request
+        self.stream = stream
+        self.group = group  # the same object for all requests that were submitted together
         self.filled = 0  # tokens of the prompt in the cache
-        self.begun = False  # its slot holds tokens of this prompt, and no longer another's
-        self.joined = False  # all are, and it decodes
-        self.made = 0  # new tokens
-        self.kind = "text"
+        self.kind = "text"  # of its last token
         self.out = TextOut(tokens, request.stop)
-        self.began = self.last_time = time.monotonic()
+        self.submitted = time.monotonic()
+        self.last_time = self.submitted  # of its last token
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The rest of the prompt; its last token is decoded, not read."""
+        return self.request.prompt[self.filled : -1]
 
 
 class _Times:
     """A histogram that grows."""
 
     def __init__(self) -> None:
-        self.counts, self.total = [0] * (len(SECONDS) + 1), 0.0
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[next((i for i, bound in enumerate(SECONDS) if seconds <= bound), len(SECONDS))] += 1
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
         self.total += seconds
 
     def snapshot(self) -> Histogram:
-        return Histogram(SECONDS, tuple(self.counts), self.total)
+        return Histogram(BUCKETS, tuple(self.counts), self.total)
 
 
 class Scheduler:
-    """Serves requests from one engine, whose cache of `slots` rows is made here, once.
+    """Serves requests from one engine, whose cache of `slots` rows is allocated here, once.
 
     `queue` more requests may wait. Between two decoded tokens of the running rows at most `prefill_chunk` tokens of new
     prompts are read. With `cache_bytes` there are no more slots than fit.
@@ -228,7 +244,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: Engine, *, slots: int = 16, queue: int = 64, prefill_chunk: int = 256, cache_bytes: int = 0
+        self,
+        engine: Engine,
+        *,
+        slots: int = 16,
+        queue: int = 64,
+        prefill_chunk: int = PREFILL_CHUNK,
+        cache_bytes: int = 0,
     ):
         self.slot_bytes = Slots.bytes_per_slot(engine)
         if cache_bytes:
@@ -239,26 +261,33 @@ class Scheduler:
                 f"(--cache_gib), queue {queue}, prefill_chunk {prefill_chunk}: at least one slot, no negative queue, "
                 "one token a chunk"
             )
-        self.engine, self.queue_length = engine, queue
+        self.engine = engine
+        self.queue_length = queue
         self.context = engine.model.config.sequence_len
-        self.slots = Slots(engine, slots, min(prefill_chunk, self.context))
-        self.rows: list[_Row | None] = [None] * slots
-        # The tokens that each slot holds as a prefill computed them, what decoding adds not among them: those are what
-        # the same tokens give in any other prompt, bit by bit.
-        self.contents: list[tuple[int, ...]] = [()] * slots
-        self.used = [0] * slots  # when a slot was last taken, as a count
+        self.slots = Slots(engine, slots, prefill_chunk=min(prefill_chunk, self.context))
+
+        # The states. `slots.rows` are the running ones; the device's thread alone touches all but `waiting`.
         self.waiting: deque[_Row] = deque()
-        self.filling: deque[_Row] = deque()  # they have a slot, in the order in which their prompts are read
-        self.changed = threading.Condition()  # over `waiting`, `closing` and `unfinished`, which other threads touch
-        self.closing = self.killed = False
-        self.unfinished = 0  # requests in slots or waiting
+        self.reading: _Row | None = None
+        self.read: list[_Row] = []
+
+        # Over what other threads touch: `waiting`, and these.
+        self.changed = threading.Condition()
+        self.closing = False
+        self.killed = False
+        self.unfinished = 0  # requests in any state
         self.thread: threading.Thread | None = None
         self.logger = logging.getLogger(__name__)
-        # figures; the device's thread alone writes them
-        self.taken = self.tokens_generated = self.tokens_prompt = self.tokens_reused = 0
+
+        # Statistics; the device's thread alone writes them.
+        self.tokens_generated = 0
+        self.tokens_prompt = 0
         self.finished: Counter[str] = Counter()
-        self.first_token, self.per_token = _Times(), _Times()
-        self.step_seconds = self.prompt_token_seconds = self.request_seconds = 0.0  # running means
+        self.first_token = _Times()
+        self.per_token = _Times()
+        self.step_seconds = 0.0  # running means: of a turn that reads nothing,
+        self.prompt_token_seconds = 0.0  # of a token of a prompt,
+        self.request_seconds = 0.0  # of a request
 
     # ------------------------------------------------------------------ any thread
 
@@ -271,32 +300,37 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Requests that it holds at most, in slots and waiting."""
-        return len(self.rows) + self.queue_length
+        return self.slots.size + self.queue_length
 
     def submit(self, request: Request) -> Stream:
-        """Hand in a request; its chunks come out of the stream.
+        """Queue a request; its chunks come out of the stream.
 
         Raises Overloaded: when slots and queue are full, or it is closing. Raises UserError: when the prompt and
-        max_tokens do not fit the context, or a setting is out of range."""
+        max_tokens do not fit the context, or a setting is out of range.
+        """
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
-        """Hand in several, or none of them. Raises what `submit` raises, Overloaded where not all find room."""
+        """Queue several, or none of them. Raises what `submit` raises, Overloaded where not all find room.
+
+        They belong to one client, so a prompt that several of them share is read once.
+        """
         for request in requests:
             self._check(request)
         tokens = self.engine.tokenizer.tokens
-        rows = [_Row(request, Stream(len(request.prompt), self._wake), tokens) for request in requests]
+        group = object()
+        rows = [_Row(request, Stream(len(request.prompt), self._wake), tokens, group) for request in requests]
         with self.changed:
             if self.closing or self.unfinished + len(rows) > self.capacity:
-                waves = 1 + len(self.waiting) / len(self.rows)
-                raise Overloaded(max(1.0, waves * self.request_seconds))
+                rounds = 1 + len(self.waiting) / self.slots.size
+                raise Overloaded(max(1.0, rounds * self.request_seconds))
             self.unfinished += len(rows)
             self.waiting.extend(rows)
             self.changed.notify_all()
         return [row.stream for row in rows]
 
     def _check(self, request: Request) -> None:
-        check_sampling(request.temperature, request.top_k, request.top_p, request.min_p, request.repetition_penalty)
+        check_ranges(request.sampling)
         prompt = request.prompt
         vocabulary = self.engine.model.config.vocab_size
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
@@ -310,8 +344,8 @@ class Scheduler:
             )
 
     def close(self, grace: float = 10.0) -> None:
-        """Take no new requests, end the waiting ones, let the running ones finish within `grace` seconds, cancel what
-        is left, and join the thread."""
+        """Take no new requests, cancel the waiting ones, let the others finish within `grace` seconds, cancel what is
+        left, and join the thread."""
         if self.thread is threading.current_thread():
             raise RuntimeError("close() waits for the thread that calls it")
         with self.changed:
@@ -328,21 +362,19 @@ class Scheduler:
         else:
             self._end_all("cancelled")
 
-    def figures(self) -> Figures:
+    def stats(self) -> Stats:
         """What it does and has done, as of now."""
-        rows = [row for row in list(self.rows) if row is not None]
-        slots = len(self.rows)
-        used = sum(row.filled + row.made for row in rows) * self.slot_bytes // self.slots.cache.capacity
-        return Figures(
+        rows = self._in_slots()
+        tokens = sum(row.filled + row.made for row in rows)
+        return Stats(
             running=len(rows),
             queued=max(0, self.unfinished - len(rows)),
-            slots=slots,
+            slots=self.slots.size,
             tokens_generated=self.tokens_generated,
             tokens_prompt=self.tokens_prompt,
-            tokens_reused=self.tokens_reused,
             requests_finished=dict(self.finished),
-            cache_used=used,
-            cache_total=slots * self.slot_bytes,
+            cache_used=tokens * self.slot_bytes // self.slots.cache.capacity,
+            cache_total=self.slots.size * self.slot_bytes,
             first_token_seconds=self.first_token.snapshot(),
             token_seconds=self.per_token.snapshot(),
         )
@@ -351,12 +383,20 @@ class Scheduler:
         with self.changed:
             self.changed.notify_all()
 
+    @property
+    def running(self) -> list[_Row]:
+        return cast(list[_Row], self.slots.rows)
+
+    def _in_slots(self) -> list[_Row]:
+        """The requests that are running, read or reading."""
+        reading = self.reading
+        return [*self.running, *self.read, *([] if reading is None else [reading])]
+
     # ------------------------------------------------------------------ the device's thread
 
     def _run(self) -> None:
         reason = "error"
         try:
-            self.slots.choose_sizes()
             while True:
                 with self.changed:
                     while not self.unfinished and not self.killed:
@@ -366,268 +406,196 @@ class Scheduler:
                         return
                 try:
                     self._turn()
-                except Exception as error:  # one row's trouble (memory, say) must not end the server
-                    self._log("generation failed: the requests in the slots end, later ones go on", error)
+                except Exception as error:  # one request's trouble (memory, say) must not end the server
+                    self._log("generation failed: the requests in the slots end, later ones are served", error)
                     self._fail(f"generation failed: {type(error).__name__}")
         except Exception as error:
             self._log("the device takes no more work: serving ends", error)
         finally:
             self._end_all(reason)
 
-    def _log(self, what: str, error: Exception) -> None:
-        """With where it happened and no more: the message may quote what a user wrote."""
-        where = "".join(traceback.format_tb(error.__traceback__))
-        self.logger.error("%s\n%s%s", what, where, type(error).__name__)
-
-    def _end_all(self, reason: str) -> None:
-        """Give every stream its end, without a word to the device, which may be what failed."""
-        with self.changed:
-            self.closing = True
-            left = [*self.waiting, *(row for row in self.rows if row is not None)]
-            self.waiting.clear()
-            self.rows = [None] * len(self.rows)
-            self.unfinished = 0
-            self.finished[reason] += len(left)
-            self.changed.notify_all()
-        for row in left:
-            error = "the device failed" if reason == "error" else ""
-            row.stream.put(Chunk((), row.out.flush()[0], row.kind != "python_output", row.kind, (), reason, error))
-
     def _turn(self) -> None:
-        """Let go who has left, take in who waits, read some of their prompts, decode one token for all that run."""
-        begin = time.perf_counter()
-        for row in list(self.rows):
-            if row is not None and row.stream.cancelled:
-                self._finish(row, "cancelled")
-        self._admit()
-        read = self._read_prompts()
-        running = [row for row in self.rows if row is not None and row.joined]
-        if not running:
+        """One decoded token for all running rows, and what has to happen before it."""
+        began = time.perf_counter()
+
+        # 1. Cancelled requests leave, whatever state they are in.
+        self._drop_cancelled()
+
+        # 2. Prompts of new requests are read, or requests whose prompts are read join: never both where others wait
+        #    for their next token, so that a turn stays within two steps (docs/measurements.md has the stalls).
+        computed = 0
+        if self.read and self.slots.rows:
+            self._admit()
+        else:
+            computed = self._read_prompts()
+            if self.read and not self.slots.rows:
+                self._admit()
+
+        # 3. A token for every running row.
+        if not self.slots.rows:
             return
-        self._decode(running)
-        seconds = time.perf_counter() - begin
-        if not read:
+        self._decode()
+
+        # 4. Measure: a turn without a prompt is a step; the rest of a turn with one is the prompt's.
+        seconds = time.perf_counter() - began
+        if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
         elif self.step_seconds:
-            self.prompt_token_seconds = _mean(self.prompt_token_seconds, max(0.0, seconds - self.step_seconds) / read)
+            per_token = max(0.0, seconds - self.step_seconds) / computed
+            self.prompt_token_seconds = _mean(self.prompt_token_seconds, per_token)
 
-    def _admit(self) -> None:
-        while True:
-            with self.changed:
-                # who has left the queue makes room in it at once, whether or not a slot is free
-                gone = [row for row in self.waiting if row.stream.cancelled]
-                for row in gone:
-                    self.waiting.remove(row)
-                row = self.waiting.popleft() if self.waiting and None in self.rows else None
-            for one in gone:
-                self._finish(one, "cancelled")
-            if row is None:
-                return
-            self._place(row)
-
-    def _place(self, row: _Row) -> None:
-        """Find a slot for a request: where the beginning of its prompt stands already, or one that is little missed."""
-        source, shared = self._best_match(row)
-        # A low slot keeps the decoded batch small.
-        busy = [place for place, one in enumerate(self.rows) if one is not None]
-        limit = max(self._rows_worth(len(busy) + 1), *(place + 1 for place in busy), 0)
-        free = [place for place in range(min(limit, len(self.rows))) if self.rows[place] is None]
-        extends = shared == len(self.contents[source])  # taking that slot itself loses nothing
-        if shared and source in free and (extends or len(free) == 1):
-            slot = source
-        else:
-            slot = min(free, key=lambda place: (self.contents[place] != (), self.used[place]))
-        row.slot = slot
-        self.rows[slot] = row
-        self.taken += 1
-        self.used[slot] = self.taken
-        self.tokens_prompt += len(row.request.prompt)
-        self.filling.append(row)
-
-    def _rows_worth(self, busy: int) -> int:
-        """The smallest batch worth making room for, where what the low slots hold might be lost."""
-        return self.slots.rows_for(min(max(busy, FEW_ROWS), len(self.rows)))
-
-    def _best_match(self, row: _Row) -> tuple[int, int]:
-        """The slot that has read the most of a request's prompt, and how many tokens; 0 where it is not worth it."""
-        wanted = row.request.prompt[:-1]
-        matches = [_shared(content, wanted) for content in self.contents]
-        source = max(range(len(matches)), key=matches.__getitem__)
-        return source, matches[source] if matches[source] >= SHORTEST_MATCH else 0
-
-    def _begin(self, row: _Row) -> None:
-        """Start on a prompt with what a slot has read of it by now: equal prompts that came together are read once."""
-        source, shared = self._best_match(row)
-        row.begun, row.filled = True, shared
-        self.contents[row.slot] = row.request.prompt[:shared]
-        self.slots.hold(row.slot, shared, source if shared else None)
-        self.tokens_reused += shared
+    def _drop_cancelled(self) -> None:
+        with self.changed:
+            gone = [row for row in self.waiting if row.stream.cancelled]
+            for row in gone:
+                self.waiting.remove(row)
+        gone += [row for row in self._in_slots() if row.stream.cancelled]
+        self.slots.release(gone)
+        for row in gone:
+            self._finish(row, "cancelled")
 
     def _read_prompts(self) -> int:
-        """Read on in the prompts that came first; returns the number of tokens read.
-
-        While others wait for their tokens, requests join in turns that read nothing, a few at a time.
-        """
-        budget, others = self.slots.prefill_chunk, any(row is not None and row.joined for row in self.rows)
-        if others:
-            budget = self._patience()
-        left, joined = budget, 0
-        while self.filling and left > 0:
-            row = self.filling[0]
-            if not row.begun:
-                self._begin(row)
-            wanted = row.request.prompt[:-1]
-            chunk = wanted[row.filled : row.filled + left]
-            if chunk and others and joined:
+        """Read on in the oldest prompts; returns the number of tokens computed."""
+        budget = self._patience() if self.slots.rows else self.slots.prefill_chunk
+        left = budget
+        while left > 0:
+            row = self.reading or self._next_waiting()
+            if row is None:
                 break
-            if chunk:
-                left -= self.slots.prefill(row.slot, chunk, row.filled)
-                row.filled += len(chunk)
-                self.contents[row.slot] = wanted[: row.filled]
-            if row.filled == len(wanted):
-                if others and (left < budget or joined == JOINS):
-                    break
-                self.filling.popleft()
-                request = row.request
-                sampling = Sampling(
-                    request.temperature,
-                    request.top_k,
-                    request.top_p,
-                    request.min_p,
-                    request.repetition_penalty,
-                    request.seed,
-                )
-                self.slots.join(row.slot, request.prompt, request.max_tokens, sampling)
-                row.joined = True
-                joined += 1
+            self.reading = row
+            if row.unread:
+                piece = row.unread[: min(left, self.slots.prefill_chunk)]
+                left -= self.slots.prefill(row.slot, [piece], row.filled)
+                row.filled += len(piece)
+            if not row.unread:
+                self.reading = None
+                self.read.append(row)
         return budget - left
 
+    def _next_waiting(self) -> _Row | None:
+        """Give the oldest waiting request a slot after all others that are in use; None where there is neither."""
+        slot = 1 + max((row.slot for row in self._in_slots()), default=-1)
+        with self.changed:
+            if slot >= self.slots.size or not self.waiting:
+                return None
+            row = self.waiting.popleft()
+        row.slot = slot
+        self.tokens_prompt += len(row.prompt)
+        # Choices of one request share their prompt: copy it from one that has read it.
+        for other in self._in_slots():
+            if other.group is row.group and other.prompt == row.prompt and not other.unread:
+                row.filled = len(row.prompt) - 1
+                self.slots.copy(other.slot, slot, row.filled)
+                break
+        return row
+
     def _patience(self) -> int:
-        """The largest size of a chunk that takes no longer than STALL_STEPS decoded tokens, or the smallest one."""
-        smallest, *larger = self.slots.chunk_sizes
+        """Tokens of a prompt that take no longer than STALL_STEPS steps, in whole pieces of CHUNK_STEP."""
         if not self.prompt_token_seconds:
-            return smallest
-        most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        return max((size for size in larger if size <= most), default=smallest)
+            return CHUNK_STEP
+        tokens = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
+        return max(CHUNK_STEP, int(min(tokens, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
-    def _decode(self, running: list[_Row]) -> None:
-        self._close_ranks(running)
-        rows = self.slots.rows_for(max(row.slot for row in running) + 1)
-        longest = max(row.filled + row.made for row in running)
-        alternatives = max(row.request.logprobs for row in running)
-        tokens, table = self.slots.decode(rows, longest, alternatives)
+    def _admit(self) -> None:
+        """Requests whose prompts are read begin to run."""
+        rows = self.read
+        self.read = []
+        self.slots.admit(rows)
+
+    def _decode(self) -> None:
+        new_tokens = self.slots.decode(logprobs=max(row.request.logprobs for row in self.running))
         now = time.monotonic()
-        given: dict[int, int] = {}
-        for row in running:
-            token, by_model = tokens[row.slot], not row.given
-            if not by_model:
-                token = row.given.popleft()
-                given[row.slot] = token
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if by_model and row.request.logprobs >= 0:
-                logprobs = (_logprob(token, table[row.slot], row.request.logprobs),)
-            (self.per_token if row.made else self.first_token).add(now - row.last_time)
+        ended: list[tuple[_Row, str]] = []
+        for new in new_tokens:
+            row = cast(_Row, new.row)
+            times = self.first_token if row.last_time == row.submitted else self.per_token
+            times.add(now - row.last_time)
             row.last_time = now
-            self._hand_out(row, token, by_model, logprobs)
-        if given:
-            self.slots.give({slot: token for slot, token in given.items() if self.rows[slot] is not None})
+            reason = self._hand_out(row, new)
+            if reason:
+                ended.append((row, reason))
+        self.slots.release([row for row, _ in ended])
+        for row, reason in ended:
+            self._finish(row, reason)
 
-    def _close_ranks(self, running: list[_Row]) -> None:
-        """Where all who are in a slot fit a smaller batch, move the highest down, so that it is decoded as such."""
-        busy = [row for row in self.rows if row is not None]
-        size = self._rows_worth(len(busy))
-        if max(row.slot for row in running) < size:
-            return
-        for row in running:
-            if row.slot >= size:
-                free = [place for place in range(size) if self.rows[place] is None]
-                target = min(free, key=lambda place: (self.contents[place] != (), self.used[place]))
-                source, held = row.slot, row.filled + row.made
-                self.slots.move(source, target, held)
-                self.contents[target] = self.contents[source]
-                self.slots.leave(source, len(self.contents[source]))
-                self.rows[source], self.rows[target] = None, row
-                self.used[target] = self.used[source]
-                row.slot = target
-
-    def _hand_out(self, row: _Row, token: int, by_model: bool, logprobs: tuple[TokenLogprob, ...]) -> None:
-        engine, request = self.engine, row.request
-        if by_model and token in engine.stop_ids:
-            self._finish(row, "stop")
-            return
-        row.made += 1
+    def _hand_out(self, row: _Row, new: NewToken) -> str | None:
+        """Put a token and its text into the stream; returns the reason where the request ends with it."""
+        if new.finish_reason == "stop":
+            return "stop"
         self.tokens_generated += 1
-        kind = "text" if by_model else "python_output"
-        if by_model and (row.call is not None or token == engine.call_start):
-            kind = "python"
-        if kind != row.kind:
-            if self._let_go(row):
-                return
-            row.kind = kind
-        if by_model:
-            engine.follow_call(row, token)
-            if not request.tools:
-                row.given.clear()
-        if kind == "text":
-            text, stopped = row.out.add(token)
-        else:
-            text, stopped = row.out.plain(token), False
-        row.stream.put(Chunk((token,), text, by_model, kind, logprobs))
-        if stopped:
-            self._finish(row, "stop", flush=False)
-        elif row.made >= request.max_tokens:
-            self._finish(row, "length")
 
-    def _let_go(self, row: _Row) -> bool:
-        """Hand out what is held back, where one kind of text ends; True where that ends the request."""
-        text, stopped = row.out.flush()
-        if text:
-            row.stream.put(Chunk((), text, row.kind != "python_output", row.kind))
-        if stopped:
-            self._finish(row, "stop", flush=False)
-        return stopped
+        # Where one kind of text ends, what is held back of it goes first.
+        if new.kind != row.kind:
+            text = row.out.flush()
+            if text:
+                row.stream.put(Chunk((), text, row.kind != "python_output", row.kind))
+            if row.out.stopped:
+                return "stop"
+            row.kind = new.kind
 
-    def _finish(self, row: _Row, reason: str, *, flush: bool = True, error: str = "") -> None:
-        """End a request, wherever it stands, and free its slot."""
-        text = ""
-        if flush:
-            text, stopped = row.out.flush()
-            reason = "stop" if stopped else reason
-        if row.slot >= 0:
-            if row in self.filling:
-                self.filling.remove(row)
-            self.slots.leave(row.slot, len(self.contents[row.slot]))
-            self.rows[row.slot] = None
+        # Stop strings count in the reply's text only, not in a call or its answer.
+        text = row.out.add(new.id) if new.kind == "text" else row.out.plain(new.id)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if new.by_model and row.request.logprobs >= 0:
+            logprobs = (_logprob(new, row.request.logprobs),)
+        row.stream.put(Chunk((new.id,), text, new.by_model, new.kind, logprobs))
+        return "stop" if row.out.stopped else new.finish_reason
+
+    # ---- ends
+
+    def _finish(self, row: _Row, reason: str, error: str = "") -> None:
+        """End a request, whatever state it is in; a running one has been released."""
+        if row is self.reading:
+            self.reading = None
+        if row in self.read:
+            self.read.remove(row)
+        text = row.out.flush()
+        if row.out.stopped:
+            reason = "stop"
         self.finished[reason] += 1
-        self.request_seconds = _mean(self.request_seconds, time.monotonic() - row.began)
+        self.request_seconds = _mean(self.request_seconds, time.monotonic() - row.submitted)
         with self.changed:
             self.unfinished -= 1
             self.changed.notify_all()
         row.stream.put(Chunk((), text, row.kind != "python_output", row.kind, (), reason, error))
 
     def _fail(self, error: str) -> None:
-        for slot, row in enumerate(self.rows):
-            self.contents[slot] = ()  # who knows how far it was written
-            if row is not None:
-                row.filled = 0
-                self._finish(row, "error", error=error)
+        """End all requests in slots with an error. Raises what a device raises that is gone."""
+        rows = self._in_slots()
+        self.slots.reset()
+        for row in rows:
+            self._finish(row, "error", error)
 
+    def _end_all(self, reason: str) -> None:
+        """End every stream without touching the device, which may be what failed."""
+        with self.changed:
+            self.closing = True
+            left = [*self.waiting, *self._in_slots()]
+            self.waiting.clear()
+            self.read = []
+            self.reading = None
+            self.slots.rows = []
+            self.unfinished = 0
+            self.finished[reason] += len(left)
+            self.changed.notify_all()
+        error = "the device failed" if reason == "error" else ""
+        for row in left:
+            row.stream.put(Chunk((), row.out.flush(), row.kind != "python_output", row.kind, (), reason, error))
 
-def _shared(content: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """How many tokens two sequences begin with alike."""
-    most = min(len(content), len(wanted))
-    if content[:most] == wanted[:most]:
-        return most
-    return next(place for place in range(most) if content[place] != wanted[place])
+    def _log(self, what: str, error: Exception) -> None:
+        """Log where an error happened, not its message, which may quote what a user wrote."""
+        where = "".join(traceback.format_tb(error.__traceback__))
+        self.logger.error("%s\n%s%s", what, where, type(error).__name__)
 
 
 def _mean(mean: float, newest: float) -> float:
     return newest if not mean else mean + SMOOTHING * (newest - mean)
 
 
-def _logprob(token: int, numbers: list[float], alternatives: int) -> TokenLogprob:
-    """Of a row of Slots.decode's table, which holds the most alternatives that anybody asked for."""
-    most = (len(numbers) - 1) // 2
-    values, ids = numbers[1 : 1 + most], numbers[1 + most :]
+def _logprob(new: NewToken, alternatives: int) -> TokenLogprob:
+    """From a row of Slots.decode's table, which holds the most alternatives that any request wants."""
+    most = (len(new.logprobs) - 1) // 2
+    values = new.logprobs[1 : 1 + most]
+    ids = new.logprobs[1 + most :]
     best = tuple((int(one), value) for one, value in zip(ids, values, strict=True))
-    return TokenLogprob(token, numbers[0], best[:alternatives])
+    return TokenLogprob(new.id, new.logprobs[0], best[:alternatives])

@@ -7,12 +7,14 @@ field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignor
 """
 
 import secrets
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Message, check_messages
+from nanochat.sampling import SamplingParams
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
@@ -154,13 +156,16 @@ class RequestBody(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> dict[str, Any]:
-        """The sampling settings under the names of `scheduler.Request`; a random seed where the body has none."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    def sampling(self) -> SamplingParams:
+        """The settings of the body, the others at their defaults; a random seed where it has none."""
+        names = [field.name for field in fields(SamplingParams)]
         settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         settings["seed"] = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
-        settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return settings
+        return SamplingParams(**settings)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class ChatBody(RequestBody):

@@ -17,7 +17,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -66,6 +66,9 @@ def check_ranges(config: Any) -> None:
     """Raises UserError: when a flag's value is outside the range of its annotation."""
     for flag, annotation in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, flag)
+        if is_dataclass(value):  # flags that several scripts share, such as SamplingParams
+            check_ranges(value)
+            continue
         for limits in _metadata(annotation, Range):
             if value is None:
                 continue

@@ -18,7 +18,7 @@ from nanochat import device as devices
 from nanochat import engine, scaling
 from nanochat.attention import Segments
 from nanochat.data.packing import PackedBatch
-from nanochat.engine import Engine
+from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels
@@ -158,7 +158,7 @@ def greedy_tokens(
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
         engine_.stop_ids = set()
         prompts = [[5, 6, 7], [9] * 12, list(range(20, 37))]
-        return engine_.generate(prompts, max_tokens=90, temperature=0.0)[0]
+        return engine_.generate(prompts, max_tokens=90, sampling=SamplingParams(temperature=0.0))[0]
 
 
 def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fast") -> list[list[int]]:
@@ -183,7 +183,7 @@ def sampled_tokens(
     with planted(plant):
         model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
-        return engine_.generate([[5, 6, 7]] * 4, max_tokens=20, temperature=1.0, top_k=50, top_p=0.9, seed=seed)[0]
+        return engine_.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
 
 
 def served_tokens(device: str, graphs: bool = False) -> list[list[int]]:
@@ -195,9 +195,11 @@ def served_tokens(device: str, graphs: bool = False) -> list[list[int]]:
     scheduler = Scheduler(engine_, slots=4, prefill_chunk=16)
     scheduler.start()
     prompts = [(5, 6, 7), (9,) * 12, tuple(range(20, 57)), (9,) * 12 + (4,), (8, 3), (5, 6, 7, 8)]
-    settings = [{}, {"repetition_penalty": 1.3}, {}, {"logprobs": 2}, {}, {"temperature": 0.8, "top_k": 1}]
+    settings = [{}, {"repetition_penalty": 1.3}, {}, {}, {}, {"temperature": 0.8, "top_k": 1}]
     streams = [
-        scheduler.submit(Request(prompt, 20 + 7 * number, **{"temperature": 0.0, **one}))
+        scheduler.submit(
+            Request(prompt, 20 + 7 * number, SamplingParams(**{"temperature": 0.0, **one}), logprobs=2 * number - 1)
+        )
         for number, (prompt, one) in enumerate(zip(prompts, settings, strict=True))
     ]
     replies = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
@@ -231,7 +233,7 @@ def launches(device: str) -> dict[str, list[int]]:
     for name, graphs in (("token", False), ("replayed token", True)):
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
         engine_.stop_ids = set()
-        stream = engine_.stream([[5, 6, 7]], max_tokens=8, temperature=0.7)
+        stream = engine_.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))
         for _ in range(4):
             next(stream)
         with counts.counted() as decoding:

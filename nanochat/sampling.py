@@ -1,0 +1,176 @@
+"""From logits to a token: the sampling settings, the function that applies them, and the numbers that decide.
+
+A new setting is one field of `SamplingParams` (with its range and its help) and one step in `sample`. The command line,
+the API and the decoder's bookkeeping read the fields. This file uses torch through its tensors' methods only, so that
+a script's `--help` does not import it.
+
+Legend: B rows, V vocab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+
+from nanochat.shell.cli import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp32
+TOP_P_FIRST = 64  # likeliest tokens that top_p considers before it considers more
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one row are chosen. A setting that has its default value changes nothing."""
+
+    temperature: Annotated[float, Range(0, 100)] = 1.0  # below 1 likely tokens become likelier; 0: greedy
+    top_k: Annotated[int, Range(0)] = 0  # keep the k likeliest tokens; 0: all
+    top_p: Annotated[float, Range(1e-9, 1)] = 1.0  # keep the fewest likeliest tokens that reach this probability
+    min_p: Annotated[float, Range(0, 1)] = 0.0  # keep tokens with this share of the likeliest one's probability
+    repetition_penalty: Annotated[float, Range(0.01, 100)] = (
+        1.0  # above 1: tokens of prompt and reply become less likely
+    )
+    seed: Annotated[int, Range(0, 2**64)] = 0  # the same seed and prompt give the same reply
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= GREEDY_BELOW
+
+
+# The settings that `sample` reads from a table with a row for each sequence, by column, with their neutral values.
+NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if field.name != "seed"}
+
+
+class RowSettings:
+    """The settings of B rows: on the host, and as the table (B, settings) that a device reads."""
+
+    def __init__(self, params: Sequence[SamplingParams], table: Tensor):
+        self.table = table
+        self.all_greedy = all(one.is_greedy for one in params)
+        self.any_greedy = any(one.is_greedy for one in params)
+        self.largest_top_k = max((one.top_k for one in params), default=0)
+        # A step of `sample` that no row needs is skipped: each costs launches, top_p also a sort of the vocabulary.
+        self.in_use = {name for name, off in NEUTRAL.items() if any(getattr(one, name) != off for one in params)}
+
+    @staticmethod
+    def numbers(params: SamplingParams) -> list[float]:
+        """One row of the table."""
+        row = {name: float(getattr(params, name)) for name in NEUTRAL}
+        row["temperature"] = max(row["temperature"], GREEDY_BELOW)  # a greedy row's quotient is not read, but finite
+        return list(row.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One setting of each row, (B, 1)."""
+        column = list(NEUTRAL).index(name)
+        return self.table[:, column : column + 1]
+
+
+def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -> Tensor:
+    """Choose one token for each row, each by its own settings, from logits (B, V) in fp32; returns (B,).
+
+    `noise` (B, 1) in [0, 1) decides; `seen` (B, V) is True for the tokens that the repetition penalty is for. What a
+    row draws does not depend on its neighbours: a setting that is off changes no bit of the row. Where several tokens
+    are exactly as likely as the last one kept, all of them are kept.
+    """
+    V = logits.size(-1)
+
+    # Repetition penalty, before everything else: it moves a logit away from +inf on either side of zero.
+    # Source: Keskar et al. 2019, CTRL.
+    if "repetition_penalty" in settings.in_use:
+        penalty = settings["repetition_penalty"]
+        penalized = (logits / penalty).where(logits > 0, logits * penalty)
+        logits = penalized.where(seen, logits)
+
+    # Greedy rows take the likeliest token and ignore the rest.
+    if settings.all_greedy:
+        return logits.argmax(dim=-1)
+    greedy_choice = logits.argmax(dim=-1) if settings.any_greedy else None
+
+    if "temperature" in settings.in_use:
+        logits = logits / settings["temperature"]
+
+    # top_k: drop what is less likely than the k-th. One topk call serves all rows, with the largest k among them.
+    if "top_k" in settings.in_use:
+        top_k = settings["top_k"]
+        best = logits.topk(min(settings.largest_top_k, V), dim=-1).values
+        last_kept = best.gather(-1, (top_k.long() - 1).clamp(0, best.size(-1) - 1))  # (B, 1)
+        logits = logits.masked_fill((logits < last_kept) & (top_k > 0), -math.inf)
+    probabilities = logits.softmax(dim=-1)
+
+    # top_p and min_p each drop the tokens below a probability of their own; the greater of the two decides.
+    # Sources: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p).
+    if "top_p" in settings.in_use:
+        least = _least_of_top_p(probabilities, settings["top_p"])
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    if "min_p" in settings.in_use:
+        least = settings["min_p"] * probabilities.amax(dim=-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+
+    # The noise falls into one token's part of the cumulative sum. That costs a fifth of torch.multinomial, which draws
+    # a random number for every token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a
+    # token without probability, which adds nothing to the sum, is never drawn.
+    mass = probabilities.cumsum(dim=-1)
+    drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)
+    if greedy_choice is None:
+        return drawn
+    return greedy_choice.where(settings["temperature"][:, 0] <= GREEDY_BELOW, drawn)
+
+
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability that each row (B, V) keeps, (B, 1); 0 where top_p is off.
+
+    A CPU sorts a whole vocabulary in milliseconds, so it looks at the likeliest tokens first. Elsewhere the sort is
+    fast, and the question whether it is needed would be a wait for the device.
+    """
+    V = probabilities.size(-1)
+    off = top_p >= 1
+    width = min(TOP_P_FIRST, V) if probabilities.is_cpu else V
+    while True:
+        ordered = probabilities.topk(width, dim=-1).values
+        mass = ordered.cumsum(dim=-1)
+        if width == V or bool(((mass[:, -1:] >= top_p) | off).all()):
+            break
+        width = min(8 * width, V)
+    kept = (mass - ordered) < top_p  # the mass of the likelier ones; the likeliest token is always kept
+    return ordered.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).masked_fill(off, 0.0)
+
+
+# ---------------------------------------------------------------------- seeds and noise
+
+MASK = 2**64 - 1  # arithmetic below is that of 64-bit unsigned integers
+GAMMA = 0x9E3779B97F4A7C15  # the step of SplitMix64's counter
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """`count` fp32 numbers in [0, 1): number i depends on the seed and i alone, on any machine.
+
+    A row that draws by its own numbers gets the same reply in any batch, which a generator shared by a batch would not
+    give. numpy's Philox has counters too; this is six lines, and replies stay what they have been.
+    Source: Steele, Lea and Flood 2014, SplitMix64.
+    """
+    start = np.uint64(_mix(seed * GAMMA & MASK))  # or neighbouring seeds would share numbers
+    with np.errstate(over="ignore"):
+        bits = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
+
+
+def seed_of(seed: int, *numbers: int) -> int:
+    """A 64-bit seed for the whole numbers under a seed: a step's, a question's, a sample's."""
+    for number in numbers:
+        seed = _mix((_mix(seed * GAMMA & MASK) + (number + 1) * GAMMA) & MASK)
+    return seed
+
+
+def _mix(bits: int) -> int:
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & MASK
+    return bits ^ (bits >> 31)

@@ -1,0 +1,136 @@
+"""Sampling: tokens are drawn from the requested probabilities, each row by its own settings, and by its seed alone."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat import sampling
+from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
+from nanochat.shell.cli import UserError, check_ranges
+
+P = torch.tensor([0.05, 0.3, 0.1, 0.25, 0.02, 0.18, 0.1])
+DRAWS = 20_000
+EVENLY = (torch.arange(DRAWS) + 0.5)[:, None] / DRAWS  # noise without chance: counts are exact but for rounding
+
+
+def draw(logits: Tensor, params: list[SamplingParams], noise: Tensor, seen: Tensor | None = None) -> list[int]:
+    """One token for each row of logits; one setting may serve all rows."""
+    B = len(logits)
+    table = torch.tensor([RowSettings.numbers(one) for one in params]).expand(B, -1)
+    seen = torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen
+    return sample(logits, RowSettings(params, table), noise, seen).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, range(7)),
+        ({"temperature": 0.3}, range(7)),
+        ({"temperature": 2.0}, range(7)),
+        ({"temperature": 1e-3}, [1]),
+        ({"temperature": 1e-7}, [1]),
+        ({"temperature": 5e-324}, [1]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 3, 5]),
+        ({"top_k": 99}, range(7)),
+        ({"top_p": 0.01}, [1]),
+        ({"top_p": 0.29}, [1]),
+        ({"top_p": 0.31}, [1, 3]),
+        ({"top_p": 0.54}, [1, 3]),
+        ({"top_p": 0.56}, [1, 3, 5]),
+        ({"top_p": 0.999}, range(7)),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # top_k first: of the best three, 0.41 + 0.34 reach 0.7
+        ({"min_p": 0.5}, [1, 3, 5]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.5, "top_p": 0.54}, [1, 3]),
+        ({"temperature": 2.0, "min_p": 0.5}, [1, 2, 3, 5, 6]),
+    ],
+)
+@pytest.mark.parametrize("first_look", [2, 64])
+def test_tokens_are_drawn_from_the_kept_probabilities(
+    settings: dict[str, Any], kept: Any, first_look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "TOP_P_FIRST", first_look)
+    expected = torch.zeros(7)
+    expected[list(kept)] = P[list(kept)] ** (1 / settings.get("temperature", 1.0)) if len(kept) > 1 else 1.0
+    expected *= DRAWS / expected.sum()
+    drawn = torch.tensor(draw(P.log().expand(DRAWS, -1), [SamplingParams(**settings)], EVENLY))
+    assert (drawn.bincount(minlength=7) - expected).abs().max() <= 1.01
+
+
+def test_neighbours_change_nothing_in_a_row() -> None:
+    """Every setting next to every other: a row draws what it draws alone."""
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.1),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(temperature=0, repetition_penalty=3.0),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.5, min_p=0.05, repetition_penalty=0.8),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits = 3 * torch.randn(len(params), 200, generator=generator)
+        noise = torch.rand(len(params), 1, generator=generator)
+        seen = torch.rand(len(params), 200, generator=generator) < 0.3
+        together = draw(logits, params, noise, seen)
+        for row, one in enumerate(params):
+            alone = slice(row, row + 1)
+            assert draw(logits[alone], [one], noise[alone], seen[alone]) == [together[row]]
+
+
+def test_equal_logits_are_kept_or_dropped_together() -> None:
+    drawn = torch.tensor(draw(torch.zeros(DRAWS, 6), [SamplingParams(top_k=2)], EVENLY))
+    assert drawn.bincount(minlength=6).min() > 0.9 * DRAWS / 6
+
+
+def test_the_penalty_makes_seen_tokens_less_likely_on_both_sides_of_zero() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0], [-1.0, -1.5, -3.0]])
+    seen = torch.tensor([[True, False, False], [True, False, True]])
+    penalty = [SamplingParams(temperature=0, repetition_penalty=2.0)] * 2
+    assert draw(logits, penalty, torch.zeros(2, 1), seen) == [1, 1]
+    assert draw(logits, penalty, torch.zeros(2, 1), ~seen) == [0, 0]
+
+
+def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    for noise, token in ((0.0, 1), (1 - 2**-23, 2)):
+        assert draw(logits, [SamplingParams()], torch.tensor([[noise]])) == [token]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("seed", -1),
+    ],
+)
+def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"--{name}"):
+        check_ranges(SamplingParams(**{name: value}))
+
+
+def test_uniforms_depend_on_seed_and_number_alone_and_are_even() -> None:
+    many = torch.from_numpy(uniforms(7, 100_000))
+    assert torch.equal(torch.from_numpy(uniforms(7, 10)), many[:10])
+    assert many.min() >= 0 and many.max() <= 1 - 2**-23
+    counts = torch.histc(many, bins=100, min=0, max=1)
+    assert ((counts - 1000).square() / 1000).sum() < 99 + 5 * math.sqrt(2 * 99)
+    # Neighbouring seeds share no numbers, and the numbers are those of SplitMix64's reference implementation.
+    firsts = torch.stack([torch.from_numpy(uniforms(seed, 4)) for seed in range(2000)])
+    assert firsts.unique().numel() > 0.999 * firsts.numel()
+    assert uniforms(0, 2).tolist() == [(0xE220A839 >> 9) / 2**23, (0x6E789E6A >> 9) / 2**23]
+    assert len({seed_of(1, a, b) for a in range(50) for b in range(50)}) == 2500
