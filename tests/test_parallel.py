@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat import optim, scaling
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.bpb import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
@@ -255,7 +255,7 @@ def generated(device: Device, how: str) -> list[list[int]]:
     engine = Engine(run[0], tiny_tokenizer(), device)
     drawn = []
     for _ in range(2):
-        drawn += engine.generate([[5, 6, 7]], max_tokens=12, temperature=0.0)[0]
+        drawn += engine.generate([[5, 6, 7]], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0]
         steps(run, device, 3)
         engine.update(run[0])
     return drawn
