@@ -4,15 +4,9 @@ Each rule names its source. Legend: N parameters, D training tokens, B tokens a 
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass, fields
-from typing import Literal
-
-import torch
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import SHARD_ELEMENTS, buckets
-from nanochat.parallel.mesh import Layout
 
 WIDTH_PER_LAYER = 64
 HEAD_DIM = 128
@@ -116,78 +110,3 @@ def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
         residual_scale=0.005 * by_batch,
         weight_decay=min(0.2 / by_batch * (reference / REFERENCE_BATCH) / (tokens / batch), LARGEST_DECAY / matrix),
     )
-
-
-def communication(
-    config: GPTConfig,
-    parallel: Literal["ddp", "fsdp"],
-    devices: int,
-    replicate: int = 1,
-    *,
-    micro_batches: int = 1,
-    weight_bytes: int = 2,
-    rank: int = 0,
-) -> dict[str, int]:
-    """Bytes that a rank hands to each kind of collective in a step with Muon: the whole of what is gathered,
-    scattered or reduced, and what it sends in an all-to-all, its own part included.
-
-    Of n bytes a ring sends and receives n (R - 1) / R over R ranks, for an all-reduce twice that. `weight_bytes` are
-    those of a block's gathered weights. Exact, what rounds shares up to equal ones included.
-    """
-    with torch.device("meta"):
-        model = GPT(config)
-    ranks = devices // replicate
-    layout, total = Layout(rank=rank % ranks, ranks=ranks), Counter[str]()
-    if devices == 1:
-        return {}
-    total["all_reduce"] = 3 * 4  # loss, targets, squared gradients
-
-    def padded(count: int) -> int:
-        return -(-count // ranks) * ranks
-
-    roles, order = model.parameter_groups(), model.gradient_order()
-    heads = config.head_dim * config.n_head, config.head_dim * config.n_kv_head, config.head_dim * config.n_kv_head
-    for role, splits in (("matrix", None), ("qkv", heads)):
-        stacks: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # parameter's rows, first and last of a matrix
-        for _, p in roles[role]:
-            start = 0
-            for rows in splits or (p.size(0),):
-                stacks.setdefault((rows, p.size(1)), []).append((p.size(0), start, start + rows))
-                start += rows
-        if parallel == "ddp":
-            by_turn = [p for _, p in sorted(roles[role], key=lambda one: order.index(one[0]))]
-            for elements in (sum(p.numel() for p in bucket) for bucket in buckets(by_turn)):
-                total["reduce_scatter"] += 4 * padded(elements)
-                total["all_gather"] += 4 * padded(elements)
-                length = padded(elements) // ranks  # of a rank's slice, whose gradients go to the owners
-                total["all_to_all"] += 4 * max(0, min(length, elements - layout.rank * length))
-        for (rows, columns), matrices in stacks.items():
-            own = len(range(len(matrices))[layout.share(len(matrices))])
-            if parallel == "ddp":  # new weights back to the slices
-                total["all_to_all"] += 4 * own * rows * columns
-                continue
-            held = [layout.share(size) for size, _, _ in matrices]
-            mine = sum(max(0, min(b, h.stop) - max(a, h.start)) for h, (_, a, b) in zip(held, matrices, strict=True))
-            # gradients to the owners; updates back, and each rank is told the size of each
-            total["all_to_all"] += 4 * (mine * columns + own * (rows * columns + ranks))
-
-    for name, p in model.named_parameters():
-        if parallel == "ddp":
-            if any(name == other for role in ("matrix", "qkv") for other, _ in roles[role]):
-                continue
-            if p.numel() >= SHARD_ELEMENTS and p.size(0) % ranks == 0:
-                total["reduce_scatter"] += 4 * p.numel()
-                total["all_gather"] += 4 * p.numel()
-            else:
-                total["all_reduce"] += 4 * p.numel()
-            continue
-        elements = padded(p.size(0)) * (p.numel() // p.size(0))
-        table = name.startswith("value_embeddings.") or (
-            name.startswith(("embedding.", "head.")) and not config.tied_head
-        )
-        gathered = weight_bytes * 2 if name.startswith("blocks.") else 4 if table else 4 * 2  # forward and backward
-        total["all_gather"] += gathered * elements * micro_batches
-        total["reduce_scatter"] += 4 * elements
-        if replicate > 1:
-            total["all_reduce"] += 4 * elements // ranks
-    return dict(total)

@@ -165,14 +165,14 @@ def test_adamw_is_torchs(decay: float) -> None:
 # ---------------------------------------------------------------------- the whole, on one rank
 
 SHAPES = {
-    "muon": [("m0", (8, 8)), ("m1", (8, 8)), ("m2", (8, 8)), ("m3", (8, 4)), ("m4", (4, 8))],  # 3, 1 and 1 of a shape
+    "muon": [("m0", (8, 8)), ("m1", (8, 8)), ("m2", (8, 8)), ("m3", (8, 4)), ("m4", (7, 8))],  # 3, 1, 1 of a shape
     "qkv": [("q0", (16, 8)), ("q1", (16, 8)), ("q2", (16, 8))],
     "adamw": [("large", (128, 64)), ("odd", (101, 64)), ("small", (6, 8)), ("vector", (5,))],
 }
 
 
 def make_optimizer(layout: Layout | None = None) -> tuple[Optimizer, dict[str, nn.Parameter]]:
-    """Every kind of share: stacks that pad, split rows with grouped heads, large, odd and small tensors."""
+    """Every kind of share: stacks and rows that two ranks do not divide, split rows, large, odd and small tensors."""
     parameters = {
         name: nn.Parameter(seeded(*shape, seed=i))
         for i, (name, shape) in enumerate(pair for group in SHAPES.values() for pair in group)

@@ -29,7 +29,7 @@ MERGES = (
     b"\xe4\xbb",
     b"\xe4\xbb\x8e",
 )  # the last is one Chinese character
-RANK_SECONDS = 60  # a rank that takes longer hangs
+RANK_SECONDS = 120  # a rank that takes longer hangs
 
 # Everything the fast preset has and these have not, and the other way round.
 PLAIN = {

@@ -1,57 +1,40 @@
 """What each process of `torchrun sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
-layout over the real HCCL process group, what it hands to HCCL, its waits and its memory; written to
-FOLDER/<rank>.json."""
+layout over the real HCCL process group, its waits and its memory; written to FOLDER/<rank>.json."""
 
-import ctypes
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from test_parallel import CONFIG, RATES, make_run, steps
+from test_parallel import RATES, make_run, steps
 from test_train import make_batch
 from tiny import tiny_config
 
 from nanochat import device as devices
-from nanochat import scaling
 from nanochat.gpt import GPT
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 
+LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
+
 
 def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
     return steps(make_run(device, how, replicate), device, 6)
 
 
-def handed() -> Counter[str]:
-    """Bytes that this process has handed to the simulated HCCL until now, by kind of call."""
-    library = ctypes.CDLL("libhccl.so")
-    library.simnpu_hccl_counts.restype = ctypes.c_char_p
-    totals = Counter[str]()
-    for communicator in json.loads(library.simnpu_hccl_counts())["communicators"]:
-        for kind, calls in communicator["calls"].items():
-            totals[kind] += calls["bytes"]
-    return totals
-
-
-def step_counts(device: devices.Device, how: Any, replicate: int) -> dict[str, Any]:
-    """Of a step of two micro-batches in bfloat16: bytes by kind of call inside HCCL, those predicted, and the host's
-    waits."""
+def waits(device: devices.Device, how: Any, replicate: int) -> int:
+    """The host's waits in a step of two micro-batches in bfloat16."""
     device = replace(device, dtype=torch.bfloat16)
     run = make_run(device, how, replicate)
     steps(run, device, 1)
     batches = [[device.to_device(part) for part in make_batch(i)] for i in range(2)]
-    before = handed()
     with counts.counted() as seen:
         train_step(*run, batches, next_token_loss, device=device)
-    found = handed() - before
-    predicted = scaling.communication(CONFIG, how, device.world_size, replicate, micro_batches=2, rank=device.rank)
-    return {"handed": found, "predicted": predicted, "waits": seen.waits}
+    return seen.waits
 
 
 def memory(device: devices.Device) -> dict[str, int]:
@@ -80,13 +63,11 @@ def memory(device: devices.Device) -> dict[str, int]:
 
 def main(folder: Path) -> None:
     device = devices.init("npu", "float32")
-    results: dict[str, Any] = {"ddp": losses(device, "ddp", 1), "fsdp": losses(device, "fsdp", 1)}
-    if device.world_size == 4:
-        results["hybrid"] = losses(device, "fsdp", 2)
-    layouts: list[tuple[str, str, int]] = [("ddp", "ddp", 1), ("fsdp", "fsdp", 1)]
-    layouts += [("hybrid", "fsdp", 2)] if device.world_size == 4 else []
-    results["counts"] = {name: step_counts(device, how, replicate) for name, how, replicate in layouts}
-    results["memory"] = memory(device)
+    results = {
+        "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
+        "waits": {name: waits(device, *layout) for name, layout in LAYOUTS.items()},
+        "memory": memory(device),
+    }
     (folder / f"{device.rank}.json").write_text(json.dumps(results))
     devices.shutdown(device)
 

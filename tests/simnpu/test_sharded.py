@@ -1,5 +1,5 @@
-"""The training step under ddp, fsdp and hybrid over the real HCCL process group: equal to one CPU, the bytes that it
-hands to HCCL, that it never waits, and how much of the device's memory it takes (sharded_worker.py)."""
+"""The training step under ddp, fsdp and hybrid over the real HCCL process group equals one CPU's, never waits, and
+takes a share of the device's memory (sharded_worker.py)."""
 
 import json
 import os
@@ -17,8 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sharded_training(simulated: Callable, ranks: int, tmp_path: Path) -> None:
+def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
+    ranks = 4
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     simulator = build.environment()["PYTHONPATH"]
     path = os.pathsep.join((simulator, os.fspath(HERE.parents[1]), os.fspath(HERE.parent)))
@@ -28,14 +28,9 @@ def test_sharded_training(simulated: Callable, ranks: int, tmp_path: Path) -> No
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     expected = steps(make_run(cpu_device()), cpu_device(), 6)
     for rank in results:
-        layouts = {"ddp", "fsdp", *(["hybrid"] if ranks == 4 else [])}
-        assert set(rank) == layouts | {"counts", "memory"}
-        for layout in layouts:
-            for got, alone in zip(rank[layout], expected, strict=True):
-                assert got == pytest.approx(alone, rel=1e-5), layout
-            counts = rank["counts"][layout]
-            counts["handed"]["all_to_all"] = counts["handed"].pop("all_to_all_v")  # as torch_npu asks for it
-            assert counts["handed"] == counts["predicted"], layout
-            assert counts["waits"] == 0, layout
-        if ranks == 4:  # 0.25 of it are the shards; the rest is what a block gathers, and Muon's updates on their way
-            assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]
+        for layout in ("ddp", "fsdp", "hybrid"):
+            for stats, alone in zip(rank["losses"][layout], expected, strict=True):
+                assert stats == pytest.approx(alone, rel=1e-5), layout
+            assert rank["waits"][layout] == 0, layout
+        # 0.25 of it are the shards; the rest is what a block gathers, and one stack of Muon's updates
+        assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]
