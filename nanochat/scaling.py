@@ -1,72 +1,112 @@
 """Numbers that follow from one dial, the depth: sizes, FLOPs, horizon, batch, learning rates.
 
-Each rule names its source. Legend: N parameters, D training tokens, B tokens a batch.
+The rules extrapolate from one model, the reference: depth 12, tuned by nanochat.
+Legend: N scaling parameters, D training tokens (the horizon), B tokens a batch.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from nanochat.gpt import GPT, GPTConfig
 
-WIDTH_PER_LAYER = 64
+WIDTH_PER_LAYER = 64  # every model has the same shape: its width is 64 times its depth
 HEAD_DIM = 128
-REFERENCE_WIDTH = 768  # the learning rates below were tuned at depth 12
-REFERENCE_BATCH = 524_288  # tokens, at depth 12
-REFERENCE_RATIO = 12  # training tokens a scaling parameter behind REFERENCE_BATCH
-SMALLEST_BY_BATCH = 0.5  # of the reference rates
-LARGEST_DECAY = 0.1  # of a weight in one step; reached by runs of under some 100 steps
-BATCH_EXPONENT = 0.383  # B grows as D ** 0.383 (source: Bergsma et al. 2025, Power Lines, arXiv 2505.13738)
+REFERENCE_WIDTH = 768  # of depth 12
+REFERENCE_BATCH = 524_288  # tokens: the best batch at depth 12 ...
+REFERENCE_RATIO = 12  # ... when it trains for so many tokens a scaling parameter
+BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.13738)
+# Bounds where the rules leave the sizes that they were found at.
+SMALLEST_BY_BATCH = 0.5  # of the reference rates, however small the batch
+LARGEST_DECAY = 0.1  # of a weight in one step: runs of less than about 100 steps reach it
 
 
 def model_config(
-    depth: int, vocab_size: int, sequence_len: int, window_pattern: str = "L", head_dim: int = HEAD_DIM
+    depth: int,
+    vocab_size: int,
+    sequence_len: int,
+    window_pattern: str = "L",
+    head_dim: int = HEAD_DIM,
+    mlp: Literal["relu2", "swiglu"] = "relu2",
 ) -> GPTConfig:
-    """The fast preset at a depth: width 64 x depth, rounded up to whole heads (source: nanochat)."""
-    width = -(-depth * WIDTH_PER_LAYER // head_dim) * head_dim
-    heads = width // head_dim
+    """The fast preset at a depth: 64 of width a layer, rounded up to whole heads (source: nanochat).
+
+    An MLP of `relu2` has two matrices of 4 x width. One of `swiglu` has three of 8/3 x width, which are as many
+    parameters (source: Shazeer 2020, GLU variants improve Transformer).
+    """
+    n_head = math.ceil(depth * WIDTH_PER_LAYER / head_dim)
+    width = n_head * head_dim
+    mlp_width = 4 * width
+    if mlp == "swiglu":
+        mlp_width = round(8 / 3 * width / 64) * 64  # a multiple of 64 suits matrix units
     return GPTConfig(
         vocab_size=vocab_size,
         sequence_len=sequence_len,
         n_layer=depth,
         width=width,
-        n_head=heads,
-        n_kv_head=heads,
+        n_head=n_head,
+        n_kv_head=n_head,
         window_pattern=window_pattern,
+        mlp=mlp,
+        mlp_width=mlp_width,
     )
 
 
 def parameter_counts(model: GPT) -> dict[str, int]:
     """Parameters by role, and their total. A padded vocabulary's rows count: they are stored."""
-    counts = {role: sum(p.numel() for _, p in group) for role, group in model.parameter_groups().items()}
-    return {**counts, "total": sum(counts.values())}
+    counts = {}
+    for role, parameters in model.parameter_groups().items():
+        counts[role] = sum(parameter.numel() for _, parameter in parameters)
+    counts["total"] = sum(counts.values())
+    return counts
 
 
 def scaling_parameters(config: GPTConfig) -> int:
-    """Parameters that a token is multiplied with: the blocks' matrices and the head."""
-    heads = config.n_head + 2 * config.n_kv_head
-    attention = config.width * config.head_dim * (heads + config.n_head)
-    mlp = (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_width
-    return config.n_layer * (attention + mlp) + config.width * config.vocab_size
+    """N: the parameters that every token is multiplied by, which are the blocks' matrices and the head.
+
+    Embedding tables are looked up, so they cost memory but no FLOPs (source: nanochat, whose ratio of D to N counts
+    these parameters).
+    """
+    qkv = config.width * config.head_dim * (config.n_head + 2 * config.n_kv_head)
+    attention_output = config.width * config.head_dim * config.n_head
+    mlp_matrices = 3 if config.mlp == "swiglu" else 2
+    mlp = mlp_matrices * config.width * config.mlp_width
+    head = config.width * config.vocab_size
+    return config.n_layer * (qkv + attention_output + mlp) + head
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Training FLOPs a token, forward and backward: 6 a scaling parameter, and attention's products
-    (source: Chowdhery et al. 2022, PaLM, appendix B: causal masking is not counted as saving anything)."""
+    """Training FLOPs a token, forward and backward (source: Chowdhery et al. 2022, PaLM, appendix B).
+
+    A parameter costs a multiplication and an addition forward, and twice that backward: 6. Attention adds 12 for
+    each channel and each key in the window: two products, again 6 each. Keys that causality masks count as well.
+    """
     T = config.sequence_len
-    seen = sum(min(config.window(layer) or T, T) for layer in range(config.n_layer))
-    return 6 * scaling_parameters(config) + 12 * config.n_head * config.head_dim * seen
+    keys = 0  # over all layers
+    for layer in range(config.n_layer):
+        window = config.window(layer)  # 0: all of the row
+        keys += min(window or T, T)
+    return 6 * scaling_parameters(config) + 12 * config.n_head * config.head_dim * keys
 
 
 def training_tokens(config: GPTConfig, ratio: float) -> int:
-    """The horizon D: tokens a scaling parameter times their number (source: Hoffmann et al. 2022, Chinchilla,
-    who find 20; this recipe's optimum lies at 8 to 12)."""
+    """D = ratio x N. Hoffmann et al. 2022 (Chinchilla) find 20 to be compute-optimal; for this recipe it is 8 to 12."""
     return int(ratio * scaling_parameters(config))
 
 
+def reference_tokens() -> int:
+    """D of the reference."""
+    return training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
+
+
 def batch_tokens(config: GPTConfig, tokens: int) -> int:
-    """B for a horizon of `tokens`: a power of two near the power law through the depth-12 reference."""
-    reference = training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
-    return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** BATCH_EXPONENT))
+    """B for a horizon of `tokens`, as a power of two.
+
+    A longer run ends at a lower loss, where gradients are noisier, and affords a larger batch: B grows as D ** 0.383,
+    through the reference.
+    """
+    batch = REFERENCE_BATCH * (tokens / reference_tokens()) ** BATCH_EXPONENT
+    return 2 ** round(math.log2(batch))
 
 
 @dataclass(frozen=True)
@@ -82,31 +122,43 @@ class Rates:
     weight_decay: float
 
     def scaled(self, factor: float, tables: float = 1.0) -> "Rates":
-        """For a later stage: all learning rates times a factor, those of embeddings and head times `tables` as well,
-        and no weight decay."""
-        rates = {field.name: factor * getattr(self, field.name) for field in fields(self)}
-        for name in ("embedding", "value_embedding", "head"):
-            rates[name] *= tables
-        return Rates(**{**rates, "weight_decay": 0.0})
+        """The rates of a later stage: all times `factor`, those of embeddings and head times `tables` as well, and no
+        weight decay."""
+        return replace(
+            self,
+            matrix=factor * self.matrix,
+            embedding=factor * self.embedding * tables,
+            value_embedding=factor * self.value_embedding * tables,
+            head=factor * self.head * tables,
+            vector=factor * self.vector,
+            residual_scale=factor * self.residual_scale,
+            weight_decay=0.0,
+        )
 
 
 def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
-    """Rates tuned at depth 12 carried to this model, batch and horizon (all in tokens).
-
-    AdamW's go with width ** -0.5, all go with sqrt(B) (source: Malladi et al. 2022) down to a floor: at
-    4,096 tokens the square root asks for a sixth of what is best (docs/measurements.md). Weight decay keeps
-    rate x decay x steps (source: Wang and Aitchison 2024, arXiv 2405.13698).
-    """
-    reference = training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
+    """The reference's rates, carried to this model, its batch and its horizon (both in tokens)."""
+    # A batch four times as large has half the noise in its gradient, and allows steps twice as long (source: Malladi
+    # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
+    # root alone would give the matrices 0.0018, where 0.01 and 0.02 are best (docs/measurements.md).
     by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
+    # In a wider model every output adds up more inputs, so AdamW's equal steps add up to more. Muon's orthogonal
+    # updates keep their size (source: nanochat).
     by_width = (config.width / REFERENCE_WIDTH) ** -0.5
     matrix = 0.02 * by_batch
+    # A run forgets its early weights at the speed rate x decay: keep rate x decay x steps (source: Wang and Aitchison
+    # 2024, arXiv 2405.13698).
+    steps = tokens / batch
+    reference_steps = reference_tokens() / REFERENCE_BATCH
+    weight_decay = 0.2 / by_batch * reference_steps / steps
     return Rates(
         matrix=matrix,
         embedding=0.3 * by_width * by_batch,
         value_embedding=0.15 * by_width * by_batch,
         head=0.008 * by_width * by_batch,
+        # Gates and norms. At ten times this rate, rounding parts two runs of the same rows by 1e-3 in 20 steps; at
+        # this one by 1e-4 (docs/measurements.md).
         vector=0.05 * by_batch,
         residual_scale=0.005 * by_batch,
-        weight_decay=min(0.2 / by_batch * (reference / REFERENCE_BATCH) / (tokens / batch), LARGEST_DECAY / matrix),
+        weight_decay=min(weight_decay, LARGEST_DECAY / matrix),
     )

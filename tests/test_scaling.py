@@ -68,6 +68,13 @@ def test_depth_decides_the_width(depth: int, head_dim: int, width: int, heads: i
     assert config.window_pattern == "SSL"
 
 
+def test_swiglu_has_as_many_parameters() -> None:
+    plain = model_config(12, 32768, 2048)
+    gated = model_config(12, 32768, 2048, mlp="swiglu")
+    assert gated.mlp == "swiglu" and gated.mlp_width == 2048
+    assert scaling_parameters(gated) == scaling_parameters(plain)
+
+
 def test_the_reference_is_its_own_rule() -> None:
     config = model_config(12, 32768, 2048)
     tokens = training_tokens(config, scaling.REFERENCE_RATIO)
