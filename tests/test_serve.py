@@ -32,6 +32,7 @@ from starlette.routing import Route
 
 from nanochat.checkpoint_manager import load_model, save
 from nanochat.engine import Engine, Slots
+from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.connection import Connection
 from nanochat.serve.load import closed_loop
@@ -892,14 +893,14 @@ def test_settings_reach_the_scheduler():
     with client_of(make_app(scheduler)) as ask:
         body = {**HELLO, **settings, "seed": 11, "n": 3, "stop": ["a", "b"], "max_completion_tokens": 9}
         assert ask("POST", CHAT, json=body).status_code == 200
-        assert [request.seed for request in scheduler.requests] == [11, 12, 13]
+        assert [request.sampling.seed for request in scheduler.requests] == [11, 12, 13]
         for request in scheduler.requests:
-            assert {name: getattr(request, name) for name in settings} == settings
+            assert request.sampling == SamplingParams(**settings, seed=request.sampling.seed)
             assert (request.stop, request.max_tokens, request.logprobs, request.tools) == (("a", "b"), 9, -1, True)
         scheduler.requests.clear()
         for _ in range(2):
             ask("POST", COMPLETIONS, json={"prompt": ["x", "y"], "logprobs": 2})
-        assert len({request.seed for request in scheduler.requests}) == 2  # one for each HTTP request
+        assert len({request.sampling.seed for request in scheduler.requests}) == 2  # one for each HTTP request
         assert [request.max_tokens for request in scheduler.requests] == [16] * 4
         assert not any(request.tools for request in scheduler.requests)
         assert scheduler.requests[0].logprobs == 2

@@ -121,12 +121,14 @@ class RequestBody(Strict):
     model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
+    # The fields of `SamplingParams`, within OpenAI's ranges. A new one is a line here.
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=1e-9, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0.01, lt=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, lt=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    # End of the sampling settings.
     stop: StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -158,8 +160,8 @@ class RequestBody(Strict):
 
     def sampling(self) -> SamplingParams:
         """The settings of the body, the others at their defaults; a random seed where it has none."""
-        names = [field.name for field in fields(SamplingParams)]
-        settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        requested = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
+        settings = {name: value for name, value in requested.items() if value is not None}
         settings["seed"] = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
         return SamplingParams(**settings)
 
