@@ -1,24 +1,17 @@
-"""The loss functions of the chat stages, for `train_step`: each returns the sum of its losses and its denominator.
+"""The loss functions of the chat stages, for `train_step`: each returns a sum of losses and what to divide it by.
 
-SFT: cross-entropy of what the assistant said. RL: policy-gradient losses of samples with advantages. These differ in
-how far a probability may move from where it was sampled (the clip) and in what the mean is taken over:
+SFT: cross-entropy of what the assistant says. RL (POLICY_LOSSES): the log probability of sampled tokens, weighted by
+how much better than its group a sample was. DPO (PAIR_LOSSES): how much more likely than under a frozen reference model
+the better of two replies became than the worse one.
 
-    reinforce  -A log p                          mean over a sample's tokens, then over samples
-    grpo       clipped on both sides, KL penalty the same            (Shao et al. 2024, DeepSeekMath)
-    dapo       the upper clip is wider           mean over all tokens (Yu et al. 2025, DAPO)
-    dr_grpo    clipped on both sides             sum over a sample's tokens / a constant, mean over samples
-                                                 (Liu et al. 2025, Understanding R1-Zero-Like Training)
-
-DPO: how much more likely than under a frozen reference model the better of two replies became than the worse one.
-
-    dpo        logistic loss of log probabilities, summed over a reply   (Rafailov et al. 2023, DPO)
-    ipo        squared distance of their means from a margin             (Azar et al. 2023, A General Theoretical
-                                                                         Paradigm to Understand Learning from Human
-                                                                         Preferences)
+A new loss is a function and a row of its table; the function's keyword parameters are its settings.
 
 Legend: N rows, T tokens a row, S samples, P pairs.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +20,41 @@ from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
+from nanochat.device import Device
+from nanochat.parallel.collectives import sum_over_ranks
+from nanochat.shell.cli import UserError
 
-PAIR_FIGURES = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
+
+@dataclass(frozen=True)
+class Loss:
+    """A row of a table of losses."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
+    source: str  # authors, year, title
+    by_deviation: bool = False  # RL: a group's advantages are divided by their standard deviation
+
+    def takes(self, setting: str) -> bool:
+        return setting in inspect.signature(self.function).parameters
+
+    def bind(self, **settings: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The function with those of the settings that it takes; None leaves its own default."""
+        taken = {name: value for name, value in settings.items() if value is not None and self.takes(name)}
+        return functools.partial(self.function, **taken)
+
+
+def find(table: dict[str, Loss], name: str) -> Loss:
+    """Raises UserError: when a table has no loss of this name."""
+    if name not in table:
+        raise UserError(f"--loss {name}: one of {', '.join(table)}")
+    return table[name]
 
 
 def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
     """Supervised fine-tuning: nats of the targets that the mask left."""
     return model(rows.inputs, rows.targets, segments=rows.segments), (rows.targets != IGNORE).sum()
+
+
+# ---------------------------------------------------------------------- reinforcement learning
 
 
 @dataclass(frozen=True)
@@ -47,15 +68,20 @@ class PolicyBatch:
     reference_logp: Tensor | None = None  # of the frozen reference model, for the KL penalty
 
 
+# The policy losses differ in how far a probability may move from where it was sampled (the clip), and in what the mean
+# is taken over. With A the advantage, p the probability of a token, r = p / p_old and |o| a sample's length:
+
+
 def reinforce_loss(model: Any, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
-    """Williams 1992: the log probability of each token, weighed by its sample's advantage."""
+    """-A log p: mean over a sample's tokens, then over samples."""
     objective = batch.advantages * token_logp(model, batch.rows)
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
 
 
 def grpo_loss(
-    model: Any, batch: PolicyBatch, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
+    model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
 ) -> tuple[Tensor, Tensor]:
+    """-(min(r A, clip(r) A) - kl KL(p || p_reference)): mean over a sample's tokens, then over samples."""
     logp = token_logp(model, batch.rows)
     objective = clipped_objective(logp, batch, clip_low, clip_high)
     if kl:
@@ -64,19 +90,32 @@ def grpo_loss(
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
 
 
-def dapo_loss(model: Any, batch: PolicyBatch, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, Tensor]:
+def dapo_loss(
+    model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.28
+) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r) A): mean over all tokens, so that long samples weigh more. The upper clip is wider, which lets
+    unlikely tokens grow."""
     objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
     targets = batch.rows.targets != IGNORE
     return -(objective * targets).sum(), targets.sum()
 
 
 def dr_grpo_loss(
-    model: Any, batch: PolicyBatch, max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2
+    model: Any, batch: PolicyBatch, *, max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """`max_tokens`, the most a sample may have, is the constant in place of each sample's own length."""
+    """-min(r A, clip(r) A): sum over a sample's tokens / max_tokens, mean over samples. The constant in place of |o|
+    does not reward a wrong sample for being long."""
     objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
     targets = batch.rows.targets != IGNORE
     return -(objective * targets).sum() / max_tokens, batch.sample_share.sum()
+
+
+POLICY_LOSSES = {
+    "reinforce": Loss(reinforce_loss, "Williams 1992, Simple Statistical Gradient-Following Algorithms"),
+    "grpo": Loss(grpo_loss, "Shao et al. 2024, DeepSeekMath", by_deviation=True),
+    "dapo": Loss(dapo_loss, "Yu et al. 2025, DAPO", by_deviation=True),
+    "dr_grpo": Loss(dr_grpo_loss, "Liu et al. 2025, Understanding R1-Zero-Like Training"),
+}
 
 
 def token_logp(model: Any, rows: PackedBatch) -> Tensor:
@@ -85,7 +124,8 @@ def token_logp(model: Any, rows: PackedBatch) -> Tensor:
 
 
 def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_high: float) -> Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old (source: Schulman et al. 2017, PPO)."""
+    """min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old: no gain from moving a probability further than the
+    clip, while a loss counts in full (source: Schulman et al. 2017, PPO)."""
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     ratio = torch.exp(logp - old)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -99,10 +139,15 @@ def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
+# ---------------------------------------------------------------------- preference pairs
+
+PAIR_STATS = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
+
+
 @dataclass(frozen=True)
 class PairBatch:
-    """Packed pairs of replies: sequence 2p is the chosen one of pair p, 2p + 1 the rejected one. A pair is counted
-    where both have a target."""
+    """Packed pairs of replies: sequence 2p is the chosen one of pair p, 2p + 1 the rejected one. A pair counts where
+    both have a target."""
 
     rows: PackedBatch
     pairs: int
@@ -112,50 +157,65 @@ class PairBatch:
 def dpo_loss(
     model: Any,
     batch: PairBatch,
+    *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     sft_weight: float = 0.0,
-    figures: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta x (gain of the chosen reply - gain of the rejected one)), a gain being log p - log p_reference.
 
     `label_smoothing` is the share of pairs taken to be the wrong way round (source: Mitchell 2023, conservative DPO).
-    `sft_weight` adds the chosen reply's mean cross-entropy (source: Pang et al. 2024, Iterative RPO). To `figures`
-    (5,) the sums of PAIR_FIGURES are added; a reply's reward is beta x its gain, a tie counts half as accurate."""
+    `sft_weight` adds the chosen reply's mean cross-entropy (source: Pang et al. 2024, Iterative RPO). To `stats` (5,)
+    the sums of PAIR_STATS are added; a reply's reward is beta x its gain, a tie counts half as accurate.
+    """
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
     rewards = beta * (logp - batch.reference_logp)  # (P, 2)
     margin = rewards[:, 0] - rewards[:, 1]
-    right, wrong = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
+    right = torch.nn.functional.logsigmoid(margin)
+    wrong = torch.nn.functional.logsigmoid(-margin)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
-    return _of_pairs(losses, rewards, logp, batch, sft_weight, figures)
+    return _sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
 
 
 def ipo_loss(
-    model: Any, batch: PairBatch, beta: float = 0.1, sft_weight: float = 0.0, figures: Tensor | None = None
+    model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 0.0, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(difference of the gains - 1 / (2 beta))^2; a gain, and so the rewards in `figures`, is a mean over the reply's
+    """(difference of the gains - 1 / (2 beta))^2; a gain, and so the rewards in `stats`, is a mean over the reply's
     tokens here, or long replies would be far from any margin."""
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
     gains = (logp - batch.reference_logp) / reply_targets(batch).clamp(min=1)  # (P, 2)
     losses = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square()
-    return _of_pairs(losses, beta * gains, logp, batch, sft_weight, figures)
+    return _sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
 
 
-def _of_pairs(
-    losses: Tensor, rewards: Tensor, logp: Tensor, batch: PairBatch, sft_weight: float, figures: Tensor | None
+PAIR_LOSSES = {
+    "dpo": Loss(dpo_loss, "Rafailov et al. 2023, DPO"),
+    "ipo": Loss(ipo_loss, "Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Preferences"),
+}
+
+
+def _sum_over_pairs(
+    losses: Tensor, rewards: Tensor, logp: Tensor, batch: PairBatch, sft_weight: float, stats: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The sum over the pairs that count, and their number. losses (P,), rewards and logp (P, 2)."""
     targets = reply_targets(batch)
     counts = (targets.amin(dim=1) > 0).float()  # (P,)
     if sft_weight:
         losses = losses - sft_weight * logp[:, 0] / targets[:, 0].clamp(min=1)
-    if figures is not None:
+    if stats is not None:
         chosen, rejected = rewards.detach().unbind(dim=1)
         accurate = (torch.sign(chosen - rejected) + 1) / 2
-        figures += (counts * torch.stack((counts, accurate, chosen - rejected, chosen, rejected))).sum(dim=1)
+        stats += (counts * torch.stack((counts, accurate, chosen - rejected, chosen, rejected))).sum(dim=1)
     return (losses * counts).sum(), counts.sum()
+
+
+def mean_pair_stats(stats: Tensor, device: Device) -> dict[str, float]:
+    """PAIR_STATS but the first, as means over the pairs of all ranks; `stats` (5,) are one rank's sums."""
+    pairs, *sums = sum_over_ranks(stats, device).tolist()
+    return {name: total / max(1, pairs) for name, total in zip(PAIR_STATS[1:], sums, strict=True)}
 
 
 def reply_logp(model: Any, batch: PairBatch) -> Tensor:
@@ -169,7 +229,7 @@ def reply_targets(batch: PairBatch) -> Tensor:
 
 
 def _by_reply(values: Tensor, batch: PairBatch) -> Tensor:
-    """Sums (P, 2) of values (N, T) that are 0 where there is no target. In a fixed order, as index_add's is not."""
+    """Sums (P, 2) of values (N, T) that are 0 where there is no target. index_add would sum in a changing order."""
     numbers = torch.arange(2 * batch.pairs, device=values.device)
     own = batch.rows.source == numbers[:, None, None]  # (2P, N, T)
     return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(-1, 2)

@@ -1,7 +1,7 @@
 """One optimisation step, shared by every stage; the scripts own the loops around it.
 
-`train_step(model, optimizer, batches, loss_fn, ...)` adds up the micro-batches' losses, divides by the
-number of targets over all of them and all ranks, and updates. Stages differ in batches and loss function.
+`train_step(model, optimizer, batches, loss_fn, ...)` sums the micro-batches' losses and gradients, divides by the
+number of targets over all of them and all ranks, and updates. Stages differ in their batches and their loss function.
 """
 
 import math
@@ -23,7 +23,8 @@ from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.shell.cli import Interrupted
 
-# A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device.
+# A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device. A sum and a
+# count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
 
@@ -46,15 +47,19 @@ class Schedule:
         return cls(steps, **{**short, **changes})
 
     def lr(self, step: int) -> float:
-        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall."""
+        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall (a "trapezoid").
+
+        Unlike a cosine, the plateau does not depend on where the run ends (source: Hu et al. 2024, MiniCPM).
+        """
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        fall = max(1, round(self.warmdown_fraction * self.steps))
-        left = min(1.0, max(0.0, (self.steps - step) / fall))
+        # `left` is 1 on the plateau and falls to 0 at the end; the rate falls with it to `final_lr`.
+        fall_steps = max(1, round(self.warmdown_fraction * self.steps))
+        left = min(1.0, max(0.0, (self.steps - step) / fall_steps))
         return left + (1 - left) * self.final_lr
 
     def momentum(self, step: int) -> float:
-        """Muon's momentum: a linear rise."""
+        """Muon's momentum: a linear rise (source: Jordan et al. 2024, modded-nanogpt)."""
         share = min(1.0, step / self.momentum_steps) if self.momentum_steps else 1.0
         return self.momentum_start + share * (self.momentum_end - self.momentum_start)
 
@@ -72,48 +77,64 @@ class Progress:
     seconds: float = 0.0  # of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
     best_val_bpb: float | None = None
-    pending: dict[str, Any] | None = None  # a log line whose evaluation was broken off: a resume makes up for it
+    pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Meter:
-    """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device."""
+    """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device.
+
+    A host that reads a loss waits until the device has computed it, and meanwhile launches nothing. What every step
+    adds therefore stays on the device, and is read once a log line.
+    """
 
     def __init__(self, progress: Progress, device: Device, token_flops: int | None = None):
-        self.progress, self.device, self.token_flops = progress, device, token_flops
-        self.skipped = torch.zeros((), device=device.torch_device)
-        self._since_good = torch.zeros((), device=device.torch_device)
-        self.since_good = 0  # steps since the last finite one, as of the last line; of three or more none is good again
+        self.progress = progress
+        self.device = device
+        self.token_flops = token_flops
+        self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
+        self.bad_in_a_row = torch.zeros((), device=device.torch_device)
+        self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
         self.restart()
 
     def restart(self) -> None:
         """Begin to measure here: evaluation and saving are over."""
-        self.clock, self.clock_step, self.clock_tokens = time.perf_counter(), self.progress.step, self.progress.tokens
+        self.clock = time.perf_counter()
+        self.clock_tokens = self.progress.tokens
 
     def add(self, stats: "StepStats", tokens: int) -> None:
         """A step of so many tokens over all ranks was launched."""
         self.skipped += 1 - stats.finite
-        self._since_good = (self._since_good + 1) * ((stats.finite == 0) | (self._since_good >= 3))
+        # A finite step ends a row of bad ones, but not once there were three: the next log line must find them.
+        good = (stats.finite > 0) & (self.bad_in_a_row < 3)
+        self.bad_in_a_row = (self.bad_in_a_row + 1).masked_fill_(good, 0)
         self.progress.step += 1
         self.progress.tokens += tokens
 
     def read(self, stats: "StepStats") -> dict[str, Any]:
         """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
-        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self._since_good))
-        loss, grad_norm, skipped, since_good = numbers.tolist()  # the one wait
-        progress, now = self.progress, time.perf_counter()
+        # The one wait for the device, for all numbers together.
+        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.bad_in_a_row))
+        loss, grad_norm, skipped, bad_in_a_row = numbers.tolist()
+        now = time.perf_counter()
+
+        # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
+        # take (source: Chowdhery et al. 2022, PaLM).
+        progress = self.progress
         rate = (progress.tokens - self.clock_tokens) / (now - self.clock)
+        mfu = None
+        if self.token_flops and self.device.peak_flops:
+            mfu = self.token_flops * rate / (self.device.peak_flops * self.device.world_size)
+
         progress.seconds += now - self.clock
-        self.skipped.zero_()
         progress.skipped_steps += int(skipped)
-        self.since_good = int(since_good)
+        self.skipped.zero_()
+        self.since_good = int(bad_in_a_row)
         self.restart()
-        peak = self.device.peak_flops and self.device.peak_flops * self.device.world_size
         return {
-            "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate,
-            "mfu": self.token_flops * rate / peak if self.token_flops and peak else None,
+            "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
             "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
             "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps,
         }  # fmt: skip
@@ -141,22 +162,24 @@ def make_optimizer(
 
     `layout` is the one that the model was sharded by; without one every rank holds all of it.
     """
-    roles, c = model.parameter_groups(), model.config
-    qkv_rows = tuple(heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
-    decay, betas = rates.weight_decay, (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
+    roles = model.parameter_groups()
+    c = model.config
+    decay = rates.weight_decay
+    betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
+    # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself.
+    qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
+    # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
+    # into whole steps.
+    noise_eps = 1e-4
     return Optimizer(
         [
             ParameterGroup(matrices, roles["matrix"], rates.matrix, decay, betas),
             ParameterGroup(matrices, roles["qkv"], rates.matrix, decay, betas, row_splits=qkv_rows),
-            *(
-                ParameterGroup("adamw", roles[role], getattr(rates, role))
-                for role in ("embedding", "value_embedding", "head")
-            ),
-            # At the start these gradients are rounding noise, which AdamW would turn into whole steps.
-            *(
-                ParameterGroup("adamw", roles[role], getattr(rates, role), eps=1e-4)
-                for role in ("vector", "residual_scale")
-            ),
+            ParameterGroup("adamw", roles["embedding"], rates.embedding),
+            ParameterGroup("adamw", roles["value_embedding"], rates.value_embedding),
+            ParameterGroup("adamw", roles["head"], rates.head),
+            ParameterGroup("adamw", roles["vector"], rates.vector, eps=noise_eps),
+            ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale, eps=noise_eps),
         ],
         layout=layout or lay_out(device),
         dtype=device.dtype,
@@ -177,37 +200,47 @@ def train_step(
 ) -> StepStats:
     """Forward and backward over the micro-batches, one reduction over the ranks, one update.
 
-    A step whose loss or gradients are not finite on any rank, or that has no target at all, changes
-    nothing on any rank. The host never waits for the device here. Of a sharded model every rank must
-    have equally many micro-batches.
+    A step whose loss or gradients are not finite on any rank, or that has no target at all, changes nothing on any
+    rank. The host never waits for the device here. Of a sharded model every rank must have equally many micro-batches.
     """
-    totals = torch.zeros(3, device=device.torch_device)  # loss, targets, squared gradients
+    totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
+
+    # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
     for batch, last in _with_last(batches):
+        # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
         synchronize_gradients(model, last)
         with device.autocast():
             loss, targets = loss_fn(model, batch)
         if last:
+            # The exchange of a layer's gradient starts as soon as it is there, while earlier layers still compute.
             optimizer.send_as_ready()
+        # The gradient of the sum: what it must be divided by is known after the last micro-batch of the last rank.
         loss.backward()
         totals[:2] += torch.stack((loss.detach().float(), targets.float()))
     totals[2] = optimizer.reduce()
+
+    # ---- agreement: after this sum every rank holds the same three numbers, and so decides alike. A NaN or an infinity
+    # anywhere makes them not finite.
     sum_over_ranks(totals, device)
     loss_sum, target_count, squares = totals.unbind()
     finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
     updated = finite * (target_count > 0)
+
+    # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
+    # divides by the number of targets, so that a token weighs the same in a full batch and in one of padding.
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     mean = 1 / target_count.clamp(min=1.0)
     return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each one, and whether it is the last."""
-    ahead = iter(batches)
-    for batch in ahead:
-        for following in ahead:
-            yield batch, False
-            batch = following
-        yield batch, True
+    """Each batch, and whether it is the last one, which shows only when there is no next one."""
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    while batch is not None:
+        following = next(iterator, None)
+        yield batch, following is None
+        batch = following
 
 
 @torch.no_grad()
@@ -220,10 +253,10 @@ def mean_loss(
 ) -> float:
     """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
 
-    Of a sharded model every rank must have equally many batches. `should_stop` says, before a batch, whether to
-    break off.
-    Raises Interrupted: on every rank, when any of them broke off."""
-    totals = torch.zeros(3, device=device.torch_device)  # loss, targets, ranks that broke off
+    Of a sharded model every rank must have equally many batches. `should_stop` is called before each batch.
+    Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
+    """
+    totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, ranks that broke off
     for batch in batches:
         if should_stop():
             totals[2] = 1

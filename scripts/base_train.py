@@ -6,15 +6,15 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --d
 """
 
 import dataclasses
-import math
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nanochat.run.flags import TrainFlags
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, run
-from nanochat.shell.log import check_trackers, print0, record
-from nanochat.shell.paths import checkpoint_dir, safe_tag, tokenizer_dir
+from nanochat.shell import cli
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.shell.log import print0
+from nanochat.shell.paths import tokenizer_dir
 
 Rate = Annotated[float, Range(0, 1e4)]
 
@@ -32,6 +32,7 @@ class Config(TrainFlags):
     head_dim: Positive = 128  # channels of an attention head
     max_seq_len: Positive = 2048  # tokens of context
     window_pattern: str = "L"  # a letter a layer: S sees a quarter of the context, L all of it, e.g. SSSL
+    mlp: Literal["relu2", "swiglu"] = "relu2"  # squared ReLU, or SwiGLU of two thirds the width: as many parameters
     logit_cap: Annotated[float, Range(0, 1e4)] = 15.0  # soft cap of the logits; 0 for none
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
@@ -55,36 +56,35 @@ class Config(TrainFlags):
 
 def main(config: Config) -> None:
     began = time.time()
-    # The heavy imports stand here so that --help answers at once.
+    # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.data.loader import Loader, LoaderState
+    from nanochat.data.loader import Batch, Loader, LoaderState
     from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
-    from nanochat.parallel.mesh import lay_out
-    from nanochat.run.resume import resume
-    from nanochat.run.stage import Stage
+    from nanochat.run.stage import Run, Start, open_device
     from nanochat.tokenizer import Tokenizer
-    from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
+    from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
-    # ------------------------------------------------------------------ device, tokenizer, data
-    check(config)
+    # ------------------------------------------------------------------ tokenizer, data, device
     tokenizer = Tokenizer.load(tokenizer_dir())
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
-    device = devices.init(config.device, config.dtype)
-    device.seed(config.seed)
-    layout = lay_out(device, config.parallel, config.replicate)
-    print0(f"device: {device}; {layout}")
+    device, layout = open_device(config)
 
     # ------------------------------------------------------------------ model
-    model_config = scaling.model_config(
-        config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim
-    )
-    model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
+    try:
+        model_config = scaling.model_config(
+            config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    # SwiGLU has three matrices where squared ReLU has two (source: Shazeer 2020, GLU Variants Improve Transformer).
+    mlp_width = model_config.mlp_width if config.mlp == "relu2" else round(model_config.mlp_width * 2 / 3 / 64) * 64
+    model_config = dataclasses.replace(model_config, mlp=config.mlp, mlp_width=mlp_width, logit_cap=config.logit_cap)
+    # Built without memory, sharded, and only then given memory: no rank ever holds what is not its own.
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)
     shard(model, layout, device, config.activation_checkpointing)
@@ -100,84 +100,66 @@ def main(config: Config) -> None:
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
     rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens)
-    chosen = {f"{role}_lr": role for role in ("matrix", "embedding", "value_embedding", "head")}
-    given = {role: getattr(config, flag) for flag, role in chosen.items()} | {"weight_decay": config.weight_decay}
-    rates = dataclasses.replace(rates, **{role: value for role, value in given.items() if value is not None})
+    chosen = {
+        "matrix": config.matrix_lr,
+        "embedding": config.embedding_lr,
+        "value_embedding": config.value_embedding_lr,
+        "head": config.head_lr,
+        "weight_decay": config.weight_decay,
+    }
+    rates = dataclasses.replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(
-        f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches), "
-        f"{steps * batch_tokens:,} in all"
-    )
-
-    # ------------------------------------------------------------------ resume
-    tag = config.model_tag or f"d{config.depth}"
-    folder = checkpoint_dir("base", tag)
-    progress, shares, fingerprints = Progress(), [], {"what --data names": fingerprint(train_corpus)}
-    if config.resume:
-        progress, shares = resume(
-            folder, config, steps, model, tokenizer, optimizer, device,
-            batch_tokens=batch_tokens, fingerprints=fingerprints,
-        )  # fmt: skip
-    loader = Loader(
-        train_corpus, tokenizer, config.device_batch_size, config.max_seq_len,
-        rank=device.rank, world_size=device.world_size, seed=config.seed,
-        workers=config.dataloader_num_workers, state=LoaderState.merge(shares) if shares else None,
-    )  # fmt: skip
+    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model_config)
-    compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
-    print0(f"step: {how}; kernels: {device.kernels}")
-    rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
-    token_bytes = torch.tensor(tokenizer.token_bytes())
-
-    def evaluate() -> dict[str, float]:
-        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.should_stop)
-        if not math.isfinite(val_bpb):
-            raise UserError(f"validation is {val_bpb} at step {progress.step}, nothing more was saved: lower the rates")
-        progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
-        return {"val_bpb": val_bpb}
-
-    stage = Stage(
-        "base", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
-        evaluate=evaluate,
-        loader_state=lambda: micro[-1].state.to_tensors(),
-        meta=lambda: {
-            "pretraining": {"data": config.data, "batch_tokens": batch_tokens, "tokens": progress.tokens},
-            "fingerprints": fingerprints,
-        },
+    pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0}
+    start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}", pretraining)
+    run = Run(
+        "base", config, start, optimizer, steps, batch_tokens=batch_tokens, token_flops=token_flops,
+        fingerprints={"what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
-    with stage:
-        meter = Meter(progress, device, token_flops)
-        for step in stage.steps(meter):
+    loader = Loader(
+        train_corpus, tokenizer, config.device_batch_size, config.max_seq_len, rank=device.rank,
+        world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
+        state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+    )  # fmt: skip
+    remaining_flops = token_flops * batch_tokens * (steps - run.progress.step)
+    compiled, how = device.compile(model, config.compile, remaining_flops)
+    print0(f"step: {how}; kernels: {device.kernels}")
+    val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    micro: list[Batch] = []  # the last step's; no step, no checkpoint
+
+    with run:
+        for step in run.steps():
+            if run.should_evaluate:
+                with run.interruptible("evaluation"):
+                    val_bpb = bits_per_byte(
+                        model, val_rows, token_bytes, config.device_batch_size, device, run.should_stop
+                    )
+                    run.log_evaluation(val_bpb=val_bpb)
+            if run.should_save:
+                pretraining["tokens"] = run.progress.tokens
+                run.save(micro[-1].state.to_tensors())
+            if run.should_leave:
+                break
+
             micro = [next(loader) for _ in range(accumulation)]
-            batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
+            batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
             stats = train_step(
                 # Step 0 runs eagerly: its loss is there before the compiler is done, and a resumed run, which
                 # never is at step 0, rounds like one straight through.
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
-            meter.add(stats, batch_tokens)
-            if stage.due(stats):
-                stage.report(meter.read(stats) | {"lr": rates.matrix * schedule.lr(step), "epoch": micro[-1].epoch})
+            run.add(stats, batch_tokens)
+            if run.should_log:
+                run.log(stats, lr=rates.matrix * schedule.lr(step), epoch=micro[-1].epoch)
     loader.close()
-    stage.finish()
-    if progress.best_val_bpb is not None:
-        best = f"best validation {progress.best_val_bpb:.4f} bits per byte"
-        print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training, {best}")
-    record("base", tag, began, device)
-
-
-def check(config: Config) -> None:
-    """Raises UserError: for sizes no run can have."""
-    check_trackers(config.track)
-    safe_tag(config.model_tag or "default")
-    if config.head_dim % 2:
-        raise UserError(f"--head_dim {config.head_dim}: an even number, such as 64 or 128")
-    if set(config.window_pattern) - set("SL") or not config.window_pattern:
-        raise UserError(f"--window_pattern {config.window_pattern!r}: letters S and L, e.g. SSSL")
+    best = run.progress.best_val_bpb
+    run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
 
 
 def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
@@ -185,19 +167,18 @@ def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
 
     Raises UserError: when the flags contradict each other.
     """
-    given = config.gradient_accumulation_steps
+    requested = config.gradient_accumulation_steps
     if config.total_batch_size is None:
-        return given or max(1, round(by_rule / micro_tokens))
+        return requested or max(1, round(by_rule / micro_tokens))
     count, rest = divmod(config.total_batch_size, micro_tokens)
-    if rest or (given and given != count):
-        near = max(1, round(config.total_batch_size / micro_tokens)) * micro_tokens
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not {given or 'a multiple of'} x {micro_tokens} tokens "
-            f"(device_batch_size x max_seq_len x processes): "
-            f"use {(given or 0) * micro_tokens or near}, or another --device_batch_size"
-        )
-    return count
+    if rest == 0 and requested in (None, count):
+        return count
+    nearest = requested or max(1, round(config.total_batch_size / micro_tokens))
+    raise UserError(
+        f"--total_batch_size {config.total_batch_size} is not {requested or 'a multiple of'} x {micro_tokens} tokens "
+        f"(device_batch_size x max_seq_len x processes): use {nearest * micro_tokens}, or another --device_batch_size"
+    )
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, Config)

@@ -5,16 +5,14 @@ python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
-import functools
 import math
-import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from nanochat.run.flags import StageFlags
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError, check_ranges, run
-from nanochat.shell.log import check_trackers, print0, record
-from nanochat.shell.paths import checkpoint_dir
+from nanochat.shell import cli
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.shell.log import print0
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Config(StageFlags):
     rollout_rows: Positive = 256  # replies a device samples at once
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    loss: Frozen[Literal["reinforce", "grpo", "dapo", "dr_grpo"]] = "grpo"  # see the table in nanochat/losses.py
+    loss: Frozen[str] = "grpo"  # reinforce, grpo, dapo, dr_grpo: a row of POLICY_LOSSES in nanochat/losses.py
     updates_per_step: Positive = 1  # over the same samples
     clip_low: Frozen[Fraction] = 0.2  # how far a probability may fall, as a share of what it was
     clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # how far it may rise; default 0.2, for dapo 0.28
@@ -46,177 +44,139 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
-    began = time.time()
-    # The heavy imports stand here so that --help answers at once.
-    import copy
-
+    # The heavy imports are here so that --help answers at once.
     import numpy as np
     import torch
 
-    from nanochat import checkpoint_manager, losses, rollout, scaling
-    from nanochat import device as devices
+    from nanochat import losses, rollout, scaling
+    from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, SamplingParams, seed_of
-    from nanochat.parallel.fsdp import shard
-    from nanochat.parallel.mesh import lay_out
-    from nanochat.run.resume import resume
-    from nanochat.run.stage import Stage
-    from nanochat.shell.cli import Interrupted
+    from nanochat.run.stage import Run, begin
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
-    from nanochat.train import Meter, Progress, make_optimizer, train_step
+    from nanochat.train import make_optimizer, train_step
 
-    # ------------------------------------------------------------------ model
-    check(config)
-    check_ranges(SamplingParams(config.temperature, config.top_k))
-    device = devices.init(config.device, config.dtype)
-    device.seed(config.seed)
-    source = checkpoint_manager.find_source(
-        config.source, config.source_tag or config.model_tag, config.source_step, device
+    # ------------------------------------------------------------------ loss
+    if config.temperature < 0.01:
+        raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")
+    cli.check_ranges(SamplingParams(config.temperature, config.top_k))
+    loss = losses.find(losses.POLICY_LOSSES, config.loss)
+    if config.kl and not loss.takes("kl"):
+        raise UserError(f"--kl {config.kl}: --loss {config.loss} has no KL penalty, grpo has")
+    loss_fn = loss.bind(
+        clip_low=config.clip_low, clip_high=config.clip_high, kl=config.kl, max_tokens=config.max_tokens
     )
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    reference = copy.deepcopy(model) if config.kl else None
-    layout = lay_out(device, config.parallel, config.replicate)
-    shard(model, layout, device, config.activation_checkpointing)
-    if reference is not None:
-        shard(reference, layout, device)
-    tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device}; {layout}")
-    print0(f"source: {source}")
+    print0(f"loss: {config.loss} ({loss.source})")
 
-    # ------------------------------------------------------------------ data, loss, optimizer
-    pretraining = source_meta.get("pretraining", {"data": ""})
-    tasks = config.tasks or default_rl_tasks(pretraining["data"])
+    # ------------------------------------------------------------------ model, data, optimizer
+    start = begin(config, with_reference=config.kl > 0)
+    device, model, reference = start.device, start.model, start.reference
+    row_tokens = model.config.sequence_len
+    tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
     require_grades(parse_tasks(tasks))
-    train, held_out = (open_mixture(tasks, split, config.hub, config.seed) for split in ("train", "test"))
-    fingerprints = {"what --tasks names": train.fingerprint()}
-    if config.kl:
-        fingerprints["the reference's weights"] = checkpoint_manager.weights_sha256(source)
-    steps, row_tokens = config.num_iterations, model.config.sequence_len
-    clip_high = config.clip_high if config.clip_high is not None else 0.28 if config.loss == "dapo" else 0.2
-    clips = {"clip_low": config.clip_low, "clip_high": clip_high}
-    loss_fn = {
-        "reinforce": losses.reinforce_loss,
-        "grpo": functools.partial(losses.grpo_loss, kl=config.kl, **clips),
-        "dapo": functools.partial(losses.dapo_loss, **clips),
-        "dr_grpo": functools.partial(losses.dr_grpo_loss, max_tokens=config.max_tokens, **clips),
-    }[config.loss]
+    train = open_mixture(tasks, "train", config.hub, config.seed)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed)
+    steps, examples = config.num_iterations, config.examples_per_step
     rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale, config.table_lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=layout)
+    optimizer = make_optimizer(model, rates, device, layout=start.layout)
     print0(f"tasks: {tasks}")
-    print0(f"horizon: {steps:,} steps of {config.examples_per_step} questions, {config.num_samples} replies to each")
-
-    # ------------------------------------------------------------------ resume
-    folder = checkpoint_dir("rl", tag)
-    progress, shares = Progress(), []
-    if config.resume:
-        progress, shares = resume(
-            folder, config, steps, model, tokenizer, optimizer, device, source=source, fingerprints=fingerprints
-        )
-    engine = Engine(model, tokenizer, device, config.graphs)
-
-    def questions(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
-        """`count` questions from number `first` on, without those that the context cannot hold."""
-        drawn = (mixture.draw(i) for i in range(first, first + count))
-        found = [(task, task.example(number)) for task, number in drawn]
-        room = row_tokens - 1
-        return [(t, e) for t, e in found if len(render_prompt(tokenizer, e.question)) <= room]
-
-    def sample(mixture: Mixture, first: int, count: int, samples: int, seed: int) -> rollout.Samples:
-        return rollout.sample_replies(
-            engine, questions(mixture, first, count), samples=samples, max_tokens=config.max_tokens,
-            temperature=config.temperature, top_k=config.top_k, seed=seed, rows=config.rollout_rows,
-            should_stop=stage.faults.should_stop,
-        )  # fmt: skip
-
-    def held_out_reward() -> float:
-        """Mean reward of one reply to each held-out question, sampled as in training."""
-        engine.update(model)
-        rewards = sample(held_out, 0, config.eval_examples, 1, config.seed).rewards
-        return float(rewards.sum()) / max(1, rewards.size)
+    print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
     # ------------------------------------------------------------------ train
-    reward = {"before": math.nan, "after": math.nan}  # held-out
-    if shares:
-        reward = {when: shares[0][f"reward_{when}"].item() for when in reward}
+    fingerprints = {"what --tasks names": train.fingerprint()}
+    if reference is not None and start.source is not None:
+        fingerprints["the reference's weights"] = weights_sha256(start.source)
+    run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints)
+    engine = Engine(model, start.tokenizer, device, config.graphs)
+    reward_before = math.nan  # of held-out questions, before the first step
+    reward_after = math.nan  # and at the last evaluation
+    if run.loader_states:
+        reward_before = run.loader_states[0]["reward_before"].item()
+        reward_after = run.loader_states[0]["reward_after"].item()
 
-    def evaluate() -> dict[str, float]:
-        reward["after"] = held_out_reward()
-        return {"eval_reward": reward["after"]}
+    def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
+        """`count` questions from number `first` on, without those that the context cannot hold."""
+        questions = []
+        for number in range(first, first + count):
+            task, index = mixture.draw(number)
+            example = task.example(index)
+            if len(render_prompt(start.tokenizer, example.question)) < row_tokens:
+                questions.append((task, example))
+        return questions
 
-    stage = Stage(
-        "rl", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
-        evaluate=evaluate,
-        loader_state=lambda: {f"reward_{w}": torch.tensor(value, dtype=torch.float64) for w, value in reward.items()},
-        meta=lambda: {
-            "source": checkpoint_manager.short_name(source), "pretraining": pretraining, "fingerprints": fingerprints,
-        },
-    )  # fmt: skip
-    with stage:
-        meter = Meter(progress, device)
-        for step in stage.steps(meter):
-            # ---- samples
-            try:
-                if math.isnan(reward["before"]):
-                    with stage.faults.phase("evaluation"):
-                        reward["before"] = reward["after"] = held_out_reward()
-                    stage.log.message(f"held-out reward at the beginning: {reward['before']:.3f}")
-                    meter.restart()
-                with stage.faults.phase("sampling"):  # in which ranks wait for each other
-                    engine.update(model)
-                    first, count = step * config.examples_per_step, config.examples_per_step
-                    drawn = sample(train, first, count, config.num_samples, seed_of(config.seed, step))
-            except Interrupted:
-                stage.stop()
+    def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
+        engine.update(model)
+        return rollout.sample_replies(
+            engine, questions, samples=samples, max_tokens=config.max_tokens, temperature=config.temperature,
+            top_k=config.top_k, seed=seed, rows=config.rollout_rows, should_stop=run.faults.should_stop,
+        )  # fmt: skip
+
+    with run:
+        for step in run.steps():
+            # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
+            if run.should_evaluate or math.isnan(reward_before):
+                with run.interruptible("evaluation"):
+                    rewards = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
+                    reward_after = float(rewards.sum()) / max(1, rewards.size)
+                    if math.isnan(reward_before):
+                        reward_before = reward_after
+                        run.logger.message(f"held-out reward at the beginning: {reward_before:.3f}")
+                    run.log_evaluation(eval_reward=reward_after)
+            if run.should_save:
+                rewards = {"reward_before": reward_before, "reward_after": reward_after}
+                run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in rewards.items()})
+            if run.should_leave:
                 break
-            advantages = rollout.group_advantages(drawn.rewards, by_deviation=config.loss in ("grpo", "dapo"))
-            rows = pack_sequences(drawn.ids, drawn.masks, row_tokens)
+
+            # ---- sample: every rank samples some of the replies and then has all of them
+            samples = None
+            with run.interruptible("sampling"):
+                questions = draw(train, step * examples, examples)
+                samples = sample(questions, config.num_samples, seed_of(config.seed, step))
+            if samples is None:
+                continue  # a signal ended the sampling; the next turn saves and leaves
+
+            # ---- learn: pack the replies into rows, each rank computes its share of them
+            advantages = rollout.group_advantages(samples.rewards, by_deviation=loss.by_deviation)
+            rows = pack_sequences(samples.ids, samples.masks, row_tokens)
             batches = [
-                rollout.policy_batch(micro, drawn, advantages, device)
+                rollout.policy_batch(micro, samples, advantages, device)
                 for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
             ]
             if config.updates_per_step > 1:  # with one update the samples are the present policy's own
                 batches = [replace(b, old_logp=rollout.logp_of(model, b.rows, device)) for b in batches]
             if reference is not None:
                 batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows, device)) for b in batches]
-
-            # ---- updates
+            lr = 1 - step / steps
             updates = [
-                train_step(model, optimizer, batches, loss_fn, device=device, lr=1 - step / steps, weight_decay=0.0)
+                train_step(model, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)
                 for _ in range(config.updates_per_step)
             ]
+            # A step counts as skipped where any of its updates was.
             stats = replace(updates[-1], finite=torch.stack([update.finite for update in updates]).amin())
-            meter.add(stats, sum(map(len, drawn.ids)))
-            if not stage.due(stats):
-                continue
-            metrics, replies = meter.read(stats), max(1, drawn.rewards.size)
-            metrics |= {
-                "lr": rates.matrix * (1 - step / steps), "reward": drawn.rewards.sum() / replies,
-                "response_tokens": sum(map(sum, drawn.masks)) / replies,
-                "with_advantage": np.count_nonzero(advantages) / replies,
-            }  # fmt: skip
-            if step == 0:
-                metrics["reward_before"] = reward["before"]
-            if reference is not None:
-                metrics["kl"] = rollout.mean_kl(model, batches, device)
-            stage.report(metrics)
-            if stage.evaluates and drawn.replies:
-                stage.log.message(f"a reply, reward {drawn.rewards.flat[0]:g}: {drawn.replies[0]!r}")
-    stage.finish()
-    print0(f"done: {progress.step:,} steps, held-out reward {reward['before']:.3f} -> {reward['after']:.3f}")
-    record("rl", tag, began, device)
+            run.add(stats, sum(len(ids) for ids in samples.ids))
 
-
-def check(config: Config) -> None:
-    """Raises UserError: for sizes no run can have."""
-    check_trackers(config.track)
-    if config.temperature < 0.01:
-        raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")
-    if config.kl and config.loss != "grpo":
-        raise UserError(f"--kl goes with --loss grpo, not with {config.loss}")
+            # ---- log
+            if run.should_log:
+                replies = max(1, samples.rewards.size)
+                metrics = {
+                    "lr": rates.matrix * lr,
+                    "reward": samples.rewards.sum() / replies,
+                    "response_tokens": sum(sum(mask) for mask in samples.masks) / replies,
+                    "with_advantage": np.count_nonzero(advantages) / replies,
+                }
+                if step == 0:
+                    metrics["reward_before"] = reward_before
+                if reference is not None:
+                    metrics["kl"] = rollout.mean_kl(model, batches, device)
+                run.log(stats, **metrics)
+                if run.should_evaluate and samples.replies:
+                    run.logger.message(f"a reply, reward {samples.rewards.flat[0]:g}: {samples.replies[0]!r}")
+    run.finish(f"held-out reward {reward_before:.3f} -> {reward_after:.3f}")
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, Config)

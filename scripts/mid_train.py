@@ -6,15 +6,13 @@ python -m scripts.mid_train --device_batch_size=8
 torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16 --tasks smoltalk:20,gsm8k:1
 """
 
-import math
-import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
-from nanochat.shell.cli import Count, Fraction, Positive, Range, UserError, run
-from nanochat.shell.log import check_trackers, print0, record
-from nanochat.shell.paths import checkpoint_dir
+from nanochat.shell import cli
+from nanochat.shell.cli import Count, Fraction, Positive, Range, UserError
+from nanochat.shell.log import print0
 
 
 @dataclass(frozen=True)
@@ -33,124 +31,83 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
-    began = time.time()
-    # The heavy imports stand here so that --help answers at once.
+    # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, scaling
-    from nanochat import device as devices
-    from nanochat.data.loader import Loader, LoaderState
+    from nanochat import scaling
+    from nanochat.data.loader import Batch, Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.parallel.fsdp import shard
-    from nanochat.parallel.mesh import lay_out
-    from nanochat.run.resume import resume
-    from nanochat.run.stage import Stage
+    from nanochat.run.stage import Run, begin
     from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
-    from nanochat.train import Meter, Progress, Schedule, make_optimizer, next_token_loss, train_step
+    from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
-    # ------------------------------------------------------------------ model
-    check(config)
-    device = devices.init(config.device, config.dtype)
-    device.seed(config.seed)
-    source = checkpoint_manager.find_source(
-        config.source, config.source_tag or config.model_tag, config.source_step, device
-    )
-    model, tokenizer, source_meta = checkpoint_manager.load_model(source, device, verified=True)
-    layout = lay_out(device, config.parallel, config.replicate)
-    shard(model.train(), layout, device, config.activation_checkpointing)
-    tag = config.model_tag or checkpoint_manager.tag_of(source)
-    print0(f"device: {device}; {layout}")
-    print0(f"source: {source}")
+    # ------------------------------------------------------------------ model, data
+    start = begin(config)
+    device, model, tokenizer = start.device, start.model, start.tokenizer
+    tasks = config.tasks or default_tasks(start.pretraining["data"])
+    train_corpus = MixtureCorpus(open_mixture(tasks, "train", config.hub, config.seed), tokenizer)
+    val_corpus = MixtureCorpus(open_mixture(tasks, "test", config.hub, config.seed), tokenizer)
+    print0(f"tasks: {tasks}")
 
-    # ------------------------------------------------------------------ data, horizon, batch, optimizer
-    pretraining = {"data": "", "tokens": 0, **source_meta.get("pretraining", {})}
-    tasks = config.tasks or default_tasks(pretraining["data"])
-    train_corpus, val_corpus = (
-        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed), tokenizer) for split in ("train", "test")
-    )
-    fingerprints = {"what --tasks names": train_corpus.mixture.fingerprint()}
+    # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
     micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
-    asked = config.total_batch_size or pretraining.get("batch_tokens", micro_tokens)
-    accumulation = max(1, round(asked / micro_tokens))
+    requested = config.total_batch_size or start.pretraining.get("batch_tokens", micro_tokens)
+    accumulation = max(1, round(requested / micro_tokens))
     batch_tokens = micro_tokens * accumulation
     if config.total_batch_size not in (None, batch_tokens):
         raise UserError(
             f"--total_batch_size {config.total_batch_size} is not a multiple of {micro_tokens} tokens "
             f"(device_batch_size x context x processes): use {batch_tokens}, or another --device_batch_size"
         )
-    steps = config.num_iterations or max(1, round(pretraining["tokens"] / 10 / batch_tokens))
+    steps = config.num_iterations or max(1, round(start.pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=layout)
+    optimizer = make_optimizer(model, rates, device, layout=start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
-
-    # ------------------------------------------------------------------ resume
-    folder = checkpoint_dir("mid", tag)
-    progress, shares = Progress(), []
-    if config.resume:
-        progress, shares = resume(
-            folder,
-            config,
-            steps,
-            model,
-            tokenizer,
-            optimizer,
-            device,
-            source=source,
-            batch_tokens=batch_tokens,
-            fingerprints=fingerprints,
-        )
-    loader = Loader(
-        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
-        seed=config.seed, state=LoaderState.merge(shares) if shares else None,
-    )  # fmt: skip
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
-    compiled, how = device.compile(model, config.compile, token_flops * batch_tokens * (steps - progress.step))
-    print0(f"step: {how}; kernels: {device.kernels}")
-    rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
-    token_bytes = torch.tensor(tokenizer.token_bytes())
-
-    def evaluate() -> dict[str, float]:
-        val_bpb = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, stage.should_stop)
-        if not math.isfinite(val_bpb):
-            raise UserError(f"validation is {val_bpb} at step {progress.step}: lower --lr_scale")
-        progress.best_val_bpb = min(val_bpb, progress.best_val_bpb or math.inf)
-        return {"val_bpb": val_bpb}
-
-    stage = Stage(
-        "mid", tag, config, device, layout, model, tokenizer, optimizer, progress, steps,
-        evaluate=evaluate,
-        loader_state=lambda: micro[-1].state.to_tensors(),
-        meta=lambda: {
-            "source": checkpoint_manager.short_name(source), "pretraining": pretraining, "fingerprints": fingerprints,
-        },
+    run = Run(
+        "mid", config, start, optimizer, steps, batch_tokens=batch_tokens, token_flops=token_flops,
+        fingerprints={"what --tasks names": train_corpus.mixture.fingerprint()},
     )  # fmt: skip
-    with stage:
-        meter = Meter(progress, device, token_flops)
-        for step in stage.steps(meter):
+    loader = Loader(
+        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
+        seed=config.seed, state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+    )  # fmt: skip
+    remaining_flops = token_flops * batch_tokens * (steps - run.progress.step)
+    compiled, how = device.compile(model, config.compile, remaining_flops)
+    print0(f"step: {how}; kernels: {device.kernels}")
+    val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    micro: list[Batch] = []  # the last step's; no step, no checkpoint
+
+    with run:
+        for step in run.steps():
+            if run.should_evaluate:
+                with run.interruptible("evaluation"):
+                    val_bpb = bits_per_byte(
+                        model, val_rows, token_bytes, config.device_batch_size, device, run.should_stop
+                    )
+                    run.log_evaluation(val_bpb=val_bpb)
+            if run.should_save:
+                run.save(micro[-1].state.to_tensors())
+            if run.should_leave:
+                break
+
             micro = [next(loader) for _ in range(accumulation)]
-            batches = ((device.to_device(b.inputs), device.to_device(b.targets)) for b in micro)
+            batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
             stats = train_step(
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
-            meter.add(stats, batch_tokens)
-            if stage.due(stats):
-                stage.report(meter.read(stats) | {"lr": rates.matrix * schedule.lr(step)})
+            run.add(stats, batch_tokens)
+            if run.should_log:
+                run.log(stats, lr=rates.matrix * schedule.lr(step))
     loader.close()
-    stage.finish()
-    print0(f"done: {progress.step:,} steps, {progress.seconds:.1f} s of training")
-    record("mid", tag, began, device)
-
-
-def check(config: Config) -> None:
-    """Raises UserError: for sizes no run can have."""
-    check_trackers(config.track)
+    run.finish()
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, Config)

@@ -11,7 +11,7 @@ from nanochat import losses
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import (
-    PAIR_FIGURES,
+    PAIR_STATS,
     PairBatch,
     PolicyBatch,
     clipped_objective,
@@ -159,11 +159,11 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
 
 def test_dpo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    figures = torch.zeros(len(PAIR_FIGURES))
-    loss, pairs = dpo_loss(model, batch, beta=0.5, figures=figures)
+    stats = torch.zeros(len(PAIR_STATS))
+    loss, pairs = dpo_loss(model, batch, beta=0.5, stats=stats)
     # gains: ln (1/8 : 1/16) = ln 2, and ln (1/8 : 1/4) = -ln 2; half their difference is ln 2: sigmoid 2/3
     assert (loss.item(), pairs.item()) == pytest.approx((-math.log(2 / 3), 1))
-    assert figures.tolist() == pytest.approx([1, 1, math.log(2), 0.5 * math.log(2), -0.5 * math.log(2)])
+    assert stats.tolist() == pytest.approx([1, 1, math.log(2), 0.5 * math.log(2), -0.5 * math.log(2)])
     loss.backward()
     # sigmoid(-margin) x beta pulls every target of the chosen reply up, those of the rejected one down
     assert model.logp.grad.flatten().tolist() == pytest.approx([-1 / 6] * 2 + [1 / 6] * 3 + [0])
@@ -175,18 +175,18 @@ def test_dpo_by_hand():
 
 def test_ipo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    figures = torch.zeros(len(PAIR_FIGURES))
-    loss, pairs = ipo_loss(model, batch, beta=0.25, figures=figures)
+    stats = torch.zeros(len(PAIR_STATS))
+    loss, pairs = ipo_loss(model, batch, beta=0.25, stats=stats)
     difference = math.log(2) / 2 + math.log(2) / 3  # of the gains a token
     assert (loss.item(), pairs.item()) == pytest.approx(((difference - 2) ** 2, 1))
-    assert figures.tolist() == pytest.approx([1, 1, difference / 4, math.log(2) / 8, -math.log(2) / 12])
+    assert stats.tolist() == pytest.approx([1, 1, difference / 4, math.log(2) / 8, -math.log(2) / 12])
 
 
 def test_replies_as_likely_as_before_are_a_tie():
     model, batch = one_pair([0.5], [0.25], (0.5, 0.25))
-    figures = torch.zeros(len(PAIR_FIGURES))
-    loss, _ = dpo_loss(model, batch, figures=figures)
-    assert loss.item() == pytest.approx(math.log(2)) and figures.tolist() == [1, 0.5, 0, 0, 0]
+    stats = torch.zeros(len(PAIR_STATS))
+    loss, _ = dpo_loss(model, batch, stats=stats)
+    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 0.5, 0, 0, 0]
 
 
 def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -245,8 +245,8 @@ def test_a_micro_batch_of_padding_adds_nothing():
     assert not more
     batch = PairBatch(rows, pairs)
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
-    figures = torch.zeros(len(PAIR_FIGURES))
+    stats = torch.zeros(len(PAIR_STATS))
     for loss_fn in (dpo_loss, ipo_loss):
-        loss, count = loss_fn(model, batch, sft_weight=1.0, figures=figures)
-        assert (loss.item(), count.item(), figures.abs().sum().item()) == (0, 0, 0)
+        loss, count = loss_fn(model, batch, sft_weight=1.0, stats=stats)
+        assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()
