@@ -5,7 +5,6 @@ import io
 import json
 import math
 import random
-import socket
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,10 +18,19 @@ from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenize
 from torch import Tensor
 
 from nanochat import checkpoint_manager
-from nanochat.data.hub import Client
 from nanochat.device import Device
 from nanochat.evals import core
-from nanochat.evals.core import CoreTask, evaluate, open_bundle, padded_length, prompts, token_rows, wilson_interval
+from nanochat.evals.core import (
+    CoreTask,
+    ScoredText,
+    core_example,
+    evaluate,
+    open_bundle,
+    padded_length,
+    prompts,
+    scored_texts,
+    wilson_interval,
+)  # fmt: skip
 from nanochat.shell import paths
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -87,8 +95,9 @@ def bundle(tmp_path) -> Path:
 
 
 def task(kind: str, examples: list[dict[str, Any]], shots: int = 0, **changes: Any) -> CoreTask:
-    given = {"label": "t", "kind": kind, "examples": examples, "shots": shots, "delimiter": " ", "baseline": 0.0}
-    return CoreTask(**{**given, **changes})
+    checked = [core_example(fields, kind) for fields in examples]
+    fields = {"label": "t", "kind": kind, "examples": checked, "shots": shots, "delimiter": " ", "baseline": 0.0}
+    return CoreTask(**{**fields, **changes})
 
 
 # ---------------------------------------------------------------------- the bundle
@@ -102,41 +111,19 @@ def test_the_bundle_is_read_as_it_stands(bundle):
         )  # fmt: skip
         assert (pronouns.kind, pronouns.shots, pronouns.delimiter, pronouns.baseline) == ("schema", 0, " ", 0.5)
         assert (endings.kind, endings.shots, endings.delimiter, endings.baseline) == ("language_modeling", 2, " ", 0)
-        assert sorted(endings.examples, key=str) == sorted(ENDINGS, key=str)
+        assert sorted(endings.examples, key=str) == sorted(task("language_modeling", ENDINGS).examples, key=str)
 
 
 def test_examples_are_shuffled_with_a_fixed_seed_and_the_first_taken(bundle):
     """What random.Random(1337).shuffle makes of ten lines."""
     rows = [{"context": str(n), "continuation": "x"} for n in range(10)]
     (bundle / "eval_data" / "endings.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = [example["context"] for example in open_bundle(str(bundle))[2].examples]
+    words = [example.options[0][0] for example in open_bundle(str(bundle))[2].examples]
     assert words == list("0372164589")
     for most in (3, 4):
         few = open_bundle(str(bundle), most)
-        assert [example["context"] for example in few[2].examples] == words[:most]
+        assert [example.options[0][0] for example in few[2].examples] == words[:most]
         assert [len(task.examples) for task in few] == [min(most, 3), 2, most]
-
-
-STYLES = {
-    "dash and key on one line": "icl_tasks:\n- label: a\n  num_fewshot: [3]\n  continuation_delimiter: ' it''s: '",
-    "sorted and laid out by a program": (
-        "icl_tasks:\n- continuation_delimiter: ' it''s: '\n  label: a\n  num_fewshot:\n  - 3\n"
-    ),
-    "indented, with comments": (
-        '# tasks\n---\nseed: 1\nicl_tasks: # of them\n\n  - label: "a" # first\n    # more\n    num_fewshot: # list\n'
-        '      - 3 # of them\n    continuation_delimiter: " it\'s: "\nmore:\n- label: b\n'
-    ),
-    "windows": (
-        'icl_tasks:\r\n-\r\n  label: a\r\n  num_fewshot: [ 3 ]\r\n  continuation_delimiter: " it\\u0027s: "\r\n'
-    ),
-}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_core_yaml_in_other_styles(tmp_path, style):
-    path = tmp_path / "core.yaml"
-    path.write_bytes(STYLES[style].encode())
-    assert core._read_task_list(path) == [{"label": "a", "num_fewshot": [3], "continuation_delimiter": " it's: "}]
 
 
 def edited(name: str, old: str, new: str | None):
@@ -152,41 +139,43 @@ def edited(name: str, old: str, new: str | None):
 
 ROWS = "eval_data/language/animals.jsonl"
 DAMAGES = [
-    (edited("core.yaml", "", None), r"holds no core\.yaml: use --core download, or the folder unpacked from https://"),
-    (edited("eval_meta_data.csv", "", None), r"eval_meta_data\.csv: the file is missing; unpack the bundle again"),
+    (edited("core.yaml", "", None), r"holds no core\.yaml: use --core download"),
+    (edited("eval_meta_data.csv", "", None), r"eval_meta_data\.csv: the file is missing"),
     (edited(ROWS, "", None), r"animals\.jsonl: the file is missing"),
-    (edited(ROWS, '{"query"', '{"query'), r"animals\.jsonl: line 1 is not JSON"),
-    (edited(ROWS, '{"query": "What barks?"', '[{"query": "x"}]\n{"query": "?"'), "line 1 is not an object"),
-    (edited(ROWS, '"gold": 0', '"gold": 2'), r'line 1 has "gold" 2, with 2 in "choices"'),
-    (edited(ROWS, '"gold": 0', '"gold": -1'), r'"gold" -1'),
-    (edited(ROWS, '"gold": 0', '"gold": true'), r'"gold" True'),
-    (edited(ROWS, '["an ox", "an owl"]', '["an ox"]'), r'line 3 has no list of texts in "choices"'),
-    (edited(ROWS, '["an ox", "an owl"]', '["an ox", 4]'), r'line 3 has no list of texts in "choices"'),
-    (edited(ROWS, '"query"', '"question"'), r'line 1 has no text in "query"'),
-    (edited("eval_data/language/pronouns.jsonl", "continuation", "end"), r'line 1 has no text in "continuation"'),
-    (edited("eval_data/endings.jsonl", '"hop again"', '" "'), r'line 1 has an empty "continuation"'),
-    (edited("eval_meta_data.csv", "animals", "birds"), "no baseline of task animals"),
-    (edited("eval_meta_data.csv", "25", "a quarter"), "task 'animals' has the random baseline 'a quarter'"),
-    (edited("eval_meta_data.csv", "50", "100"), "task 'pronouns' has the random baseline 100, not from 0"),
-    (edited("eval_meta_data.csv", "Random", "Usual"), "has the random baseline ''"),
-    (edited("core.yaml", "  dataset_uri: endings.jsonl\n", ""), "task endings has no dataset_uri"),
-    (edited("core.yaml", "endings.jsonl", "../../secret.jsonl"), r"dataset_uri '\.\./\.\./secret\.jsonl', which is no"),
-    (edited("core.yaml", "endings.jsonl", "/etc/secret.jsonl"), "dataset_uri '/etc/secret.jsonl', which is no path"),
-    (edited("core.yaml", ": schema", ": guess"), "task pronouns has icl_task_type 'guess', not one of multiple_choice"),
-    (edited("core.yaml", "[0]", "[many]"), "task pronouns has num_fewshot 'many'"),
-    (edited("core.yaml", "[0]", "[]"), r"task pronouns has num_fewshot \[\]"),
+    (edited(ROWS, '{"query"', '{"query'), "line 1 .*JSONDecodeError"),
+    (edited(ROWS, '{"query": "What barks?"', '[{"query": "x"}]\n{"query": "?"'), "line 1 "),
+    (edited(ROWS, '{"query": "What barks?"', "[" * 100_000 + '\n{"query": "?"'), "line 1 "),
+    (edited(ROWS, '"gold": 0', '"gold": 2'), "line 1 .*gold is 2, with 2 options"),
+    (edited(ROWS, '"gold": 0', '"gold": -1'), "gold is -1"),
+    (edited(ROWS, '"gold": 0', '"gold": true'), "gold is True"),
+    (edited(ROWS, '["an ox", "an owl"]', "7"), "line 3 "),
+    (edited(ROWS, '["an ox", "an owl"]', '["an ox", 4]'), "line 3 .*not a text"),
+    (edited(ROWS, '"query"', '"question"'), "line 1 .*query"),
+    (edited("eval_data/language/pronouns.jsonl", "continuation", "end"), "line 1 .*continuation"),
+    (edited("eval_data/endings.jsonl", '"hop again"', '" "'), "line 1 .*the continuation is empty"),
+    (edited("eval_data/endings.jsonl", '"hop again"', "7"), "line 1 "),
+    (edited("eval_meta_data.csv", "animals", "birds"), "animals .*no baseline"),
+    (edited("eval_meta_data.csv", "25", "a quarter"), "a quarter.*Random baseline"),
+    (edited("eval_meta_data.csv", "50", "100"), "Random baseline of pronouns"),
+    (edited("eval_meta_data.csv", "Random", "Usual"), "Random baseline"),
+    (edited("core.yaml", "  dataset_uri: endings.jsonl\n", ""), "endings.*dataset_uri"),
+    (edited("core.yaml", "endings.jsonl", "../../secret.jsonl"), "secret.*leads out"),
+    (edited("core.yaml", "endings.jsonl", "/etc/secret.jsonl"), "secret.*leads out"),
+    (edited("core.yaml", ": schema", ": guess"), "icl_task_type"),
+    (edited("core.yaml", "[0]", "[many]"), "num_fewshot"),
+    (edited("core.yaml", "[0]", "[]"), "num_fewshot"),
+    (edited("core.yaml", "[0]", "[true]"), "num_fewshot"),
     (edited("core.yaml", "endings\n", "animals\n"), "task animals is there twice"),
-    (edited("core.yaml", "icl_tasks", "tasks"), "no tasks below icl_tasks"),
-    (edited("core.yaml", "[1]", "{1: 2}"), "line 6 has the value '{1: 2}', which cannot be read"),
-    (edited("core.yaml", '"\\nAnswer: "', '"\\qAnswer: "'), "line 8 has the text .*, which cannot be read"),
-    (edited("core.yaml", "label: pronouns", "pronouns"), "line 10 is not `key: value`"),
-    (edited("core.yaml", "  label: pronouns", "    - pronouns"), "line 10: a list where none is expected"),
+    (edited("core.yaml", "icl_tasks", "tasks"), "below icl_tasks"),
+    (edited("core.yaml", "[1]", "[[1]"), "it is not YAML"),
+    (edited("core.yaml", "icl_tasks:", "icl_tasks: " + "[" * 5000), "it is not YAML"),
+    (edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"), "it is not YAML"),
     (edited("core.yaml", "[2]", "[4]"), "leaves 4 examples of endings: it needs at least 5"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_damaged_bundle_is_told_in_one_line(bundle, damage, words):
+def test_a_damaged_bundle_is_one_line(bundle, damage, words):
     damage(bundle)
     with pytest.raises(UserError, match=words) as caught:
         open_bundle(str(bundle))
@@ -194,12 +183,12 @@ def test_a_damaged_bundle_is_told_in_one_line(bundle, damage, words):
 
 
 def test_other_mistakes(bundle, tmp_path):
-    with pytest.raises(UserError, match="--core_examples 2 leaves 2 examples of endings: it needs at least 3"):
+    with pytest.raises(UserError, match="--core_examples 2 .*endings"):
         open_bundle(str(bundle), 2)
-    with pytest.raises(UserError, match="--core .*nowhere holds no core.yaml"):
+    with pytest.raises(UserError, match="--core .*nowhere"):
         open_bundle(str(tmp_path / "nowhere"))
     (bundle / ROWS).write_bytes(b'{"query": "\xff"}')
-    with pytest.raises(UserError, match=r"animals\.jsonl: it is not UTF-8"):
+    with pytest.raises(UserError, match=r"animals\.jsonl.*UTF-8"):
         open_bundle(str(bundle))
 
 
@@ -227,7 +216,7 @@ def test_a_zip_that_leads_out_is_refused(bundle, tmp_path, name):
     assert list(home.iterdir()) == [] and not list(tmp_path.rglob("outside.txt"))
 
 
-def test_a_zip_is_unpacked_whole_or_not_at_all(bundle, tmp_path):
+def test_a_zip_is_unpacked_whole_or_not_at_all(bundle, tmp_path, monkeypatch):
     archive, home = tmp_path / "a.zip", tmp_path / "home"
     home.mkdir()
     whole = zipped(bundle)
@@ -238,6 +227,11 @@ def test_a_zip_is_unpacked_whole_or_not_at_all(bundle, tmp_path):
         with pytest.raises(UserError, match=words):
             core.unpack(archive, home / "eval_bundle")
         assert list(home.iterdir()) == []
+    monkeypatch.setattr(core, "MAX_BUNDLE_BYTES", 100)
+    archive.write_bytes(whole)
+    with pytest.raises(UserError, match="claims more"):
+        core.unpack(archive, home / "eval_bundle")
+    monkeypatch.undo()
     with zipfile.ZipFile(archive, "w") as other:
         other.writestr("readme.txt", "hello")
     with pytest.raises(UserError, match="has no eval_bundle/"):
@@ -296,29 +290,18 @@ def test_the_bundle_is_downloaded_once_and_without_a_token(store, bundle, base):
     assert left == ["eval_bundle"]
 
 
-def test_downloads_that_fail_say_how_to_give_a_folder(store, base, monkeypatch):
-    way_out = r"; or fetch http.*eval_bundle\.zip where there is a network, unpack it, and give its folder: --core PATH"
+def test_a_download_that_fails_names_the_next_step(store, base, monkeypatch):
+    next_step = r"fetch http.*eval_bundle\.zip.*--core PATH"
     store.body = store.body[:-1] + b"?"
-    with pytest.raises(UserError, match=rf"--core download: eval_bundle\.zip arrived damaged twice.*sha256.*{way_out}"):
+    with pytest.raises(UserError, match=rf"--core download: .*damaged.*sha256.*{next_step}"):
         open_bundle("download")
     store.status = 404
-    with pytest.raises(UserError, match=rf"--core download: http.* answers HTTP 404.*{way_out}"):
+    with pytest.raises(UserError, match=rf"--core download: .*HTTP 404.*{next_step}"):
         open_bundle("download")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        closed = probe.getsockname()[1]
-    monkeypatch.setattr(core, "BUNDLE_URL", f"http://127.0.0.1:{closed}/eval_bundle.zip")
-    with pytest.raises(UserError, match=rf"cannot reach 127.0.0.1:{closed} \(.*refused.*{way_out}") as caught:
+    monkeypatch.setattr(core, "BUNDLE_URL", "http://127.0.0.1:9/eval_bundle.zip")
+    with pytest.raises(UserError, match=rf"cannot reach 127.0.0.1:9.*{next_step}") as caught:
         open_bundle("download")
     assert "MODELSCOPE" not in str(caught.value) and "\n" not in str(caught.value)
-    monkeypatch.setattr(core, "BUNDLE_URL", "http://nowhere.invalid/eval_bundle.zip")
-
-    def no_names(*args, **kwargs):
-        raise socket.gaierror(-3, "Temporary failure in name resolution")
-
-    monkeypatch.setattr(socket, "getaddrinfo", no_names)
-    with pytest.raises(UserError, match=rf"cannot reach nowhere.invalid \(.*name resolution\){way_out}"):
-        open_bundle("download", client=Client("modelscope", endpoint="http://nowhere.invalid"))
     assert not (base / "data" / "core" / "eval_bundle").exists()
 
 
@@ -362,30 +345,32 @@ def test_solved_examples_come_by_a_fixed_seed_and_never_the_example_itself():
 # ---------------------------------------------------------------------- tokens
 
 
-def pieces(tokenizer: Tokenizer, rows: list[tuple[list[int], int]]) -> list[tuple[str, str]]:
+def pieces(tokenizer: Tokenizer, texts: list[ScoredText]) -> list[tuple[str, str]]:
     """What is not scored, and what is."""
-    return [(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:])) for tokens, start in rows]
+    return [
+        (tokenizer.decode(text.tokens[: text.start]), tokenizer.decode(text.tokens[text.start :])) for text in texts
+    ]
 
 
 def test_what_is_scored(tiny_tokenizer):
     """The rest behind a common beginning, however early options differ; for schemas a common end."""
-    rows = token_rows(task("multiple_choice", ANIMALS), 1, tiny_tokenizer, 100)
+    rows = scored_texts(task("multiple_choice", ANIMALS), 1, tiny_tokenizer, 100)
     expected = [("<|bos|>What purrs? the ", animal) for animal in ("dog", "cat", "owl")]
     assert pieces(tiny_tokenizer, rows) == expected
-    rows = token_rows(task("multiple_choice", ANIMALS), 2, tiny_tokenizer, 100)
+    rows = scored_texts(task("multiple_choice", ANIMALS), 2, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, rows) == [("<|bos|>What hoots? an o", "x"), ("<|bos|>What hoots? an o", "wl")]
-    rows = token_rows(task("schema", PRONOUNS), 1, tiny_tokenizer, 100)
+    rows = scored_texts(task("schema", PRONOUNS), 1, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, rows) == [
         ("<|bos|>Ann saw Tom and Ann", " waved."),
         ("<|bos|>Ann saw Tom and Tom", " waved."),
     ]
-    (row,) = token_rows(task("language_modeling", ENDINGS), 2, tiny_tokenizer, 100)
+    (row,) = scored_texts(task("language_modeling", ENDINGS), 2, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, [row]) == [("<|bos|>the and then", " the again")]
 
 
 def test_a_token_across_the_border_belongs_to_the_continuation(tiny_tokenizer):
     """ "t" and "he" without a delimiter make one token "the", so that the prompt's own last token is not there."""
-    (row,) = token_rows(
+    (row,) = scored_texts(
         task("language_modeling", [{"context": "a t", "continuation": "he"}], delimiter=""), 0, tiny_tokenizer, 100
     )
     assert pieces(tiny_tokenizer, [row]) == [("<|bos|>a", " the")]
@@ -394,13 +379,13 @@ def test_a_token_across_the_border_belongs_to_the_continuation(tiny_tokenizer):
 @pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
 def test_long_prompts_lose_their_beginning(tiny_tokenizer, kind):
     examples = {"multiple_choice": ANIMALS, "schema": PRONOUNS, "language_modeling": ENDINGS}[kind]
-    whole = token_rows(task(kind, examples, 1), 0, tiny_tokenizer, 10**6)
+    whole = scored_texts(task(kind, examples, 1), 0, tiny_tokenizer, 10**6)
     for context in (1000, 40, 12, 3, 2):
-        cut = token_rows(task(kind, examples, 1), 0, tiny_tokenizer, context)
-        for (tokens, start), (all_tokens, all_start) in zip(cut, whole, strict=True):
-            assert tokens == all_tokens[-context:]
-            scored = min(len(all_tokens) - all_start, len(tokens) - 1)  # nothing predicts the first token
-            assert len(tokens) - start == scored
+        cut = scored_texts(task(kind, examples, 1), 0, tiny_tokenizer, context)
+        for short, long in zip(cut, whole, strict=True):
+            assert short.tokens == long.tokens[-context:]
+            scored = min(len(long.tokens) - long.start, len(short.tokens) - 1)  # nothing predicts the first token
+            assert len(short.tokens) - short.start == scored
 
 
 def test_few_lengths_and_little_padding():
@@ -518,9 +503,9 @@ def varied_tasks() -> list[CoreTask]:
 def by_hand(model: Any, tokenizer: Tokenizer, one: CoreTask, context: int) -> float:
     right = 0
     for index, example in enumerate(one.examples):
-        scores = [plain(model, tokens, start) for tokens, start in token_rows(one, index, tokenizer, context)]
+        scores = [plain(model, text.tokens, text.start) for text in scored_texts(one, index, tokenizer, context)]
         losses = [loss for loss, _ in scores]
-        right += scores[0][1] if "gold" not in example else losses.index(min(losses)) == example["gold"]
+        right += scores[0][1] if one.kind == "language_modeling" else losses.index(min(losses)) == example.gold
     return right / len(one.examples)
 
 
@@ -532,13 +517,12 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
     lengths = set()
     for one in tasks:
         for index in range(len(one.examples)):
-            for option, (tokens, start) in enumerate(token_rows(one, index, tiny_tokenizer, context)):
-                row = core._Row(index, option, tokens, start)
-                length = padded_length(len(tokens) - 1, context)
+            for text in scored_texts(one, index, tiny_tokenizer, context):
+                length = padded_length(len(text.tokens) - 1, context)
                 lengths.add(length)
                 if index < 2:
-                    ((loss, hit),) = core.score_rows(model, [row], length, batch_rows, cpu_device())
-                    expected, greedy = plain(model, tokens, start)
+                    ((loss, hit),) = core.score_texts(model, [text], length, batch_rows, cpu_device())
+                    expected, greedy = plain(model, text.tokens, text.start)
                     assert (loss, hit) == (pytest.approx(expected, rel=1e-5), greedy)
     assert lengths == {64, 128, 192}
     result = evaluate(model, tiny_tokenizer, tasks, cpu_device(), batch_rows)
@@ -558,17 +542,16 @@ def test_language_modelling_needs_every_token(tiny_tokenizer):
         for _ in range(4):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-        rows += [core._Row(0, 0, tokens, start), core._Row(0, 0, [*tokens[:-1], (tokens[-1] + 1) % 256], start)]
-    scores = core.score_rows(model, rows, 64, 16, cpu_device())
+        rows += [ScoredText(0, 0, tokens, start), ScoredText(0, 0, [*tokens[:-1], (tokens[-1] + 1) % 256], start)]
+    scores = core.score_texts(model, rows, 64, 16, cpu_device())
     assert [hit for _, hit in scores] == [True, False] * 6
 
 
 def test_bf16_is_near(tiny_tokenizer):
     model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=192))
-    some = [row for index in range(3) for row in token_rows(varied_tasks()[0], index, tiny_tokenizer, 192)]
-    rows = [core._Row(0, 0, tokens, start) for tokens, start in some]
-    exact = [loss for loss, _ in core.score_rows(model, rows, 192, 16, cpu_device())]
-    near = [loss for loss, _ in core.score_rows(model, rows, 192, 16, cpu_device(dtype=torch.bfloat16))]
+    rows = [text for index in range(3) for text in scored_texts(varied_tasks()[0], index, tiny_tokenizer, 192)]
+    exact = [loss for loss, _ in core.score_texts(model, rows, 192, 16, cpu_device())]
+    near = [loss for loss, _ in core.score_texts(model, rows, 192, 16, cpu_device(dtype=torch.bfloat16))]
     assert near != exact
     assert near == pytest.approx(exact, rel=0.1)
 
@@ -579,8 +562,8 @@ def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_token
     shapes, logits = [], model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: shapes.append(tuple(hidden.shape)) or logits(hidden))
     tokens = list(range(100, 150))
-    rows = [core._Row(0, 0, tokens, start) for start in (30, 45, 49)]  # 20 + 5 + 1 are scored
-    scores = core.score_rows(model, rows, 64, 4, cpu_device())
+    rows = [ScoredText(0, 0, tokens, start) for start in (30, 45, 49)]  # 20 + 5 + 1 are scored
+    scores = core.score_texts(model, rows, 64, 4, cpu_device())
     assert shapes == [(8, 32)] * 4
     assert [loss for loss, _ in scores] == pytest.approx([plain(model, tokens, row.start)[0] for row in rows], rel=1e-5)
 

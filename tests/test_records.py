@@ -1,4 +1,4 @@
-"""rows.py: any row of any kind of file in any order, splits found in folders, and damage told in one line."""
+"""records.py: any record of any format in any order, splits found in folders, and damage reported in one line."""
 
 import gzip
 import json
@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.data import hub, records
-from nanochat.data.records import find_split, open_rows, open_split
+from nanochat.data import files, hub
+from nanochat.data.records import find_split, open_records, open_split
 from nanochat.shell.cli import UserError
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
@@ -26,11 +26,16 @@ def write(path: Path, wanted: list, between: str = "\n") -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def base(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_every_row_in_any_order(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(records, "BLOCK_BYTES", 1000)  # several blocks in the .gz
-    monkeypatch.setattr(records, "CACHE_BYTES", 2000)  # and row groups that have to go
-    opened = open_rows(write(tmp_path / name, WANTED))
+@pytest.mark.parametrize("cache_bytes", [1, 20_000, 10**9])
+def test_every_record_in_any_order(tmp_path, name, cache_bytes, monkeypatch):
+    monkeypatch.setattr(files, "CACHE_BYTES", cache_bytes)
+    opened = open_records([write(tmp_path / name, WANTED)])
     assert len(opened) == 1000 and [opened[n] for n in range(1000)] == WANTED
     order = random.Random(0).sample(range(1000), 200)
     assert [opened[n] for n in order] == [WANTED[n] for n in order]
@@ -40,36 +45,33 @@ def test_every_row_in_any_order(tmp_path, name, monkeypatch):
 
 
 def test_no_more_than_the_cache_is_kept(tmp_path, monkeypatch):
-    opened = open_rows(write(tmp_path / "a.parquet", WANTED))
-    for index in range(0, 1000, 10):
-        opened[index]
-    assert len(opened.files[0].groups) == 16  # all of them
-    monkeypatch.setattr(records, "CACHE_BYTES", 1)
-    opened = open_rows(tmp_path / "a.parquet")
-    assert [opened[n]["answer"] for n in (0, 999, 1, 2)] == [0, 999, 1, 2]
-    assert list(opened.files[0].groups) == [0]  # the one in use always stays
+    path = write(tmp_path / "a.parquet", WANTED)
+    for cache_bytes, kept in ((1, 1), (10**9, 64)):
+        monkeypatch.setattr(files, "CACHE_BYTES", cache_bytes)
+        file = files.ParquetFile(path)
+        assert [file.row(n)["answer"] for n in range(1000)] == list(range(1000)) and len(file.cache) == kept
 
 
 def test_blank_lines_line_ends_and_a_byte_order_mark(tmp_path):
     text = "\ufeff" + "\r\n\r\n  \n".join(json.dumps({"n": n}) for n in range(5))
     for name, data in (("a.jsonl", text.encode()), ("b.jsonl.gz", gzip.compress(text.encode()))):
         (tmp_path / name).write_bytes(data)
-        opened = open_rows(tmp_path / name)
+        opened = open_records([tmp_path / name])
         assert [opened[n] for n in range(len(opened))] == [{"n": n} for n in range(5)]
-        assert opened.where(1) == f"{tmp_path / name} line 4"
+        assert str(opened.error(1, "")).strip() == f"{tmp_path / name} line 4"
 
 
 def test_several_files_are_one_row_of_rows(tmp_path):
     first, second = write(tmp_path / "a.jsonl", WANTED[:3]), write(tmp_path / "b.parquet", WANTED[3:100])
-    opened = open_rows([str(first), second])
+    opened = open_records([str(first), second])
     assert len(opened) == 100 and [opened[n] for n in (0, 2, 3, 99)] == [WANTED[n] for n in (0, 2, 3, 99)]
-    assert opened.where(2) == f"{first} line 3" and opened.where(3) == f"{second} row 1"
-    folder = open_rows(tmp_path)
+    assert str(opened.error(2, "?")) == f"{first} line 3 ?" and str(opened.error(3, "?")) == f"{second} row 1 ?"
+    folder = open_records([tmp_path])
     assert [folder[n] for n in (0, 99)] == [WANTED[0], WANTED[99]]
 
 
-def test_only_the_fields_asked_for_are_read_from_a_parquet(tmp_path):
-    opened = open_rows(write(tmp_path / "a.parquet", WANTED), {"answer": int, "list": list})
+def test_only_the_wanted_fields_are_read_from_a_parquet(tmp_path):
+    opened = open_records([write(tmp_path / "a.parquet", WANTED)], {"answer": int, "list": list})
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}
 
 
@@ -85,43 +87,45 @@ def complaint(call) -> str:
 def test_a_damaged_line_is_named(tmp_path, name, damage):
     text = f'{{"question": "one"}}\n\n{damage}\n{{"question": "two"}}\n'.encode("utf-8", "surrogateescape")
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    opened = open_rows(tmp_path / name, {"question": str})
+    opened = open_records([tmp_path / name], {"question": str})
     assert opened[0] == {"question": "one"} and opened[2] == {"question": "two"}
     assert complaint(lambda: opened[1]).startswith(f"{tmp_path / name} line 3 is not JSON")
 
 
 def test_a_row_without_its_field_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": "one"}, {"ask": "two"}, {"question": 3}, ["four"]])
-    opened = open_rows(path, {"question": str})
+    opened = open_records([path], {"question": str})
     assert complaint(lambda: opened[1]) == f"{path} line 2 has no 'question' that is a text: its fields are ask"
     assert complaint(lambda: opened[2]) == f"{path} line 3 has no 'question' that is a text: its fields are question"
     assert complaint(lambda: opened[3]) == f"{path} line 4 is no object with question"
     path = write(tmp_path / "a.parquet", [{"question": "one"}, {"question": None}])
-    assert complaint(lambda: open_rows(path, {"question": str})[1]).startswith(f"{path} row 2 has no 'question'")
-    assert "has no column 'answer': its columns are question" in complaint(lambda: open_rows(path, {"answer": str}))
+    assert complaint(lambda: open_records([path], {"question": str})[1]).startswith(f"{path} row 2 has no 'question'")
+    assert "has no column 'answer': its columns are question" in complaint(
+        lambda: open_records([path], {"answer": str})
+    )
 
 
 def test_a_damaged_file_is_named(tmp_path):
     whole = write(tmp_path / "a.jsonl.gz", WANTED)
     whole.write_bytes(whole.read_bytes()[:-1000])
-    assert f"{whole} is a damaged gzip file" in complaint(lambda: open_rows(whole))
+    assert f"{whole} is a damaged gzip file" in complaint(lambda: open_records([whole]))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not at all")
-    assert "b.parquet is a damaged parquet file" in complaint(lambda: open_rows(tmp_path / "b.parquet"))
+    assert "b.parquet is a damaged parquet file" in complaint(lambda: open_records([tmp_path / "b.parquet"]))
     inside = write(tmp_path / "c.parquet", WANTED)
     data = bytearray(inside.read_bytes())
     data[8:2000] = bytes(1992)
     inside.write_bytes(data)
-    assert "c.parquet is a damaged parquet file" in complaint(lambda: open_rows(inside)[0])
+    assert "c.parquet is a damaged parquet file" in complaint(lambda: open_records([inside])[0])
 
 
 def test_paths_that_cannot_be(tmp_path):
-    assert complaint(lambda: open_rows(tmp_path / "no.jsonl")).endswith("no.jsonl: no such file or folder")
-    assert "no file in this folder ends in .jsonl, .jsonl.gz, .parquet" in complaint(lambda: open_rows(tmp_path))
+    assert complaint(lambda: open_records([tmp_path / "no.jsonl"])).endswith("no.jsonl: no such file or folder")
+    assert "no file in this folder ends in .jsonl, .jsonl.gz, .parquet" in complaint(lambda: open_records([tmp_path]))
     (tmp_path / "a.json").write_text("[]")
-    assert "unknown suffix '.json'" in complaint(lambda: open_rows(tmp_path / "a.json"))
-    assert "jq -c '.[]' a.json > a.jsonl" in complaint(lambda: open_rows(tmp_path / "a.json"))
+    assert "unknown suffix '.json'" in complaint(lambda: open_records([tmp_path / "a.json"]))
+    assert "jq -c '.[]' a.json > a.jsonl" in complaint(lambda: open_records([tmp_path / "a.json"]))
     (tmp_path / "a.jsonl").write_text("\n \n")
-    assert "a.jsonl: there are no rows in it" in complaint(lambda: open_rows(tmp_path / "a.jsonl"))
+    assert "a.jsonl: there are no rows in it" in complaint(lambda: open_records([tmp_path / "a.jsonl"]))
 
 
 # ---- Splits ----------------------------------------------------------------------------------------------
@@ -174,13 +178,13 @@ def test_a_split_of_a_task_from_a_path(tmp_path):
 
 
 def test_a_split_of_a_task_from_the_hub(tmp_path, monkeypatch):
-    asked = []
+    requested = []
 
     def fetch_split(*arguments) -> list[Path]:
-        asked.append(arguments)
+        requested.append(arguments)
         return [write(tmp_path / f"main--test-{n}.parquet", WANTED[n * 10 : n * 10 + 10]) for n in range(2)]
 
     monkeypatch.setattr(hub, "fetch_split", fetch_split)
     opened = open_split("gsm8k", "test", None, "modelscope", {"question": str})
-    assert asked == [("gsm8k", "test", "modelscope")]
+    assert requested == [("gsm8k", "test", "modelscope")]
     assert [opened[n] for n in (0, 19)] == [{"question": WANTED[n]["question"]} for n in (0, 19)]

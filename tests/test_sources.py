@@ -1,8 +1,10 @@
-"""sources.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
+"""sources.py and files.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
 
 import gzip
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanochat.data import hub, sources
+from nanochat.data import files, hub
 from nanochat.data.sources import open_corpus
 from nanochat.shell.cli import UserError
 
@@ -33,9 +35,11 @@ def prose(size: int, seed: int = 0, line_end: str = "\n") -> str:
     rng = random.Random(seed)
     words = ["tide", "the", "lamp", "潮水", "灯塔", "é", "🌊", "of", "a", "harbour"]
     parts: list[str] = []
-    while sum(map(len, parts)) < size:
-        line = " ".join(rng.choice(words) for _ in range(rng.randint(3, 90)))
+    left = size
+    while left > 0:
+        line = " ".join(rng.choices(words, k=rng.randint(3, 90)))
         parts.append(line + line_end * rng.choice((1, 1, 2, 3)))
+        left -= len(parts[-1])
     return "".join(parts)[:size]
 
 
@@ -148,6 +152,11 @@ def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def base(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 @pytest.mark.parametrize("count", [2, 9, 10, 1003])
 def test_rows_split_nine_to_one(tmp_path, suffix, count):
@@ -199,7 +208,7 @@ def test_parquet_row_groups_of_any_size(tmp_path, group):
 
 
 def test_a_large_row_group_is_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LARGEST_GROUP_BYTES", 2000)
+    monkeypatch.setattr(files, "MAX_GROUP_BYTES", 2000)
     texts = [f"{index:06d}" + "y" * 94 for index in range(3000)]
     path = write_rows(tmp_path / "a.parquet", texts)
     corpus = open_corpus(path, path)[0]
@@ -281,10 +290,10 @@ def test_pydoc_reads_the_standard_library():
 
 def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
     paths = [Path(write_rows(tmp_path / f"{n}.parquet", [f"{n} {row}" for row in range(3)])) for n in range(3)]
-    asked = []
+    requested = []
 
     def fetch(name, hub_name, shards):
-        asked.append((name, hub_name, shards))
+        requested.append((name, hub_name, shards))
         return paths[: (shards or 8)][:2] + paths[-1:]
 
     monkeypatch.setattr(hub, "fetch", fetch)
@@ -293,74 +302,111 @@ def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
     here = write(tmp_path / "a.txt", "mine")
     train, val = open_corpus(here, "org/name")
     assert (documents(train), documents(val)) == (["mine"], ["2 0", "2 1", "2 2"])
-    assert asked == [("climbmix", "modelscope", 2), ("org/name", "hf", 1)]
+    assert requested == [("climbmix", "modelscope", 2), ("org/name", "hf", 1)]
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def mistake(data: str, val_data: str | None = None) -> str:
+def mistake(data: Path | str, val_data: str | None = None) -> str:
+    """The one line of an error, at opening or at reading."""
     with pytest.raises(UserError) as caught:
-        open_corpus(data, val_data)
+        documents(open_corpus(str(data), val_data)[0])
     line = str(caught.value)
     assert "\n" not in line
     return line
 
 
 def test_mistakes_with_paths(tmp_path, monkeypatch):
-    hint = "--data climbmx: no such file or folder; did you mean climbmix? the names are demo, pydoc"
-    assert hint in mistake("climbmx")
-    assert "--data my/book.txt: no such file" in mistake("my/book.txt")
+    line = mistake("climbmx")
+    assert "--data climbmx" in line and "did you mean climbmix?" in line and "pydoc" in line
+    assert "--data my/book.txt" in mistake("my/book.txt")
     good = write(tmp_path / "good.txt", "good " * 100)
     assert "--val_data nowhere.txt" in mistake(good, "nowhere.txt")
-    assert "unknown suffix '.csv'; known are .txt, .jsonl" in mistake(write(tmp_path / "a.csv", "a"))
+    assert "'.csv'" in mistake(write(tmp_path / "a.csv", "a"))
     (tmp_path / "empty").mkdir()
-    assert "no file in this folder ends in .txt" in mistake(str(tmp_path / "empty"))
+    assert "no file in this folder" in mistake(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # reading it would wait for ever
+    assert "neither a file nor a folder" in mistake(tmp_path / "pipe.jsonl")
 
     def offline(name, hub_name, shards):
         raise UserError("cannot reach it")
 
     monkeypatch.setattr(hub, "fetch", offline)
-    assert mistake("org/name") == "--data org/name is no file or folder here; as a hub dataset, cannot reach it"
+    line = mistake("org/name")
+    assert line.startswith("--data org/name") and line.endswith("cannot reach it")
 
 
-def test_mistakes_in_jsonl(tmp_path):
-    good = '{"text": "a"}\n'
-    path = write(tmp_path / "a.jsonl", good + "\n" + '{"body": 1, "id": 2}\n' + good * 5)
-    assert f'{path} line 3 has no "text" string: its fields are body, id' == mistake(path)
-    assert f"{path} line 2 is not JSON" in mistake(write(tmp_path / "a.jsonl", good + "{oops\n" + good))
-    assert "line 1" in mistake(write(tmp_path / "a.jsonl", "[1]\n" + good))
-    assert "it is no object" in mistake(write(tmp_path / "a.jsonl", "[1]\n" + good))
-    later = write(tmp_path / "later.jsonl", '{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + good * 300)
-    with pytest.raises(UserError, match="line 101 "):
-        documents(open_corpus(later)[0])
+GOOD = '{"text": "a"}\n'
+BAD_JSON_LINES = [
+    (GOOD + "\n" + '{"body": 1, "id": 2}\n' + GOOD * 5, "line 3 .*body, id"),
+    (GOOD + "{oops\n" + GOOD, "line 2 is not JSON"),
+    (GOOD + "[" * 100_000 + "\n" + GOOD, "line 2 is not JSON"),
+    (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
+    ("[1]\n" + GOOD, "line 1 .*no object"),
+    ('"text"\n' + GOOD, "line 1 .*no object"),
+    ('{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300, "line 101 "),
+]
+
+
+@pytest.mark.parametrize(("lines", "problem"), BAD_JSON_LINES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_bad_line_is_named(tmp_path, lines, problem, suffix):
+    body = lines.encode("utf-8", "surrogateescape")
+    path = write(tmp_path / f"a{suffix}", gzip.compress(body) if suffix.endswith("gz") else body)
+    assert re.search(f"{re.escape(path)} {problem}", mistake(path))
 
 
 def test_mistakes_in_gz_and_parquet(tmp_path):
     packed = gzip.compress(b'{"text": "a"}\n' * 5000)
-    assert "a.jsonl.gz is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", packed[:60]))
-    broken = packed[:30] + bytes(20) + packed[50:]
-    assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", broken))
-    assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", b'{"text": "a"}\n'))
+    for damaged in (packed[:60], packed[:30] + bytes(20) + packed[50:], b'{"text": "a"}\n'):
+        assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", damaged))
     assert "a.parquet is a damaged parquet file" in mistake(write(tmp_path / "a.parquet", b"PAR1 nonsense"))
     path = Path(write_rows(tmp_path / "b.parquet", ["some text " * 50] * 50))
     body, about = path.read_bytes(), pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     page = about.dictionary_page_offset
     assert "is a damaged parquet file" in mistake(write(path, body[:page] + b"\xff" * 40 + body[page + 40 :]))
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "c.parquet")
-    assert "has no column 'text': its columns are content, n" in mistake(str(tmp_path / "c.parquet"))
+    assert "has no column 'text': its columns are content, n" in mistake(tmp_path / "c.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
-    assert "column 'text' holds int64, not text" in mistake(str(tmp_path / "d.parquet"))
+    assert "column 'text' holds int64" in mistake(tmp_path / "d.parquet")
+
+
+BOMB = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_DATA, (500 << 20, 500 << 20))
+from nanochat.data.sources import open_corpus
+from nanochat.shell.cli import UserError
+begin = time.process_time()
+try:
+    open_corpus(sys.argv[1])
+except UserError as error:
+    print(time.process_time() - begin < 2, error)
+"""
+
+
+@pytest.mark.parametrize("content", ["zeros", "blank lines", "one long line"])
+def test_a_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
+    body = {"zeros": b"\0", "blank lines": b"\n", "one long line": b"a"}[content] * (1 << 20)
+    path = tmp_path / ("a.jsonl" if content == "one long line" else "a.jsonl.gz")
+    with path.open("wb") if path.suffix == ".jsonl" else gzip.open(path, "wb", 1) as file:
+        for _ in range(80):
+            file.write(body)
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BOMB, str(path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"True {path}"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_empty_files(tmp_path, name):
     path = tmp_path / name
     write(path, "") if name.endswith((".txt", ".jsonl")) else write_rows(path, [])
-    assert "no text for training" in mistake(str(path))
+    assert "no text for training" in mistake(path)
     good = write(tmp_path / "0.txt", "good")
     assert "no text for validation" in mistake(good, str(path))
-    assert "(a." in mistake(str(tmp_path)) and "no text for validation; give more of it" in mistake(str(tmp_path))
+    assert "(a." in mistake(tmp_path) and "--val_data" in mistake(tmp_path)
 
 
 def test_one_row_cannot_be_split(tmp_path):

@@ -19,18 +19,18 @@ class ArcEasy(Task):
     name, kind, baseline = "arc_easy", "choice", 0.25
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.rows = open_split(self.name, split, path, hub, {"question": str, "choices": dict, "answerKey": str})
+        self.records = open_split(self.name, split, path, hub, {"question": str, "choices": dict, "answerKey": str})
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.records)
 
     def example(self, index: int) -> Example:
-        row = self.rows[index]
+        row = self.records[index]
         texts, letters, answer = row["choices"].get("text"), row["choices"].get("label"), row["answerKey"]
         if not (_are_texts(texts) and _are_texts(letters) and len(texts) == len(letters) >= 2):
-            raise self.rows.error(index, "has choices that are not as many texts as labels")
+            raise self.records.error(index, "has choices that are not as many texts as labels")
         if answer not in letters or not all(len(letter) == 1 for letter in letters):
-            raise self.rows.error(index, f"has the answer {answer!r}, not one of {', '.join(letters)}")
+            raise self.records.error(index, f"has the answer {answer!r}, not one of {', '.join(letters)}")
         return choice_example(row["question"], texts, letters, answer)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:

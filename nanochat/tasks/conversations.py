@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
-from nanochat.data.records import data_files, find_split, open_rows
+from nanochat.data.records import data_files, find_split, open_records
 from nanochat.shell.cli import UserError
 from nanochat.tasks.task import Example, Split, Task
 
@@ -33,11 +33,11 @@ class Conversations(Task):
         place = Path(path).expanduser()
         own = {name: find_split(place, names) if place.is_dir() else [] for name, names in NAMES.items()}
         if all(own.values()):
-            self.rows = open_rows(own[split])
-            self.range = range(len(self.rows))
+            self.records = open_records(own[split])
+            self.range = range(len(self.records))
         else:
-            self.rows = open_rows(data_files(place))
-            count = len(self.rows)
+            self.records = open_records(data_files(place))
+            count = len(self.records)
             cut = min(count * 9 // 10, count - 1) if count > 1 else count
             self.range = range(cut) if split == "train" else range(cut, count)
         for index in self.range:
@@ -52,11 +52,11 @@ class Conversations(Task):
     def _messages(self, index: int) -> list[Message]:
         """Raises UserError: naming the row, when it is not what it should be."""
         try:
-            return messages_of(self.rows[index])
+            return messages_of(self.records[index])
         except UserError:
             raise  # it names the row already
         except ValueError as error:
-            raise self.rows.error(index, f"is no conversation: {error}") from error
+            raise self.records.error(index, f"is no conversation: {error}") from error
 
 
 def messages_of(row: Any) -> list[Message]:

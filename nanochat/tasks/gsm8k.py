@@ -26,16 +26,16 @@ class Gsm8k(Task):
     name, kind, baseline = "gsm8k", "generative", 0.0
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.rows = open_split(self.name, split, path, hub, {"question": str, "answer": str})
+        self.records = open_split(self.name, split, path, hub, {"question": str, "answer": str})
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.records)
 
     def example(self, index: int) -> Example:
-        row = self.rows[index]
+        row = self.records[index]
         number = final_number(row["answer"])
         if number is None:
-            raise self.rows.error(index, "has an answer without a line `#### NUMBER`")
+            raise self.records.error(index, "has an answer without a line `#### NUMBER`")
         messages = [
             {"role": "user", "content": row["question"]},
             {"role": "assistant", "content": with_calls(row["answer"])},

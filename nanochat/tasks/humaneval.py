@@ -26,13 +26,13 @@ class HumanEval(Task):
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
-        self.rows = open_split(self.name, split, path, hub, fields)
+        self.records = open_split(self.name, split, path, hub, fields)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.records)
 
     def example(self, index: int) -> Example:
-        row = self.rows[index]
+        row = self.records[index]
         header = row["prompt"].rstrip()
         messages = [
             {"role": "user", "content": f"{ASK}\n\n```python\n{header}\n```"},

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nanochat.conversation import render
-from nanochat.data.hub import DATASETS
+from nanochat.data.catalog import DATASETS
 from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import open_task, parse_tasks
 from nanochat.tasks.task import Example, Pair, Split, Task

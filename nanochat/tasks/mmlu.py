@@ -20,21 +20,21 @@ class Mmlu(Task):
     name, kind, baseline = "mmlu", "choice", 0.25
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.rows = open_split(self.name, "auxiliary_train" if split == "train" else split, path, hub, also=(split,))
+        self.records = open_split(self.name, "auxiliary_train" if split == "train" else split, path, hub, also=(split,))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.records)
 
     def example(self, index: int) -> Example:
-        row = self.rows[index]
+        row = self.records[index]
         if isinstance(row, dict) and isinstance(row.get("train"), dict):
             row = row["train"]  # the repo's folder auxiliary_train wraps each row once more
-        self.rows.require(index, row, {"question": str, "choices": list, "answer": int})
+        self.records.require(index, row, {"question": str, "choices": list, "answer": int})
         choices, answer = row["choices"], row["answer"]
         if len(choices) != len(LETTERS) or not all(isinstance(choice, str) for choice in choices):
-            raise self.rows.error(index, f"has not {len(LETTERS)} texts to choose from")
+            raise self.records.error(index, f"has not {len(LETTERS)} texts to choose from")
         if not 0 <= answer < len(LETTERS):
-            raise self.rows.error(index, f"has the answer {answer}: 0 to {len(LETTERS) - 1}")
+            raise self.records.error(index, f"has the answer {answer}: 0 to {len(LETTERS) - 1}")
         return choice_example(row["question"], choices, LETTERS, LETTERS[answer])
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:

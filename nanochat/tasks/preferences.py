@@ -38,11 +38,11 @@ class Preferences(Conversations):
 
     def _pair(self, index: int) -> Pair:
         try:
-            return pair_of(self.rows[index])
+            return pair_of(self.records[index])
         except UserError:
             raise  # it names the row already
         except ValueError as error:
-            raise self.rows.error(index, f"is no preference pair: {error}") from error
+            raise self.records.error(index, f"is no preference pair: {error}") from error
 
 
 class UltraFeedback(Preferences):
@@ -56,8 +56,8 @@ class UltraFeedback(Preferences):
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         own = f"{split}_prefs"  # its other splits are for SFT and for generating
-        self.rows = open_split(self.name, own, path, hub, {"chosen": list, "rejected": list}, also=(split,))
-        self.range = range(len(self.rows))
+        self.records = open_split(self.name, own, path, hub, {"chosen": list, "rejected": list}, also=(split,))
+        self.range = range(len(self.records))
 
 
 def pair_of(row: Any) -> Pair:

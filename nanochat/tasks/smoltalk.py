@@ -16,5 +16,5 @@ class SmolTalk(Conversations):
     name = "smoltalk"
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.rows = open_split(self.name, split, path, hub, {"messages": list})
-        self.range = range(len(self.rows))
+        self.records = open_split(self.name, split, path, hub, {"messages": list})
+        self.range = range(len(self.records))
