@@ -22,6 +22,7 @@ import shutil
 import socket
 import ssl
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
@@ -84,8 +85,10 @@ class HuggingFace:
     def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
         from huggingface_hub import hf_hub_download
 
-        where = {"repo_type": "dataset", "revision": commit, "endpoint": self.endpoint, "local_dir": folder}
-        return Path(hf_hub_download(repo, path, **where))
+        arrived = hf_hub_download(
+            repo, path, repo_type="dataset", revision=commit, endpoint=self.endpoint, local_dir=folder
+        )
+        return Path(arrived)
 
 
 class ModelScope:
@@ -93,13 +96,13 @@ class ModelScope:
 
     def __init__(self) -> None:
         try:
-            import modelscope.hub.api  # noqa: F401
+            import modelscope.hub.api  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("--hub modelscope needs its client: pip install modelscope") from error
         self.endpoint = (os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn").rstrip("/")
 
     def listing(self, source: Source) -> Listing:
-        from modelscope.hub.api import HubApi
+        from modelscope.hub.api import HubApi  # pyright: ignore[reportMissingImports]
 
         api = HubApi(endpoint=self.endpoint)
         files: dict[str, RemoteFile] = {}
@@ -116,10 +119,10 @@ class ModelScope:
         return Listing(source.revision, list(files.values()))  # this hub's listing names no commit
 
     def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
-        from modelscope.hub.file_download import dataset_file_download
+        from modelscope.hub.file_download import dataset_file_download  # pyright: ignore[reportMissingImports]
 
-        where = {"revision": commit, "local_dir": str(folder), "endpoint": self.endpoint}
-        return Path(dataset_file_download(repo, path, **where))
+        arrived = dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint)
+        return Path(arrived)
 
 
 HUBS: dict[str, type[HuggingFace] | type[ModelScope]] = {"hf": HuggingFace, "modelscope": ModelScope}
@@ -170,7 +173,7 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
 
 def fetch_url(url: str, target: Path, sha256: str) -> Path:
     """Download one file that is on no hub. Raises UserError: with the reason."""
-    host = urllib.request.urlparse(url).netloc
+    host = urllib.parse.urlsplit(url).netloc
     partial = target.with_name(target.name + ".partial")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:

@@ -15,6 +15,7 @@ import os
 import re
 import sysconfig
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
