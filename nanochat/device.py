@@ -1,8 +1,8 @@
-"""The one file that knows vendors: Ascend NPU, NVIDIA GPU or plain CPU behind one frozen value.
+"""The one file that knows vendors: Ascend NPU, NVIDIA GPU or plain CPU as one frozen value.
 
-`init()` finds the device, joins the process group when torchrun started us, and returns a `Device`.
-Everything else in the project asks that value and never names a vendor. `torch.npu` mirrors
-`torch.cuda`, so most of this file is `getattr(torch, kind)`.
+`init()` finds the device, joins the process group where torchrun started us, and returns a `Device`. Everything else in
+the project uses that value and never names a vendor. `torch.npu` mirrors `torch.cuda`, so most of this file is
+`getattr(torch, kind)`. The operators that differ between devices are in kernels/.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from nanochat.shell.log import warn
 KINDS = ("npu", "cuda", "cpu")
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
-# Nominal dense bf16 FLOP/s by device name; the first pattern that matches counts. A name that is
-# not listed has no known peak and prints "mfu n/a". Sources: vendors' data sheets; the Ascend rows
-# are the figures in public use, the vendor prints none per chip.
+# Nominal dense bf16 FLOP/s by device name, for MFU; the first pattern that matches counts. A name that is not listed
+# has no known peak and prints "mfu n/a". Sources: vendors' data sheets. The Ascend rows are the numbers in public use,
+# because the vendor publishes none per chip.
 PEAK_FLOPS = (
     (r"B300|GB300", 2.25e15),
     (r"B200|GB200", 2.25e15),
@@ -59,18 +59,19 @@ PEAK_FLOPS = (
     (r"Ascend910B4", 280e12),
 )
 
-# Set only when unset, before the runtime starts.
+# Set where they are unset, before the runtime starts; docs/ascend.md says when to change one.
 NPU_ENVIRONMENT = {
-    "TASK_QUEUE_ENABLE": "2",
-    "CPU_AFFINITY_CONF": "2",
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    "HCCL_CONNECT_TIMEOUT": "600",
-    "HCCL_EXEC_TIMEOUT": "1200",
+    "TASK_QUEUE_ENABLE": "2",  # prepare the next launch while one is under way
+    "CPU_AFFINITY_CONF": "2",  # the launching threads keep cores of their own
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
+    "HCCL_CONNECT_TIMEOUT": "600",  # seconds that ranks wait for each other at the start; the default is 120
+    "HCCL_EXEC_TIMEOUT": "1200",  # seconds that a collective waits for a rank
 }
-PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)  # above both HCCL timeouts, so that theirs speak first
+# Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
+PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# Compiling for a CPU takes 30-60 s and about halves a step (docs/measurements.md): two cores have that back after
-# some 1.7e13 model FLOPs, so it is worth it for runs above this many.
+# Compiling for a CPU takes 30 to 60 s and about halves a step. Two cores win that back after some 1.7e13 model FLOPs
+# (docs/measurements.md), so shorter runs than this stay eager.
 CPU_COMPILE_FLOPS = 3e13
 
 
@@ -80,7 +81,7 @@ class Device:
 
     kind: str  # "npu", "cuda" or "cpu"
     module: ModuleType  # torch.npu, torch.cuda or torch.cpu
-    dtype: torch.dtype  # of matrix products: bfloat16, or float32 where that is asked for or all there is
+    dtype: torch.dtype  # of matrix products: bfloat16, or float32 where that is requested or faster
     rank: int
     local_rank: int
     world_size: int
@@ -104,7 +105,7 @@ class Device:
         return kernels(self.kind)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Matrix products in `dtype`, sums and parameters in fp32."""
+        """Matrix products in `dtype`; sums and parameters stay in fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.kind, dtype=self.dtype)
@@ -144,7 +145,7 @@ class Device:
             self.module.set_rng_state(state["device"], self.local_rank)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor here; pinned and asynchronous where the device has its own memory."""
+        """Copy a host tensor here. From pinned memory the copy is asynchronous: the host does not wait for it."""
         if self.kind == "cpu":
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
@@ -152,50 +153,65 @@ class Device:
     def compile(
         self, function: Callable[..., Any], requested: Literal["auto", "on", "off"], run_flops: float
     ) -> tuple[Callable[..., Any], str]:
-        """`torch.compile` by policy: the flag decides; auto is on for cuda, for a cpu when the run repays it, and
-        off for npu. Returns the function, and for the log what was decided and why.
+        """`torch.compile` by policy; returns the function, and for the log what was decided and why.
 
-        Raises UserError: when it is asked for and has no compiler here."""
-        missing = self._compiler_missing()
+        Raises UserError: when `requested` is "on" and there is no compiler.
+        """
+        missing = self._missing_compiler()
         if requested == "off":
             return function, "eager (--compile off)"
         if requested == "on" and missing:
             raise UserError(f"--compile on needs {missing}; install it or leave --compile out")
         if requested == "auto":
-            if self.kind == "npu":
+            if self.kind == "npu":  # not tried on a card yet
                 return function, "eager (compile is opt-in here: --compile on)"
             if missing:
                 return function, f"eager ({missing} is missing)"
             if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
                 return function, "eager (too short a run to repay compiling)"
         if self.kind == "cpu":
-            # The compiler adds up embeddings' gradients atomically, in an order that differs from run to run.
+            # The compiler's code adds up embeddings' gradients atomically, in an order that differs from run to run:
+            # two runs differed in the fifth digit by step 10 (docs/measurements.md).
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.compile(function, dynamic=False), "compiled"
 
+    def _missing_compiler(self) -> str | None:
+        """What torch.compile needs and does not find."""
+        if self.kind != "cpu":
+            return None if importlib.util.find_spec("triton") else "triton"
+        for name in (os.environ.get("CXX"), "g++", "clang++"):
+            if name and shutil.which(name):
+                return None
+        return "a C++ compiler"
+
     @property
     def static_shapes(self) -> bool:
-        """Whether decoding does better with the whole cache, in place and of one shape, than with its filled part."""
+        """Whether decoding attends to the whole cache, in one shape, instead of to its filled part."""
         return self.kind == "npu"
 
     @property
     def packs_weights(self) -> bool:
-        """Whether decoding does better with weights laid out for oneDNN's products."""
+        """Whether decoding is faster with weights that `kernels.pack` has laid out."""
         return self.kernels.packs(self.dtype)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what `function` launches on this device, without running it. Returns a call that runs all of it
-        again in one launch, over the same tensors, and what `function` returned: tensors that hold something only
-        after such a call. The function has run before, so that everything lazy is in place."""
+        """Record what `function` launches, without running it. The function must have run before: lazy set-up inside a
+        recording fails.
+
+        Returns a call that runs all of it again in one launch, over the same tensors, and what `function` returned:
+        tensors that are valid only after such a call.
+        """
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
         with self.module.graph(graph):
             result = function()
         return graph.replay, result
 
     def profiler(self, skipped: int, steps: int, folder: Path) -> Any:
-        """Behind the first `skipped` steps it records `steps` and writes the trace below `folder`; it wants `start()`,
-        a `step()` behind every step, and `stop()`."""
+        """A profiler that records `steps` steps after the first `skipped` and writes the trace to `folder`.
+
+        It needs `start()`, a `step()` after every step, and `stop()`.
+        """
         tool: Any = torch.profiler
         options: dict[str, Any] = {"on_trace_ready": lambda done: done.export_chrome_trace(str(folder / "trace.json"))}
         if self.kind == "npu":
@@ -210,20 +226,11 @@ class Device:
         schedule = tool.schedule(wait=max(0, skipped - 1), warmup=min(1, skipped), active=steps, repeat=1)
         return tool.profile(activities=activities, schedule=schedule, **options)
 
-    def _compiler_missing(self) -> str | None:
-        if self.kind == "cpu":
-            return (
-                None
-                if any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++") if c)
-                else "a C++ compiler"
-            )
-        return None if importlib.util.find_spec("triton") else "triton"
-
 
 def kind_of(requested: str) -> str:
-    """npu, cuda or cpu for what `init` takes, without a touch on the device.
+    """npu, cuda or cpu for what `init` takes, without starting the device's runtime.
 
-    Raises UserError: when it is none of them, or there is none here.
+    Raises UserError: when it is none of them, or this machine has none.
     """
     kind, _, index = requested.partition(":")
     if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
@@ -235,62 +242,63 @@ def kind_of(requested: str) -> str:
     return kind
 
 
+def kernels(kind: str) -> TorchKernels:
+    """The operators that a model calls on this kind of device."""
+    if kind == "npu":
+        return importlib.import_module("nanochat.kernels.npu").NpuKernels()  # it imports torch_npu
+    return CpuKernels() if kind == "cpu" else TorchKernels()
+
+
 def check_capture(kind: str) -> None:
     """Raises UserError: when a device of this kind cannot record launches."""
     if kind == "cpu":
         raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
 
 
-def init(kind: str = "auto", dtype: str = "auto") -> Device:
-    """Find the device, set what it wants set, join the process group under torchrun.
+def init(requested: str = "auto", dtype: str = "auto") -> Device:
+    """Find the device, set up its runtime, and join the process group under torchrun.
 
-    `kind` is auto, npu, cuda or cpu, with an optional index for one process ("npu:1").
-    `dtype` is auto, bfloat16 or float32.
-    Raises UserError: when the device asked for is not here, or cannot do bfloat16 and that is asked for.
+    `requested` is auto, npu, cuda or cpu, with an optional index for one process ("npu:1"). `dtype` is auto, bfloat16
+    or float32.
+    Raises UserError: when the requested device is not here, or cannot do the requested bfloat16.
     """
-    kind, index = kind_of(kind), kind.partition(":")[2]
+    kind = kind_of(requested)
+    index = requested.partition(":")[2]
     if dtype not in ("auto", "bfloat16", "float32"):
         raise UserError(f"--dtype {dtype!r}: one of auto, bfloat16, float32")
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    # Our place among the processes. torchrun sets these variables; without it there is one process.
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)
+    if explain not in explainers:
+        explainers.append(explain)  # one line for a failed collective instead of a traceback
+
+    # The runtime: its variables before its first call, then this process's device.
     module: ModuleType = getattr(torch, kind)
-    if kind == "npu":
-        for name, value in NPU_ENVIRONMENT.items():
-            if not (name.endswith("ALLOC_CONF") and "PYTORCH_ALLOC_CONF" in os.environ):  # both at once is an error
-                os.environ.setdefault(name, value)
     if kind == "cpu":
         _keep_freed_memory()
         if world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-            # torchrun sets one thread a process; share the cores evenly instead
+            # torchrun sets one thread per process; share the cores evenly instead.
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     else:
-        if local_rank >= module.device_count():
-            raise UserError(
-                f"process {local_rank} has no device: {module.device_count()} found; lower --nproc_per_node"
-                if world_size > 1
-                else f"--device {kind}:{local_rank}: there are {module.device_count()}, counted from 0"
-            )
+        if kind == "npu":
+            _set_npu_environment()
+        _require_device(kind, local_rank, module.device_count(), world_size)
         module.set_device(local_rank)
+    if kind == "cuda":  # fp32 products in TF32, unless fp32 was requested for its precision
+        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
 
-    if explain not in explainers:
-        explainers.append(explain)
-    if kind == "npu" and world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
-        raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
-    if world_size > 1 and not dist.is_initialized():
-        device_id = None if kind == "cpu" else torch.device(kind, local_rank)
-        store = _store_of_this_start()
-        place = {"store": store, "rank": rank, "world_size": world_size} if store else {}
-        dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id, **place)
-
+    # Precision: bf16 where the hardware computes in it. On a CPU a request is enough: it is slow there, but right.
     name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
     if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
         raise UserError(f"--dtype bfloat16: {name} does not do bfloat16; use --dtype float32")
     use_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
-    if kind == "cuda":
-        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+
+    if world_size > 1 and not dist.is_initialized():
+        _join_process_group(kind, rank, local_rank, world_size)
     return Device(
         kind=kind,
         module=module,
@@ -303,31 +311,50 @@ def init(kind: str = "auto", dtype: str = "auto") -> Device:
     )
 
 
-def kernels(kind: str) -> TorchKernels:
-    """The operators that a model calls on this kind of device."""
-    if kind == "npu":
-        return importlib.import_module("nanochat.kernels.npu").NpuKernels()  # it imports torch_npu
-    return CpuKernels() if kind == "cpu" else TorchKernels()
+def _set_npu_environment() -> None:
+    for name, value in NPU_ENVIRONMENT.items():
+        # torch has a vendor-free name for the allocator's options, and having both set is an error.
+        if name == "PYTORCH_NPU_ALLOC_CONF" and "PYTORCH_ALLOC_CONF" in os.environ:
+            continue
+        os.environ.setdefault(name, value)
+
+
+def _require_device(kind: str, local_rank: int, count: int, world_size: int) -> None:
+    if local_rank >= count and world_size > 1:
+        raise UserError(f"process {local_rank} has no device: {count} found; lower --nproc_per_node")
+    if local_rank >= count:
+        raise UserError(f"--device {kind}:{local_rank}: there are {count}, counted from 0")
+    if kind == "npu" and world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
+        raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
+
+
+def _join_process_group(kind: str, rank: int, local_rank: int, world_size: int) -> None:
+    device_id = None if kind == "cpu" else torch.device(kind, local_rank)
+    store = _store_of_this_start()
+    place: dict[str, Any] = {}
+    if store is not None:  # without one, torch finds its place in torchrun's variables
+        place = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id, **place)
 
 
 def _store_of_this_start() -> Store | None:
-    """A view of the store in torchrun's process; None where a worker holds the store.
+    """The store in torchrun's process, with keys of this start's own; None where a worker holds the store.
 
-    It outlives the workers, and torch tells one start of them from the next by nothing: restarted processes were seen
-    to look for each other at the addresses of those that had died (torch 2.13).
+    That store outlives the workers, and torch does not separate one start of them from the next: restarted processes
+    looked for each other at the addresses of those that had died (torch 2.13).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts count their own starts
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # each host counts its own starts, so the prefixes would differ
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
         return None
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    whole = TCPStore(*address, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
-    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
+    store = TCPStore(*address, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
+    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def shutdown(device: Device) -> None:
-    """Leave the process group in step with the others."""
+    """Leave the process group together with the others."""
     if dist.is_initialized():
         device.synchronize()
         dist.barrier()
@@ -335,7 +362,7 @@ def shutdown(device: Device) -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """What a failed collective means and what to do, as one line; None for other errors."""
+    """For a failed collective one line with its cause and what to do; None for other errors."""
     text = str(error)
     if not re.search(r"hccl|nccl|gloo|\bEI\d{4}", text, re.IGNORECASE):
         return None
@@ -367,12 +394,12 @@ def _available(kind: str) -> bool:
     if kind == "npu" and not hasattr(torch, "npu"):
         if importlib.util.find_spec("torch_npu") is None:
             return False
-        importlib.import_module("torch_npu")  # adds torch.npu; torch >= 2.5 has done so by itself
+        importlib.import_module("torch_npu")  # adds torch.npu; torch >= 2.5 does so by itself
     return getattr(torch, kind).is_available()
 
 
 def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
-    if kind == "cpu":  # without the instructions bf16 is emulated, far slower than fp32
+    if kind == "cpu":  # without these instructions bf16 is emulated, far slower than fp32
         flags = set(_cpu_info("flags").split() + _cpu_info("Features").split())
         return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
     if kind == "cuda":
@@ -381,11 +408,11 @@ def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep large freed blocks: handing them back and faulting them in again for every
-    activation costs a training step 5 to 10% of its time (docs/measurements.md)."""
+    """Have the C library keep large freed blocks. Otherwise it returns every activation to the system and faults it in
+    again, which costs a training step 5 to 10% of its time (docs/measurements.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none
     if mallopt is not None:
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of the options, from malloc.h
         mallopt(mmap_threshold, 1 << 30)
         mallopt(trim_threshold, (1 << 31) - 1)
         mallopt(top_pad, 1 << 28)

@@ -274,7 +274,7 @@ def function(x: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "missing", "run_flops", "outcome"),
+    ("kind", "requested", "missing", "run_flops", "outcome"),
     [
         ("cuda", "auto", None, 0, "compiled"),
         ("cuda", "auto", "triton", 1e20, "eager (triton is missing)"),
@@ -292,16 +292,16 @@ def function(x: int) -> int:
     ],
 )
 def test_what_is_compiled(
-    kind: str, asked: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, requested: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Device, "_compiler_missing", lambda self: missing)
+    monkeypatch.setattr(Device, "_missing_compiler", lambda self: missing)
     monkeypatch.setattr(torch, "compile", lambda f, **options: ("compiled", f))
     device = cpu_device(kind=kind)
     if outcome is UserError:
         with pytest.raises(UserError, match=f"--compile on needs {missing}".replace("+", r"\+")):
-            device.compile(function, asked, run_flops)
+            device.compile(function, requested, run_flops)
         return
-    made, how = device.compile(function, asked, run_flops)
+    made, how = device.compile(function, requested, run_flops)
     assert how == outcome
     assert made == (("compiled", function) if how == "compiled" else function)
 
@@ -310,14 +310,14 @@ def test_a_cpu_compiles_with_a_compiler_it_finds(monkeypatch: pytest.MonkeyPatch
     found: set[str] = set()
     monkeypatch.setattr(devices.shutil, "which", lambda name: name if name in found else None)
     os.environ.pop("CXX", None)
-    assert cpu_device()._compiler_missing() == "a C++ compiler"
+    assert cpu_device()._missing_compiler() == "a C++ compiler"
     found.add("clang++")
-    assert cpu_device()._compiler_missing() is None
+    assert cpu_device()._missing_compiler() is None
     found.clear()
     os.environ["CXX"] = "my-c++"
-    assert cpu_device()._compiler_missing() == "a C++ compiler"
+    assert cpu_device()._missing_compiler() == "a C++ compiler"
     found.add("my-c++")
-    assert cpu_device()._compiler_missing() is None
+    assert cpu_device()._missing_compiler() is None
 
 
 # ---------------------------------------------------------------------- several processes
