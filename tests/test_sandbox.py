@@ -1,8 +1,8 @@
-"""The jail: what it lets code do, and that nothing gets out of it.
+"""The sandbox: what it lets code do, that nothing gets out of it, and that only right answers pass.
 
-Every probe is a piece of code that leaves evidence when it gets out: a secret in what it prints, a changed folder, a
-caught message, a dead victim, or the word ESCAPED behind a call that must not succeed. Where that is harmless the same
-code also runs without the jail, and must leave evidence there: a probe that cannot escape anyway proves nothing.
+Every probe is code that leaves evidence when it gets out: a secret in what it prints, a changed folder, a message, a
+dead victim, or the word ESCAPED after a call that must not succeed. Where that is harmless the same code also runs
+without the jail, and must leave evidence there: a probe that cannot escape anyway proves nothing.
 """
 
 import json
@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,38 +27,41 @@ from types import SimpleNamespace
 import pytest
 
 from nanochat.shell.cli import UserError
-from nanochat.tools import sandbox
-from nanochat.tools.sandbox import Run, passes, run_checks, run_python
+from nanochat.tools import jail, sandbox
+from nanochat.tools.sandbox import Run, passes, run_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = os.uname().machine
 NOBODY = 65534
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or MACHINE not in sandbox.MACHINES, reason="the jail refuses to run here"
+    sys.platform != "linux" or MACHINE not in jail.MACHINES, reason="the jail refuses to run here"
 )
 
+SQUARE = "def f(x): return x * x"
+CHECKS = "assert f(2) == 4\nassert f(3) == 9"
 
-# ---- Who runs the jail: root and an ordinary user -----------------------------------------------------------
+
+# ---------------------------------------------------------------------- who runs the jail: root and an ordinary user
 
 RUNNER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from nanochat.tools import sandbox
+from nanochat.tools.sandbox import run_checks
 print("ready", flush=True)
 for line in sys.stdin:
-    name, arguments, options = json.loads(line)
-    print(json.dumps(vars(getattr(sandbox, name)(*arguments, **options))), flush=True)
+    arguments, options = json.loads(line)
+    print(json.dumps(vars(run_checks(*arguments, **options))), flush=True)
 """
 
 
 @pytest.fixture(scope="session")
 def ordinary_user() -> Iterator[Callable[..., Run]]:
-    """Calls a function of the sandbox from a process of an ordinary user."""
+    """`run_checks` in a process of an ordinary user."""
     if os.geteuid() != 0:
-        yield lambda name, *arguments, **options: getattr(sandbox, name)(*arguments, **options)
+        yield run_checks
         return
-    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):  # ours may lie in root's home
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):  # ours may be in root's home
         try:
             process = subprocess.Popen(
                 [python, "-c", RUNNER, str(ROOT)],
@@ -76,9 +80,9 @@ def ordinary_user() -> Iterator[Callable[..., Run]]:
     else:
         pytest.skip("no Python here that an ordinary user can start")
 
-    def call(name: str, *arguments, **options) -> Run:
+    def call(*arguments, **options) -> Run:
         assert process.stdin and process.stdout
-        process.stdin.write(json.dumps([name, arguments, options]) + "\n")
+        process.stdin.write(json.dumps([arguments, options]) + "\n")
         process.stdin.flush()
         return Run(**json.loads(process.stdout.readline()))
 
@@ -93,10 +97,10 @@ def sandboxed(request: pytest.FixtureRequest) -> Callable[..., Run]:
         return request.getfixturevalue("ordinary_user")
     if os.geteuid() != 0:
         pytest.skip("these tests are not run by root")
-    return lambda name, *arguments, **options: getattr(sandbox, name)(*arguments, **options)
+    return run_checks
 
 
-# ---- The probes ----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the probes
 
 # name: (number on x86-64, number on aarch64)
 NUMBERS = {
@@ -120,7 +124,7 @@ NUMBERS = {
     "keyctl": (250, 219),
 }
 
-# What every probe starts with. `call` is a system call by number, past everything that Python might check.
+# The beginning of every probe. `call` is a system call by number, past everything that Python might check.
 HEADER = """
 import os, sys, ctypes, struct
 {constants}
@@ -132,7 +136,6 @@ def call(number, *arguments):
     if result < 0:
         raise OSError(ctypes.get_errno(), "refused")
     return result
-print("started", flush=True)
 """
 
 
@@ -228,16 +231,16 @@ PROBES = [
     Probe("subclasses", "c = [c for c in object.__subclasses__() if c.__name__ == '_wrap_close'][0]\n"
           "c.__init__.__globals__['system'](TOUCH)"),
     Probe("another libc", "ctypes.CDLL('libc.so.6').system(TOUCH.encode())"),
-    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.tools.sandbox import run_python\n"
-          "if run_python('print(1)').ok: print('ESCAPED')"),
+    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.tools.sandbox import passes\n"
+          "if passes('def f(): return 1', 'assert f() == 1'): print('ESCAPED')"),
 ]  # fmt: skip
 
 
-VICTIMS: list[tuple[subprocess.Popen[bytes], str]] = []  # one at a time: the next where a probe killed the last
+VICTIMS: list[tuple[subprocess.Popen[bytes], str]] = []  # a new one after a probe has killed the last
 
 
 def victim() -> tuple[subprocess.Popen[bytes], str]:
-    """A process that a jail's user may kill, and what its environment holds."""
+    """A process that the jail's user may kill, and the value of its environment variable."""
     if not VICTIMS or VICTIMS[-1][0].poll() is not None:
         token = secrets.token_hex(8)
         user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -255,7 +258,7 @@ def no_victim_is_left() -> Iterator[None]:
 
 
 class World:
-    """What a probe could touch, all of it open to every user, and what became of it."""
+    """What a probe could touch, all of it open to every user."""
 
     def __init__(self, folder: Path):
         self.token = secrets.token_hex(8)
@@ -281,7 +284,7 @@ class World:
     def look(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() if path.is_file() else b"" for path in self.folder.iterdir()}
 
-    def code(self, probe: Probe) -> str:
+    def header(self) -> str:
         constants = {
             "SECRET": str(self.secret),
             "FOLDER": str(self.folder),
@@ -289,10 +292,10 @@ class World:
             "TOUCH": f"> {self.folder}/new",
             "PORT": self.port,
             "VICTIM": self.victim.pid,
-            "NR": {name: numbers[sandbox.MACHINES.index(MACHINE)] for name, numbers in NUMBERS.items()},
+            "NR": {name: numbers[jail.MACHINES.index(MACHINE)] for name, numbers in NUMBERS.items()},
         }
         lines = "\n".join(f"{name} = {value!r}" for name, value in constants.items())
-        return HEADER.replace("{constants}", lines) + probe.code + "\n"
+        return HEADER.replace("{constants}", lines)
 
     def evidence(self, output: str) -> list[str]:
         """Every sign that the probe got out."""
@@ -322,7 +325,7 @@ def world() -> Iterator[World]:
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Every process here: its parent, and its state."""
+    """Every process: its parent, and its state."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -343,7 +346,7 @@ def descendants(ancestor: int) -> set[int]:
 
 @pytest.fixture(scope="session")
 def adopts_orphans() -> Iterator[None]:
-    """Whoever loses its parent below us becomes our child, and is seen."""
+    """A process whose parent ended becomes our child, so that the test sees it."""
     import ctypes
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -355,12 +358,13 @@ def test_there_are_more_than_forty_probes():
     assert len(PROBES) == len({probe.name for probe in PROBES}) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_a_probe_escapes_where_there_is_no_jail(probe: Probe, world: World):
     if probe.outside == "not tried" or (probe.outside == "root" and os.geteuid() != 0):
         pytest.skip("not tried without the jail")
     ran = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", world.code(probe)],
+        [sys.executable, "-I", "-S", "-c", world.header() + probe.code],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -375,28 +379,34 @@ def test_a_probe_escapes_where_there_is_no_jail(probe: Probe, world: World):
     assert world.evidence(ran.stdout), ran.stdout
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_a_probe_stays_in_the_jail(probe: Probe, world: World, sandboxed: Callable[..., Run], adopts_orphans: None):
-    sandboxed("run_python", "")  # the zygote that will serve is there
+def test_no_probe_leaves_the_jail(world: World, sandboxed: Callable[..., Run], adopts_orphans: None):
+    """All probes in one program, each in a function of its own."""
+    code = world.header()
+    for probe in PROBES:
+        code += f"print('begun', {probe.name!r}, flush=True)\ntry:\n    def probe():\n"
+        code += textwrap.indent(probe.code, "        ")
+        code += "\n    probe()\nexcept BaseException as error: print(error)\n"
     before = descendants(os.getpid())
-    run = sandboxed("run_python", world.code(probe), timeout_seconds=10)
-    assert run.output.startswith("started\n"), run
+    run = sandboxed(code, "f()", timeout_seconds=30)
+    begun = re.findall(r"^begun (.+)$", run.output, re.MULTILINE)
+    assert begun == [probe.name for probe in PROBES], run
     assert not world.evidence(run.output), run
+    assert not run.ok
     assert descendants(os.getpid()) - before == set()
 
 
 @pytest.mark.skipif(MACHINE != "x86_64", reason="x86-64 has second numbers for its calls")
 def test_calls_by_other_numbers_kill(sandboxed: Callable[..., Run]):
     code = "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 39)\nprint('ESCAPED')"  # getpid of the x32 ABI
-    run = sandboxed("run_python", code)
-    assert (run.ok, run.output, run.error) == (False, "", "killed by SIGSYS")
+    run = sandboxed(code, CHECKS)
+    assert (run.ok, run.output) == (False, "") and "left" in run.error
 
 
-# ---- The filter, read by hand ---------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the filter, instruction by instruction
 
 
 def verdict(program: bytes, number: int, arch: int, arguments: tuple[int, ...] = ()) -> str:
-    """What the kernel would say: a reader of the few classic BPF instructions the filter uses."""
+    """What the kernel would answer: runs the few classic BPF instructions that the filter uses."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     at, accumulator = 0, 0
     while True:
@@ -413,12 +423,12 @@ def verdict(program: bytes, number: int, arch: int, arguments: tuple[int, ...] =
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 
 
-@pytest.mark.parametrize("machine", sandbox.MACHINES)
+@pytest.mark.parametrize("machine", jail.MACHINES)
 def test_the_filter_allows_its_list_and_nothing_else(machine: str):
-    column = sandbox.MACHINES.index(machine)
-    program = sandbox.filter_program(machine, readable={7}, writable={1, 2, 5})
-    listed = {numbers[column] for numbers in sandbox.SYSTEM_CALLS.values()} - {-1}
-    mmap, read, write = sandbox.MMAP[column], sandbox.READ[column], sandbox.WRITE[column]
+    column = jail.MACHINES.index(machine)
+    program = jail.filter_program(machine, readable={7}, writable={1, 2, 5})
+    listed = {numbers[column] for numbers in jail.SYSTEM_CALLS.values()} - {-1}
+    mmap, read, write = jail.MMAP[column], jail.READ[column], jail.WRITE[column]
     for number in range(1024):
         expected = "allow" if number in listed | {mmap} else "deny"
         assert verdict(program, number, ARCHES[machine]) == expected, number
@@ -445,78 +455,50 @@ def test_the_numbers_are_the_kernels(machine: str, headers: list[str]):
     if not texts or (machine == "x86_64" and MACHINE != "x86_64"):
         pytest.skip("no kernel headers here")
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", texts[0])}
-    column = sandbox.MACHINES.index(machine)
-    calls = sandbox.SYSTEM_CALLS | {"mmap": sandbox.MMAP, "read": sandbox.READ, "write": sandbox.WRITE}
+    column = jail.MACHINES.index(machine)
+    calls = jail.SYSTEM_CALLS | {"mmap": jail.MMAP, "read": jail.READ, "write": jail.WRITE}
     assert {name: known.get(name, -1) for name in calls} == {name: numbers[column] for name, numbers in calls.items()}
 
 
-# ---- What comes out -------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- output and limits
 
 
-def test_output_and_result(sandboxed: Callable[..., Run]):
-    code = "import sys\nprint('out')\nprint('err', file=sys.stderr)\nif __name__ == '__main__':\n    print('é', 1 + 1)"
-    run = sandboxed("run_python", code)
-    assert (run.ok, run.output, run.error, run.timed_out) == (True, "out\nerr\né 2\n", "", False)
-    assert 0 < run.seconds < 5
-
-
-def test_an_error_is_told():
-    run = run_python("print('before')\ndef f():\n    return 1 / 0\nf()\nprint('after')")
-    assert (run.ok, run.error) == (False, "ZeroDivisionError: division by zero (line 3)")
-    assert run.output.startswith("before\nTraceback") and 'File "<code>", line 3, in f' in run.output
-    assert "sandbox.py" not in run.output
-    run = run_python("def f(:")
-    assert not run.ok and run.error.startswith("SyntaxError") and "\n" not in run.error
-    run = run_python("class Odd(Exception):\n    def __str__(self): raise self\nraise Odd")
-    assert (run.ok, run.error) == (False, "Odd (line 3)")
-    assert not run_python("'\ud800'").ok and not run_python("\x00").ok
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("exit(0)", "SystemExit: 0 (line 1)"),
-        ("quit()", "SystemExit (line 1)"),
-        ("import sys\nsys.exit(0)", "SystemExit: 0 (line 2)"),
-        ("raise SystemExit", "SystemExit (line 1)"),
-        ("import os\nos._exit(0)", "left early with exit code 0"),
-        ("import os\nprint('ok', 'Jok')\nos._exit(0)", "left early with exit code 0"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt (line 1)"),
-        ("import ctypes\nctypes.string_at(0)", "killed by SIGSEGV"),
-        ("import os\nos.abort()", "killed by SIGSEGV"),  # it may send itself no signal
-        ("input()", "EOFError: EOF when reading a line (line 1)"),
-        ("import numpy", "ModuleNotFoundError: No module named 'numpy' (line 1)"),
-    ],
-)
-def test_leaving_early_is_not_ok(code: str, error: str, sandboxed: Callable[..., Run]):
-    run = sandboxed("run_python", code + "\nprint('end')")
-    assert (run.ok, run.error) == (False, error)
-    assert "end" not in run.output
-
-
-def test_what_is_left_at_the_end_does_not_run():
-    code = "import atexit\natexit.register(print, 'late')\nclass A:\n    def __del__(self): print('late')\na = A()"
-    assert run_python(code).output == ""
+def test_output(sandboxed: Callable[..., Run]):
+    run = sandboxed("import sys\nprint('é', 1 + 1)\nprint('err', file=sys.stderr)\n" + SQUARE, CHECKS)
+    assert (run.ok, run.error, run.timed_out) == (True, "", False)
+    assert run.output == "é 2\nerr\n"
+    run = sandboxed("import os\nprint('\\ud800', end='')\n" + SQUARE, CHECKS)
+    assert run.ok and run.output == "\\ud800"
+    assert sandboxed("import os\nos.write(2, b'a\\xffb')", "f()").output == "a?b"
 
 
 def test_output_is_cut(sandboxed: Callable[..., Run]):
-    run = sandboxed("run_python", "for _ in range(20): print('é' * 10**5)")
+    run = sandboxed("for _ in range(20): print('é' * 10**5)\n" + SQUARE, CHECKS)
     assert run.ok
     assert len(run.output.encode()) <= sandbox.OUTPUT_BYTES == 65536 and run.output.endswith(sandbox.CUT)
     assert run.output.startswith("é" * 32000)
-    run = sandboxed("run_python", "print('x' * 65535)")
-    assert run.output == "x" * 65535 + "\n"
-    run = sandboxed("run_python", "import os\nfor _ in range(30): os.write(1, b'\\xff' * 10**5)")
-    assert run.ok and len(run.output.encode()) <= 65536
-    run = sandboxed("run_python", "import os\nos.write(2, b'a\\xffb')")
-    assert run.output == "a?b"
-    run = sandboxed("run_python", "while True: print('x' * 1000)", timeout_seconds=0.3)
+    run = sandboxed("while True: print('x' * 1000)", "f()", timeout_seconds=0.3)
     assert run.timed_out and len(run.output.encode()) <= 65536
 
 
-def test_everything_listed_can_be_imported(sandboxed: Callable[..., Run]):
-    run = sandboxed("run_python", "import " + ", ".join(sandbox.MODULES))
-    assert run.ok, run.error
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("def f(x):\n    return 1 / 0\nf(0)", "ZeroDivisionError: division by zero (line 2)"),
+        ("def f(:", "SyntaxError"),
+        ("class Odd(Exception):\n    def __str__(self): raise self\nraise Odd", "Odd (line 3)"),
+        ("input()", "EOFError"),
+        ("import numpy", "ModuleNotFoundError"),
+        ("\x00", "Error"),
+        ("'\ud800'", "Error"),
+    ],
+)
+def test_a_program_that_fails_at_its_start(program: str, error: str):
+    run = run_checks(program, CHECKS)
+    assert not run.ok and error in run.error and "\n" not in run.error
+
+
+def test_what_can_be_imported(sandboxed: Callable[..., Run]):
     code = """
 from typing import List, Optional
 from dataclasses import dataclass
@@ -529,21 +511,17 @@ print(statistics.mean([1, 2]), collections.Counter("aab").most_common(1), decima
 assert time.time() > 1e9 and random.Random().random() < 1 and len(random.sample(range(9), 3)) == 3
 time.sleep(0.01)
 """
-    run = sandboxed("run_python", code)
+    run = sandboxed(f"import {', '.join(jail.MODULES)}\n{code}{SQUARE}", CHECKS)
     assert run.ok, run
     assert run.output == "Point(x=1) 0cc175b9c0f1b6a831c399e269772661 3\n1.5 [('a', 2)] 1.1\n"
 
 
 def test_each_run_is_fresh(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CANARY", "canary")
-    outputs = {run_python("import random\nprint(random.random())").output for _ in range(3)}
-    assert len(outputs) == 3
-    assert run_python("import builtins, math\nbuiltins.canary = math.pi = 3").ok
-    code = "import builtins, math, os, sys\nprint(hasattr(builtins, 'canary'), math.pi, os.environ, sys.argv, sys.path)"
-    assert run_python(code).output == "False 3.141592653589793 environ({}) [''] []\n"
-
-
-# ---- Limits ----------------------------------------------------------------------------------------------------
+    code = "import os, random, sys\nprint(random.random(), os.environ, sys.argv, sys.path, sys.stdin.read())"
+    outputs = {run_checks(code, "f()").output for _ in range(2)}
+    assert len(outputs) == 2
+    assert all(output.endswith(" environ({}) [''] [] \n") for output in outputs)
 
 
 @pytest.mark.parametrize(
@@ -552,22 +530,20 @@ def test_each_run_is_fresh(monkeypatch: pytest.MonkeyPatch):
         "while True: pass",
         "9**9**9",  # one long step of the interpreter
         "import time\ntime.sleep(100)",
-        "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     ],
 )
 def test_time_is_limited(code: str):
-    run = run_python("print('begun')\n" + code, timeout_seconds=0.2)
-    assert (run.ok, run.output, run.error, run.timed_out) == (False, "begun\n", "timed out after 0.2 s", True)
-    assert 0.2 <= run.seconds < 5
+    run = run_checks("print('begun')\n" + code, "f(1)", timeout_seconds=0.2)
+    assert (run.ok, run.output, run.timed_out) == (False, "begun\n", True) and "0.2" in run.error
 
 
 def test_memory_is_limited(sandboxed: Callable[..., Run]):
-    megabytes = 1024**2
+    size = 64 * 1024**2
     for code in ("x = bytearray(100 * 1024**2)", "x = []\nwhile True: x.append('x' * 10**6 + str(len(x)))"):
-        run = sandboxed("run_python", code, memory_bytes=64 * megabytes)
-        assert not run.ok and run.error.startswith("MemoryError"), run
-    assert sandboxed("run_python", "x = bytearray(40 * 1024**2)", memory_bytes=64 * megabytes).ok
+        run = sandboxed(code, CHECKS, memory_bytes=size)
+        assert not run.ok and "MemoryError" in run.error, run
+    assert sandboxed(f"x = bytearray(40 * 1024**2)\n{SQUARE}", CHECKS, memory_bytes=size).ok
 
 
 @pytest.mark.parametrize(
@@ -575,45 +551,34 @@ def test_memory_is_limited(sandboxed: Callable[..., Run]):
     [
         "import os\nwhile True: os.fork()",
         "import _thread\nwhile True: _thread.start_new_thread(print, ())",
-        "def f(n): return f(n + 1)\nf(0)",
         "import sys\nsys.setrecursionlimit(10**9)\nf = lambda n: f(n + 1)\nf(0)",
         "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nprint(x)",
         "eval('(' * 10**6)",
-        "x = 0\nfor _ in range(10**6): x = [x]\ndel x\nraise ValueError",
     ],
 )
 def test_bombs_do_not_go_off(code: str, adopts_orphans: None):
-    run_python("")
     before = descendants(os.getpid())
-    run = run_python(code, timeout_seconds=1, memory_bytes=128 * 1024**2)
+    run = run_checks(code, CHECKS, timeout_seconds=1, memory_bytes=128 * 1024**2)
     assert not run.ok and run.error and "\n" not in run.error
     assert descendants(os.getpid()) - before == set()
 
 
-def test_a_long_program_is_no_problem():
-    assert run_python("x = 1\n" * 50_000 + "print(x)", timeout_seconds=60).output == "1\n"
-
-
-# ---- Programs and their checks -----------------------------------------------------------------------------------
-
-SQUARE = "def f(x): return x * x"
-CHECKS = "assert f(2) == 4\nassert f(3) == 9"
+# ---------------------------------------------------------------------- programs and their checks
 
 
 def test_right_programs_pass(sandboxed: Callable[..., Run]):
-    run = sandboxed("run_checks", SQUARE, CHECKS)
+    run = sandboxed(SQUARE, CHECKS)
     assert (run.ok, run.error, run.output) == (True, "", "")
-    assert passes(SQUARE, CHECKS) and passes("f = lambda x, *, n=2: x ** n", "assert f(3) == 9 and f(2, n=3) == 8")
+    assert passes("f = lambda x, *, n=2: x ** n", "assert f(3) == 9 and f(2, n=3) == 8")
 
 
 def test_a_task_in_the_style_of_humaneval():
     program = '''
 from typing import List
-import math
 
 def poly(xs: List[float], x: float):
     """Evaluates a polynomial."""
-    return sum(coefficient * math.pow(x, i) for i, coefficient in enumerate(xs))
+    return sum(coefficient * x ** i for i, coefficient in enumerate(xs))
 
 def find_zero(xs: List[float]) -> float:
     low, high = -1000.0, 1000.0
@@ -637,47 +602,30 @@ check(find_zero)
 """
     run = run_checks(program, checks)
     assert run.ok and run.output == ""
-    wrong = program.replace("return low", "return low + 1")
-    run = run_checks(wrong, checks)
+    run = run_checks(program.replace("return low", "return low + 1"), checks)
     assert not run.ok and run.error == "AssertionError: not a zero (line 8)"
 
 
-VALUES = [
-    *(
-        "None",
-        "True",
-        "0",
-        "-7",
-        "10**400",
-        "-(2**2000)",
-        "1.5",
-        "-0.0",
-        "float('inf')",
-        "1e-300",
-        "''",
-        "'é\\n\"\\ud800'",
-    ),
-    *("b'\\x00\\xff'", "[]", "[1, [2, (3, {4: {5, 6}})]]", "()", "(1,)", "{}", "{'a': [1], (1, 2): None, 3: {}}"),
-    *("set()", "{1, 'a'}", "frozenset({1})", "range(2, 9, 3)", "[{'tuple': [1]}]", "{'dict': 1}"),
-]
+VALUES = (
+    *("None", "True", "0", "-7", "10**5000", "-(2**2000)", "1.5", "-0.0", "float('inf')", "1e-300"),
+    *("''", "'é\\n\"\\ud800'", "b'\\x00\\xff'"),
+    *("[]", "[1, [2, (3, {4: {5, 6}})]]", "()", "(1,)", "{}", "{'a': [1], (1, 2): None, 3: {}}"),
+    *("set()", "{1, 'a'}", "frozenset({1})", "[{'tuple': [1]}]", "{'dict': 1}"),
+)
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_values_travel_unchanged(value: str):
-    checks = f"value = {value}\nassert same(value) == value == CONSTANT and type(same(value)) is type(value)\n"
-    checks += "assert repr(same(value)) == repr(value) or isinstance(value, set)"
-    assert run_checks(f"def same(x): return x\nCONSTANT = {value}", checks).error == ""
+def test_values_travel_unchanged():
+    checks = "def check(value):\n    assert same(value) == value and type(same(value)) is type(value), value\n"
+    checks += "    assert repr(same(value)) == repr(value) or isinstance(value, set), value\n"
+    checks += "\n".join(f"check({value})" for value in VALUES)
+    assert run_checks("def same(x): return x", checks).error == ""
 
 
 def test_what_travels_otherwise():
     program = """
-import collections, math
+import collections
 class Mine(ValueError): pass
 def fails(): raise Mine("no good")
-def decodes(): return b"\\xff".decode()
-def yields():
-    yield 1
-    yield 2
 def counts(): return collections.Counter("aab")
 def gives_class(): return Mine
 def takes(x): return type(x).__name__
@@ -693,18 +641,15 @@ def raised(function, kind):
     except kind as error:
         return str(error)
     assert False
-assert raised(fails, ValueError) == "no good"
-assert raised(decodes, RuntimeError)
-assert list(yields()) == [1, 2] and next(yields()) == 1
+assert raised(fails, RuntimeError) == "Mine: no good"
 assert counts() == {"a": 2, "b": 1}
-assert "Mine" in raised(gives_class, TypeError) or "type" in raised(gives_class, TypeError)
+assert "type" in raised(gives_class, RuntimeError)
 assert "function" in raised(lambda: takes(raised), TypeError)
+assert "NameError" in raised(missing, RuntimeError) or "KeyError" in raised(missing, RuntimeError)
 assert takes(True) == "bool" and takes((1,)) == "tuple"
 mine = [0]
 assert changes(mine) == [0, 1] and mine == [0]
 assert Point(1, y=2) == (1, 2)
-assert math.sqrt(4) == 2
-assert "missing" not in globals()
 """
     assert run_checks(program, checks).error == ""
 
@@ -749,14 +694,14 @@ WRONG = {
 def test_wrong_programs_do_not_pass(name: str):
     run = run_checks(WRONG[name], CHECKS, timeout_seconds=0.3, memory_bytes=128 * 1024**2)
     assert not run.ok and run.error and "\n" not in run.error
-    assert run.timed_out == name.startswith("an endless loop") or name == "an endless answer"
+    assert run.timed_out == name.startswith("an endless loop") or name in ("an endless answer", "a huge answer")
 
 
 @pytest.mark.parametrize("leaving", ["exit(0)", "raise SystemExit(0)", "import os; os._exit(0)"])
 def test_leaving_fails_even_where_the_checks_catch_everything(leaving: str):
-    checks = "try:\n    f(1)\n    assert False\nexcept:\n    pass\nassert g(1) == 1"
-    assert not passes(f"def f(x): {leaving}\ndef g(x): return x", checks)
-    assert passes("def f(x): raise ValueError\ndef g(x): return x", checks)
+    checks = "try:\n    f(1)\n    assert False\nexcept:\n    pass\n"
+    assert not passes(f"def f(x): {leaving}", checks)
+    assert passes("def f(x): raise ValueError", checks)
 
 
 @pytest.mark.parametrize(
@@ -767,10 +712,7 @@ def test_leaving_fails_even_where_the_checks_catch_everything(leaving: str):
         ("def f(x): raise GeneratorExit", "assert all(f(x) == x for x in [1, 2])"),
         # what Python has is Python's
         ("def f(x): return -5\ndef abs(x): return 0", "assert abs(f(5) - 5) < 1e-6"),
-        (
-            "def f(x): return 1\ndef all(x): return True\ndef len(x): return 3",
-            "assert all([f(2) == 2]) and len([1]) == 3",
-        ),
+        ("def f(x): return 1\ndef all(x): return True\ndef len(x): return 3", "assert all([f(2) == 2])"),
         ("__name__ = 'checks?'\ndef f(x): return 1", "assert f(1) == 1 and __name__ == 'checks?'"),
         ("class math:\n  isclose = lambda *a: True\ndef f(x): return 1", "import math\nassert math.isclose(f(2), 2)"),
         ("class math:\n  isclose = lambda *a: True\ndef f(x): return 1", "assert math.isclose(f(2), 2)"),
@@ -810,91 +752,62 @@ def search():
     return any(wanted in text for text in seen if text != wanted)
 def reads():
     return ctypes.string_at(id("x"), 16) != b""
-found = search()
+early = search()
+def found(): return early
 """
-    checks = f"# {canary}\nmark = '{canary}'\nassert found is False and search() is False and reads()"
+    checks = f"# {canary}\nmark = '{canary}'\nassert found() is False and search() is False and reads()"
     for _ in range(2):
         assert run_checks(program, checks).error == ""
     # the search works: it finds what is there
     planted = f"here = ['{canary}!']\n" + program
-    assert run_checks(planted, "assert found is True").ok
+    assert run_checks(planted, "assert found() is True").ok
 
 
-# ---- Many at once, and the end of everything ----------------------------------------------------------------------
+# ---------------------------------------------------------------------- many at once, and the end of everything
 
 
-def test_threads():
-    def one(index: int) -> bool:
-        if index % 4 == 0:
-            return passes(f"def f(x): return x + {index}", f"assert f(1) == {index + 1}")
-        if index % 4 == 1:
-            return not passes(f"def f(x): return x + {index}", f"assert f(1) == {index}")
-        if index % 4 == 2:
-            return run_python("while True: pass", timeout_seconds=0.2).timed_out
-        return run_python(f"print({index} * 2)").output == f"{index * 2}\n"
-
-    with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(one, range(36)))
-    assert len(sandbox._Zygote.waiting) == len(sandbox._Zygote.living) <= 7
-
-
-def test_nothing_is_left_behind(adopts_orphans: None):
+def test_threads_leave_nothing_behind(adopts_orphans: None):
     """No process, no descriptor, no thread."""
-    run_checks(SQUARE, CHECKS)
+
+    def one(index: int) -> bool:
+        if index % 3 == 0:
+            return passes(f"def f(x): return x + {index}", f"assert f(1) == {index + 1}")
+        if index % 3 == 1:
+            return not passes(f"def f(x): return x + {index}", f"assert f(1) == {index}")
+        return run_checks("while True: pass", CHECKS, timeout_seconds=0.2).timed_out
 
     def state():
         return descendants(os.getpid()), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
+    passes(SQUARE, CHECKS)
     before = state()
-    for code in ("print(1)", "while True: pass", "import os\nos._exit(3)", "1/0"):
-        run_python(code, timeout_seconds=0.2)
-    run_checks(SQUARE, CHECKS)
-    run_checks("while True: pass", CHECKS, timeout_seconds=0.2)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(12)))
     assert state() == before
 
 
-def test_a_zygote_that_was_killed_is_replaced():
-    run_python("")
-    for zygote in sandbox._Zygote.waiting:
-        zygote.process.kill()
-        zygote.process.wait()
-    assert run_python("print(1)").output == "1\n"
+START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import passes\n"
 
 
-START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import run_python\n"
-
-
-@pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(60)"])
-def test_no_jail_outlives_its_parent(code: str):
-    parent = subprocess.Popen([sys.executable, "-c", START + f"run_python({code!r}, timeout_seconds=60)"])
+def test_no_jail_outlives_its_parent():
+    code = START + "passes('while True: pass', 'f(1)', timeout_seconds=60)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 30
-    while len(family := descendants(parent.pid)) < 2 and time.monotonic() < deadline:
+    while len(descendants(parent.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.2)
+    time.sleep(0.5)
     family = descendants(parent.pid)
-    assert len(family) == 2  # a zygote and a jail
+    assert len(family) == 2  # the program and the checks
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     while time.monotonic() < deadline:
-        alive = {pid for pid, (_, state) in processes().items() if pid in family and state != "Z"}
-        if not alive:
+        if not {pid for pid, (_, state) in processes().items() if pid in family and state != "Z"}:
             return
         time.sleep(0.02)
     pytest.fail("a jail outlived its parent")
 
 
-def test_a_forked_child_has_its_own_zygote():
-    code = START + (
-        "import os\nassert run_python('print(1)').output == '1\\n'\n"
-        "child = os.fork()\n"
-        "for _ in range(5): assert run_python(f'print({os.getpid()})').output == f'{os.getpid()}\\n'\n"
-        "if child: assert os.waitpid(child, 0)[1] == 0\n"
-    )
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
-
-
-# ---- Where it cannot isolate ---------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- where it cannot isolate
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -907,23 +820,23 @@ def refused(call: Callable[[], object]) -> str:
 def test_refuses_another_system_or_machine(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
-        assert "seccomp, and this is darwin" in refused(lambda: run_python("1"))
+        assert "seccomp, and this is darwin" in refused(lambda: passes(SQUARE, CHECKS))
         assert "seccomp, and this is darwin" in refused(lambda: passes(SQUARE, CHECKS))
     with monkeypatch.context() as patch:
         patch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
-        assert "x86_64 or aarch64, and this is riscv64" in refused(lambda: run_python("1"))
+        assert "x86_64 or aarch64, and this is riscv64" in refused(lambda: passes(SQUARE, CHECKS))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "maxsize", 2**31 - 1)
-        assert "64-bit" in refused(lambda: run_python("1"))
+        assert "64-bit" in refused(lambda: passes(SQUARE, CHECKS))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "")
-        assert "sys.executable" in refused(lambda: run_python("1"))
+        assert "sys.executable" in refused(lambda: passes(SQUARE, CHECKS))
 
 
 def test_refuses_where_no_jail_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox._Zygote, "waiting", [])
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert "exit code 1" in refused(lambda: run_python("1"))
+    for python in ("/bin/false", "/no/such/python"):
+        monkeypatch.setattr(sys, "executable", python)
+        assert "did not start" in refused(lambda: passes(SQUARE, CHECKS))
 
 
 def test_refuses_where_the_kernel_has_no_seccomp():
@@ -940,39 +853,28 @@ assert libc.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(program)
 {START}
 from nanochat.shell.cli import UserError
 try:
-    run_python("1")
+    passes("1", "1")
 except UserError as error:
     print(error)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "a jail did not stand: [Errno 22] prctl 22: Invalid argument" in ran.stdout, ran
+    assert "[Errno 22] prctl 22" in ran.stdout, ran
     assert len(ran.stdout.splitlines()) == 1 and ran.stderr == ""
 
 
-def test_checks_that_do_not_compile_are_told_even_before_the_program_begins():
-    for _ in range(30):
-        assert run_checks(SQUARE, "f(1) +").error.startswith("SyntaxError")
-
-
-def test_bad_limits_are_told():
+def test_bad_limits_are_refused():
     for seconds in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout_seconds"):
-            run_python("1", timeout_seconds=seconds)
+            passes("1", "1", timeout_seconds=seconds)
 
 
 @pytest.mark.slow
-def test_a_thousand_runs():
-    """What a run costs is printed, not asserted: `pytest -s`."""
-    run_python("")
-    for name, call in {
-        "run_python": lambda: run_python("print(1)").ok,
-        "passes": lambda: passes("from typing import List\n" + SQUARE, CHECKS),
-    }.items():
-        times = []
-        for _ in range(500):
-            started = time.perf_counter()
-            assert call()
-            times.append(time.perf_counter() - started)
-        times.sort()
-        print(f"{name}: median {times[250] * 1000:.1f} ms, 99% {times[495] * 1000:.1f} ms")
-    assert len(sandbox._Zygote.living) <= 8
+def test_a_hundred_runs():
+    """The overhead of a run is printed, not asserted: `pytest -s`."""
+    times = []
+    for _ in range(100):
+        started = time.perf_counter()
+        assert passes("from typing import List\n" + SQUARE, CHECKS)
+        times.append(time.perf_counter() - started)
+    times.sort()
+    print(f"median {times[50] * 1000:.1f} ms, 99% {times[98] * 1000:.1f} ms")
