@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -210,8 +207,9 @@ def sharded(device: str) -> nn.Module:
     return model
 
 
-def trained(device: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    model, losses = sharded(device), []
+def trained(device: str, rank: int) -> tuple[nn.Module, list[float]]:
+    model = sharded(device)
+    losses = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(4):
         inputs, targets = values(100 * step + rank, 8, 12), values(1000 + 100 * step + rank, 8, 5)
@@ -220,37 +218,19 @@ def trained(device: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, l
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return model, optimizer, losses
+    return model, losses
 
 
 def fsdp_equals_gloo(rank: int, ranks: int) -> None:
-    """Two addends have one sum; with more, gloo adds in another order."""
-    on_npu, _, losses = trained("npu", rank)
-    on_cpu, _, expected = trained("cpu", rank)
-    tolerance = 0 if ranks == 2 else 1e-5
+    """To rounding: gloo adds four addends in another order."""
+    on_npu, losses = trained("npu", rank)
+    on_cpu, expected = trained("cpu", rank)
+    tolerance = 1e-5
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(on_npu.parameters(), on_cpu.parameters(), strict=True):
         whole = ours.full_tensor().cpu()  # pyright: ignore[reportAttributeAccessIssue]
         reference = theirs.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
         torch.testing.assert_close(whole, reference, rtol=tolerance, atol=tolerance)
-
-
-def distributed_checkpoint(rank: int, ranks: int) -> None:
-    folder = FOLDER / "checkpoint"
-    model, optimizer, _ = trained("npu", rank)
-    weights, moments = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    dist.barrier()
-    other = sharded("npu")
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
-    weights, moments = get_state_dict(other, other_optimizer)
-    load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=moments)
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.to_local().cpu(), theirs.to_local().cpu())  # pyright: ignore[reportAttributeAccessIssue]
-        for name in ("exp_avg", "exp_avg_sq"):
-            saved, loaded = optimizer.state[ours][name], other_optimizer.state[theirs][name]
-            assert torch.equal(saved.to_local().cpu(), loaded.to_local().cpu())
 
 
 CHECKS = (
@@ -270,7 +250,6 @@ CHECKS = (
     documented_limits,
     data_types,
     fsdp_equals_gloo,
-    distributed_checkpoint,
 )
 
 if __name__ == "__main__":

@@ -385,60 +385,11 @@ def every_collective(me: Rank) -> tuple[int, int]:
     return every_reduction(me), every_movement(me)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("piece", ["4096", "4194304"])  # many pieces a message, one piece
+@pytest.mark.parametrize(("ranks", "piece"), [(4, "4096"), (2, "4194304")])  # many pieces a message, one piece
 def test_every_collective(library: str, ranks: int, piece: str) -> None:
     reductions, movements = (len(REDUCIBLE) * 4 - 2) * 3 * 5, len(MOVABLE) * 3 * 7
     results = run(library, every_collective, ranks, SIMNPU_HCCL_PIECE=piece)
     assert results == [(reductions, movements)] * ranks
-
-
-def sixteen_bits(me: Rank) -> list[np.ndarray]:
-    """Sums of all 65,536 patterns with zero, and with rank 1's multiples of 2^-20."""
-    group, results = me.group(), []
-    patterns = np.arange(65536, dtype=np.uint16)
-    for name in ("bfloat16", "float16"):
-        for addend in (0.0, 2.0**-20 * 1.5):
-            zeros = np.full(65536, addend, np.float32)
-            theirs = to_bits(zeros) if name == "bfloat16" else zeros.astype(np.float16)
-            out = blank(name, 65536)
-            mine = patterns if me.rank == 0 else theirs.view(np.uint16)
-            assert group.all_reduce(mine, out, size(65536), TYPES[name][0], SUM) == SUCCESS
-            results.append(out.view(np.uint16))
-    return results
-
-
-def test_every_number_of_sixteen_bits(library: str) -> None:
-    """The same as numpy's and torch's own conversions, NaN for NaN, and both ranks alike."""
-    import torch
-
-    first, second = run(library, sixteen_bits, 2)
-    patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
-    expected = []
-    for dtype in (torch.bfloat16, torch.float16):
-        for addend in (0.0, 2.0**-20 * 1.5):
-            theirs = torch.tensor(addend).to(dtype).float()
-            expected.append((patterns.view(dtype).float() + theirs).to(dtype))
-    for mine, theirs, want in zip(first, second, expected, strict=True):
-        assert np.array_equal(mine, theirs)
-        got = torch.from_numpy(mine).view(want.dtype)
-        assert torch.equal(got.isnan(), want.isnan())
-        numbers = ~want.isnan()
-        assert torch.equal(got.view(torch.uint16)[numbers], want.view(torch.uint16)[numbers])
-
-
-def a_large_sum(me: Rank) -> int:
-    """Megabytes that the process has needed at most."""
-    group = me.group()
-    numbers = np.full(3_000_001, me.rank + 1, np.float32)  # three pieces of 4 MiB
-    assert group.all_reduce(numbers, numbers, size(numbers.size), TYPES["float32"][0], SUM) == SUCCESS
-    assert (numbers == 3).all()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) // 1024
-
-
-def test_more_than_the_buffer_holds(library: str) -> None:
-    assert max(run(library, a_large_sum, 2)) < 200
 
 
 # ---------------------------------------------------------------------- send and receive
@@ -483,36 +434,8 @@ def messages(me: Rank) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_send_and_receive(library: str, ranks: int) -> None:
-    assert run(library, messages, ranks) == ["done"] * ranks
-
-
-def both_send(me: Rank) -> int:
-    """HCCL's send waits until it is received, so two that send to each other wait for ever."""
-    group = me.group()
-    number = np.zeros(1, np.int32)
-    return group.send(number, size(1), TYPES["int32"][0], 1 - me.rank)
-
-
-def test_two_sends_block_each_other(library: str) -> None:
-    results = run(library, both_send, 2, HCCL_EXEC_TIMEOUT="0.3")
-    assert results == [TIMEOUT] * 2
-    assert "EI0002: send of communicator" in results.stderr
-
-
-def unequal(me: Rank) -> int:
-    group = me.group()
-    numbers = np.zeros(4, np.int32)
-    if me.rank == 0:
-        return group.send(numbers, size(4), TYPES["int32"][0], 1)
-    return group.recv(numbers, size(3), TYPES["int32"][0], 0)
-
-
-def test_a_message_of_another_length(library: str) -> None:
-    results = run(library, unequal, 2, HCCL_EXEC_TIMEOUT="0.3")
-    assert results == [TIMEOUT, PARAMETER]
-    assert "rank 0 sends 16 bytes to rank 1, which expects 12" in results.stderr
+def test_send_and_receive(library: str) -> None:
+    assert run(library, messages, 3) == ["done"] * 3
 
 
 # ---------------------------------------------------------------------- communicators
@@ -566,42 +489,6 @@ def test_several_communicators(library: str) -> None:
     assert results[0][2] == sum(4 + 2 * round for round in range(50))
 
 
-def alone(me: Rank) -> list[float]:
-    group = me.group()
-    numbers = np.array([1.5, -2], np.float32)
-    assert group.all_reduce(numbers, numbers, size(2), TYPES["float32"][0], SUM) == SUCCESS
-    assert group.barrier() == SUCCESS
-    return numbers.tolist()
-
-
-def test_one_rank(library: str) -> None:
-    assert run(library, alone, 1) == [[1.5, -2]]
-
-
-def refused_arguments(me: Rank) -> list[int]:
-    group = me.group()
-    numbers, handle = np.zeros(2, np.float32), ctypes.c_void_p()
-    wrong = configuration()
-    wrong.magic = 1
-    info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
-    call = me.library.HcclCommInitRootInfoConfig
-    return [
-        group.all_reduce(numbers, numbers, size(2), 12, SUM),  # int128
-        group.all_reduce(numbers, numbers, size(2), 4, 4),
-        group.broadcast(numbers, size(2), 4, 2),
-        group.send(numbers, size(2), 4, me.rank),
-        call(2, info, 2, None, ctypes.byref(handle)),
-        call(2, info, 0, ctypes.byref(wrong), ctypes.byref(handle)),
-        me.library.HcclCommDestroy(None),
-        me.library.HcclCommResume(group.handle),
-    ]
-
-
-def test_what_is_refused(library: str) -> None:
-    codes = [PARAMETER, NOT_SUPPORTED, PARAMETER, PARAMETER, PARAMETER, PARAMETER, 2, NOT_SUPPORTED]
-    assert run(library, refused_arguments, 2) == [codes] * 2
-
-
 def outside_the_documentation(me: Rank) -> list[int]:
     group, codes = me.group(), []
     for name, operation in (("uint8", SUM), ("int16", PROD), ("bfloat16", PROD), ("float64", SUM), ("int64", SUM)):
@@ -616,49 +503,68 @@ def test_documented_limits(library: str, limits: str, code: int) -> None:
     assert run(library, outside_the_documentation, 2, SIMNPU_HCCL_LIMITS=limits) == [codes] * 2
 
 
-def test_error_texts(library: str) -> None:
-    function = ctypes.CDLL(library).HcclGetErrorString
-    function.restype = ctypes.c_char_p
-    texts = [function(code) for code in (SUCCESS, PARAMETER, NOT_SUPPORTED, UNAVAILABLE, TIMEOUT, REMOTE, 99)]
-    assert texts == [
-        b"no error",
-        b"parameter error",
-        b"not support feature",
-        b"resource unavailable",
-        b"timeout",
-        b"error cqe",
-        b"unknow error",  # sic
-    ]
-
-
 # ---------------------------------------------------------------------- faults
 
 
-def one_is_missing(me: Rank) -> tuple[int, float, float]:
-    """Rank 1 leaves out the second sum. Code, seconds and processor seconds of the others' wait."""
+def mistakes(me: Rank) -> list[int]:
+    """The codes of one mistake after another on two ranks, each on a communicator of its own."""
+    float32 = TYPES["float32"][0]
+    numbers = np.zeros(8, np.float32)
+    codes = []
+
+    group = me.group()  # HCCL's send waits until it is received, so two that send to each other wait for ever
+    codes.append(group.send(numbers, size(8), float32, 1 - me.rank))
     group = me.group()
+    if me.rank == 0:
+        codes.append(group.send(numbers, size(4), float32, 1))
+    else:
+        codes.append(group.recv(numbers, size(3), float32, 0))
+    group = me.group()
+    if me.rank == 0:
+        codes.append(group.all_reduce(numbers, numbers, size(8), float32, SUM))
+    else:
+        codes.append(group.broadcast(numbers, size(8), float32, 0))
+    codes.append(me.group().all_reduce(numbers, numbers, size(8 - me.rank), float32, SUM))
+    codes.append(me.join(ranks=3)[0])
+    return codes
+
+
+def test_mistakes_are_found_and_named(library: str) -> None:
+    results = run(library, mistakes, 2, HCCL_EXEC_TIMEOUT="0.3", HCCL_CONNECT_TIMEOUT="0.3")
+    others = [PARAMETER, PARAMETER, TIMEOUT]
+    assert results == [[TIMEOUT, TIMEOUT, *others], [TIMEOUT, PARAMETER, *others]]
+    for text in (
+        "EI0002: send of communicator",
+        "rank 0 sends 16 bytes to rank 1, which expects 12",
+        "rank 0 all_reduce of float32 (operation 0, root 0), rank 1 broadcast of float32",
+        "rank 1 sends 28 bytes to rank 0, which expects 32",
+        "EI0015: rank 0 of 3",
+        'List of unconnected ranks: "[2]"',
+    ):
+        assert text in results.stderr
+
+
+def one_is_missing(me: Rank) -> tuple[int, float]:
+    """Rank 1 leaves out the second sum: the code, and processor seconds of the others' wait."""
+    group = me.group(configuration(exec_timeout=1))
     numbers = np.zeros(8, np.float32)
     assert group.all_reduce(numbers, numbers, size(8), 4, SUM) == SUCCESS
     if me.rank == 1:
-        return 0, 0, 0
-    start, before = time.monotonic(), time.process_time()
+        return 0, 0
+    before = time.process_time()
     code = group.all_reduce(numbers, numbers, size(8), 4, SUM)
-    seconds, processor = time.monotonic() - start, time.process_time() - before
+    processor = time.process_time() - before
     assert group.barrier() == code  # it stays broken, and says so at once
-    return code, seconds, processor
+    return code, processor
 
 
 def test_a_rank_that_does_not_come(library: str) -> None:
-    results = run(library, one_is_missing, 3, HCCL_EXEC_TIMEOUT="0.4")
-    first, second, third = results
+    """The communicator's own timeout goes before the environment's."""
+    first, second, third = run(library, one_is_missing, 3, HCCL_EXEC_TIMEOUT="60")
     assert second[0] == SUCCESS
-    for code, seconds, processor in (first, third):
+    for code, processor in (first, third):
         assert code == TIMEOUT
-        assert 0.4 <= seconds < 5
         assert processor < 0.1  # it sleeps
-    text = results.stderr
-    assert "EI0002: all_reduce of communicator" in text
-    assert "no notification from rank 1 within 0.4 s (HCCL_EXEC_TIMEOUT)" in text
 
 
 def one_dies(me: Rank) -> int:
@@ -673,55 +579,6 @@ def test_a_rank_that_dies_and_nothing_left_behind(library: str) -> None:
     before = set(Path("/dev/shm").iterdir())
     assert run(library, one_dies, 3, HCCL_EXEC_TIMEOUT="0.3") == [None, TIMEOUT, TIMEOUT]
     assert set(Path("/dev/shm").iterdir()) == before
-
-
-def own_timeout(me: Rank) -> tuple[int, float]:
-    group = me.group(configuration(exec_timeout=1))
-    start = time.monotonic()
-    return group.barrier() if me.rank == 0 else 0, time.monotonic() - start
-
-
-def test_a_timeout_of_the_communicator(library: str) -> None:
-    """The configuration goes before the environment."""
-    (code, seconds), _ = run(library, own_timeout, 2, HCCL_EXEC_TIMEOUT="60")
-    assert code == TIMEOUT
-    assert 1 <= seconds < 10
-
-
-def waits_for_a_third(me: Rank) -> int:
-    return me.join(ranks=3)[0]
-
-
-def test_a_rank_that_does_not_join(library: str) -> None:
-    results = run(library, waits_for_a_third, 2, HCCL_CONNECT_TIMEOUT="0.3")
-    assert results == [TIMEOUT] * 2
-    text = results.stderr
-    assert "EI0015: rank 0 of 3" in text
-    assert 'List of unconnected ranks: "[2]"' in text
-
-
-def different_calls(me: Rank) -> int:
-    group = me.group()
-    numbers = np.zeros(8, np.float32)
-    return group.broadcast(numbers, size(8), 4, 0) if me.rank else group.all_reduce(numbers, numbers, size(8), 4, SUM)
-
-
-def test_ranks_that_call_different_things(library: str) -> None:
-    results = run(library, different_calls, 2)
-    assert results == [PARAMETER] * 2
-    text = results.stderr
-    assert "rank 0 all_reduce of float32 (operation 0, root 0), rank 1 broadcast of float32" in text
-
-
-def different_sizes(me: Rank) -> int:
-    numbers = np.zeros(8, np.float32)
-    return me.group().all_reduce(numbers, numbers, size(8 - me.rank), 4, SUM)
-
-
-def test_ranks_that_bring_different_sizes(library: str) -> None:
-    results = run(library, different_sizes, 2)
-    assert results == [PARAMETER] * 2
-    assert "rank 1 sends 28 bytes to rank 0, which expects 32" in results.stderr
 
 
 def four_sums(me: Rank) -> list[int]:
@@ -804,9 +661,9 @@ def torchrun(simulated: Simulated) -> Simulated:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_torch_distributed(torchrun: Simulated, ranks: int, tmp_path: Path) -> None:
+def test_torch_distributed(torchrun: Simulated, tmp_path: Path) -> None:
     """Everything in hccl_worker.py, in one launch; the counts are written when the processes end."""
+    ranks = 4
     worker, counts = os.fspath(HERE / "hccl_worker.py"), os.fspath(tmp_path / "counts")
     done = torchrun(ranks, worker, os.fspath(tmp_path), HCCL_EXEC_TIMEOUT="30", SIMNPU_HCCL_COUNTS=counts)
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -814,7 +671,7 @@ def test_torch_distributed(torchrun: Simulated, ranks: int, tmp_path: Path) -> N
     assert not errors, "\n".join(errors)
     assert done.returncode == 0, done.stderr
     assert all(list(outcome) == list(outcomes[0]) for outcome in outcomes)
-    assert len(outcomes[0]) == 17
+    assert len(outcomes[0]) == 16
     for rank in range(ranks):
         default_group = json.loads((tmp_path / f"counts.rank{rank}.json").read_text())["communicators"][-1]
         assert default_group["calls"]["all_reduce"]["calls"] == 6 + 2 + 3 + 2
