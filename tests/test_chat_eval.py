@@ -22,7 +22,7 @@ from nanochat.evals.chat import Graded, Result, chat_core, evaluate, graded_choi
 from nanochat.sampling import seed_of
 from nanochat.shell import cli, paths
 from nanochat.shell.cli import UserError
-from nanochat.tasks.registry import BUILT_IN
+from nanochat.tasks.registry import BUILT_IN, task_class
 from nanochat.tasks.task import Example, Task, choice_question, chosen_letter
 
 CONTEXT = 64
@@ -238,8 +238,8 @@ def spoiled(name: str, text: str) -> str:
 def test_reference_answers_score_all_and_spoiled_ones_nothing(
     name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BUILT_IN[name], "__len__", lambda task: 100)
-    tokenizer, task = tiny_tokenizer(), BUILT_IN[name]("test")
+    monkeypatch.setattr(task_class(name), "__len__", lambda task: 100)
+    tokenizer, task = tiny_tokenizer(), task_class(name)("test")
     right: dict[tuple[int, ...], list[int]] = {}
     wrong: dict[tuple[int, ...], list[int]] = {}
     for example in map(task.example, range(len(task))):
@@ -491,7 +491,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert re.search(r"^addition, wrong\n  user: .*\d+.*\n  assistant: ", out, re.M)
     assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
 
-    monkeypatch.setattr(BUILT_IN["spelling"], "grade", always_right)
+    monkeypatch.setattr(task_class("spelling"), "grade", always_right)
     call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
     both, out = written(), capsys.readouterr().out
     assert list(both["tasks"]) == ["addition", "spelling", "letters"]

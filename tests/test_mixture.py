@@ -1,6 +1,9 @@
 """A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tiny import tiny_tokenizer
@@ -19,7 +22,7 @@ from nanochat.tasks.mixture import (
     default_tasks,
     open_mixture,
 )
-from nanochat.tasks.registry import BUILT_IN, FROM_HUB, Choice, open_task, parse_tasks, require_pairs
+from nanochat.tasks.registry import BUILT_IN, FROM_HUB, TaskSpec, open_task, parse_tasks, require_pairs, task_class
 from nanochat.tasks.task import Example, Task
 
 
@@ -85,10 +88,10 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
     file = tmp_path / "chat:s.jsonl"
     file.write_text("")
     assert parse_tasks(f"stories:2, gsm8k={tmp_path}:0.5,{file}:3,addition") == [
-        Choice("stories", None, 2.0),
-        Choice("gsm8k", str(tmp_path), 0.5),
-        Choice("conversations", str(file), 3.0),
-        Choice("addition", None, 1.0),
+        TaskSpec("stories", None, 2.0),
+        TaskSpec("gsm8k", str(tmp_path), 0.5),
+        TaskSpec("conversations", str(file), 3.0),
+        TaskSpec("addition", None, 1.0),
     ]
 
 
@@ -122,13 +125,13 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     for data in ("demo", "climbmix"):
         require_pairs(parse_tasks(default_dpo_tasks(data)))
     for names in (BUILT_IN_TASKS, HUB_TASKS):
-        assert all(choice.name in {**BUILT_IN, **FROM_HUB} for choice in parse_tasks(names))
+        assert all(spec.name in {**BUILT_IN, **FROM_HUB} for spec in parse_tasks(names))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
-    task = open_task(Choice(name, None, 1.0), split)
+    task = open_task(TaskSpec(name, None, 1.0), split)
     assert task.name == name
     for index in (*range(30), len(task) - 1):
         example = task.example(index)
@@ -146,7 +149,7 @@ def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(nam
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
-    task = open_task(Choice(name, None, 1.0), split)
+    task = open_task(TaskSpec(name, None, 1.0), split)
     for index in (*range(60), len(task) - 1):
         pair, example = task.pair(index), task.example(index)
         assert pair == task.pair(index) and [*pair.question, pair.chosen] == example.messages
@@ -156,12 +159,12 @@ def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
 
 
 def test_wrong_stories_and_sums_are_near_misses():
-    stories = open_task(Choice("stories", None, 1.0), "train")
+    stories = open_task(TaskSpec("stories", None, 1.0), "train")
     for index in range(40):
         right, wrong = stories.example(index).messages[-1]["content"], stories.wrong(index)
         assert right[: len(right) // 4] == wrong[: len(right) // 4] and abs(len(right) - len(wrong)) < 40
         assert any("changes from" in problem for problem in check_story(wrong).problems)
-    sums = open_task(Choice("arithmetic", None, 1.0), "train")
+    sums = open_task(TaskSpec("arithmetic", None, 1.0), "train")
     for index in range(40):
         calls = [
             parts_of(reply["content"])[0]["text"] for reply in (sums.pair(index).chosen, sums.pair(index).rejected)
@@ -172,7 +175,7 @@ def test_wrong_stories_and_sums_are_near_misses():
 
 
 def test_only_a_reply_that_is_compared_is_learned():
-    pair = open_task(Choice("identity", None, 1.0), "train").pair(3)
+    pair = open_task(TaskSpec("identity", None, 1.0), "train").pair(3)
     assert len(pair.question) > 1
     for conversation, reply in zip(pair.conversations, (pair.chosen, pair.rejected), strict=True):
         rendered = render(tiny_tokenizer(), conversation)
@@ -188,7 +191,7 @@ def test_a_dialogue_has_nothing_to_compare():
 def test_held_out_sums_are_in_the_test_split_only():
     for split in ("train", "test"):
         for name in ("addition", "arithmetic"):
-            task = open_task(Choice(name, None, 1.0), split)
+            task = open_task(TaskSpec(name, None, 1.0), split)
             for index in range(200):
                 call = task.example(index).messages[-1]["content"][0]["text"]
                 a, b = (int(n) for n in call.replace("-", "+").replace("*", "+").split("+"))
@@ -198,7 +201,7 @@ def test_held_out_sums_are_in_the_test_split_only():
 
 
 def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
-    task = open_task(Choice("addition", None, 1.0), "test")
+    task = open_task(TaskSpec("addition", None, 1.0), "test")
     example = next(e for e in map(task.example, range(100)) if e.messages[-1]["content"][0]["text"])
     call, output, stated = example.messages[-1]["content"]
     assert task.grade(example, [call, output, stated])
@@ -212,7 +215,7 @@ def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
 
 def test_a_train_question_is_never_a_test_question():
     for name in ("addition", "arithmetic"):
-        train, test = (open_task(Choice(name, None, 1.0), split) for split in ("train", "test"))
+        train, test = (open_task(TaskSpec(name, None, 1.0), split) for split in ("train", "test"))
         asked = {train.example(i).question[0]["content"] for i in range(3000)}
         assert not asked & {test.example(i).question[0]["content"] for i in range(500)}
 
@@ -220,4 +223,20 @@ def test_a_train_question_is_never_a_test_question():
 def test_the_built_in_mixture_opens_offline():
     mixture = open_mixture(BUILT_IN_TASKS, "train")
     names = {mixture.draw(i)[0].name for i in range(1000)}
-    assert names == {choice.name for choice in parse_tasks(BUILT_IN_TASKS)}
+    assert names == {spec.name for spec in parse_tasks(BUILT_IN_TASKS)}
+
+
+IMPORTS = "import sys, nanochat.tasks.mixture as m; m.open_mixture('stories', 'train'); print(*sys.modules)"
+
+
+def test_a_task_is_imported_when_it_is_requested():
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
+    loaded = [name for name in done.stdout.split() if name.startswith(("nanochat.tasks.", "nanochat.data."))]
+    rooms = {"nanochat.tasks.mixture", "nanochat.tasks.registry", "nanochat.tasks.task", "nanochat.data.catalog"}
+    assert set(loaded) == {*rooms, "nanochat.tasks.stories"}
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *FROM_HUB])
+def test_every_entry_of_the_registry_is_the_class_of_its_name(name):
+    assert task_class(name).name == name and task_class(name).kind in ("generative", "choice", "dialogue")

@@ -24,10 +24,11 @@ from nanochat.tasks.conversations import Conversations, messages_of
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mmlu import Mmlu
-from nanochat.tasks.preferences import Preferences, UltraFeedback, pair_of
+from nanochat.tasks.preferences import Preferences, pair_of
 from nanochat.tasks.smoltalk import SmolTalk
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.task import Example, Pair, Task
+from nanochat.tasks.ultrafeedback import UltraFeedback
 from nanochat.tools.calculator import calculate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"

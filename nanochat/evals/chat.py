@@ -27,7 +27,7 @@ from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import UserError
-from nanochat.tasks.registry import BUILT_IN, Choice, parse_tasks, require_grades
+from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
 from nanochat.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ class Graded:
 # ---------------------------------------------------------------------- which tasks
 
 
-def graded_choices(text: str) -> list[Choice]:
+def graded_choices(text: str) -> list[TaskSpec]:
     """The entries of a --tasks flag; every built-in task that can be graded where it is empty.
 
     Raises UserError: for what has nothing to grade, or a weight, or a task named twice.

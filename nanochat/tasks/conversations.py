@@ -1,4 +1,4 @@
-"""Conversations of your own: any .jsonl[.gz] or .parquet, a conversation a row, in one of these forms.
+"""Conversations of your own: any .jsonl[.gz] or .parquet, a conversation per row, in one of these forms.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     [{"role": "user", "content": "..."}, ...]                         the list alone
@@ -6,7 +6,7 @@
     {"instruction": "...", "input": "...", "output": "..."}           Alpaca's
 
 A folder's own train and test files are the splits; otherwise the last 10% of the rows are the test split. Every row is
-checked when the file is opened. A last question that nobody answered is left off: there is nothing to learn from it.
+checked when the file is opened. A last question without an answer is dropped: there is nothing to learn from it.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from nanochat.data.records import data_files, find_split, open_records
 from nanochat.shell.cli import UserError
 from nanochat.tasks.task import Example, Split, Task
 
-NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
 KNOWN = '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}'
 
@@ -31,50 +31,51 @@ class Conversations(Task):
         if path is None:
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         place = Path(path).expanduser()
-        own = {name: find_split(place, names) if place.is_dir() else [] for name, names in NAMES.items()}
-        if all(own.values()):
-            self.records = open_records(own[split])
-            self.range = range(len(self.records))
+        files_of = {name: find_split(place, names) if place.is_dir() else [] for name, names in SPLIT_NAMES.items()}
+        if all(files_of.values()):
+            self.records = open_records(files_of[split])
+            self.numbers = range(len(self.records))  # of this split's records
         else:
             self.records = open_records(data_files(place))
             count = len(self.records)
             cut = min(count * 9 // 10, count - 1) if count > 1 else count
-            self.range = range(cut) if split == "train" else range(cut, count)
-        for index in self.range:
-            self._messages(index)
+            self.numbers = range(cut) if split == "train" else range(cut, count)
+        for number in self.numbers:
+            self.messages(number)
 
     def __len__(self) -> int:
-        return len(self.range)
+        return len(self.numbers)
 
     def example(self, index: int) -> Example:
-        return Example(self._messages(self.range[index]))
+        return Example(self.messages(self.numbers[index]))
 
-    def _messages(self, index: int) -> list[Message]:
-        """Raises UserError: naming the row, when it is not what it should be."""
+    def messages(self, number: int) -> list[Message]:
+        """The conversation of one record. Raises UserError: with the record's place, when it is malformed."""
+        record = self.records[number]
         try:
-            return messages_of(self.records[index])
-        except UserError:
-            raise  # it names the row already
+            return messages_of(record)
         except ValueError as error:
-            raise self.records.error(index, f"is no conversation: {error}") from error
+            raise self.records.error(number, f"is no conversation: {error}") from error
 
 
-def messages_of(row: Any) -> list[Message]:
-    """The messages of a row in any of the forms above, checked; the last one is the assistant's.
+def messages_of(record: Any) -> list[Message]:
+    """The messages of a record in any of the forms above, checked; the last one is the assistant's.
 
-    Raises ValueError: saying what is wrong with it.
+    Raises ValueError: with the problem.
     """
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        row = row["messages"]
-    elif isinstance(row, dict) and isinstance(row.get("conversations"), list):
-        row = row["conversations"]
-    elif isinstance(row, dict) and isinstance(row.get("instruction"), str):
-        asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
-        row = [{"role": "user", "content": asked}, {"role": "assistant", "content": row.get("output")}]
-    elif not isinstance(row, list):
-        has = f"with {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"but {type(row).__name__}"
-        raise ValueError(f"no form that is known ({has}); these are: {KNOWN}")
-    messages = [plain(message) for message in row]
+    fields = record if isinstance(record, dict) else {}
+    if isinstance(fields.get("messages"), list):
+        messages = fields["messages"]
+    elif isinstance(fields.get("conversations"), list):
+        messages = fields["conversations"]
+    elif isinstance(fields.get("instruction"), str):
+        question = "\n\n".join(text for text in (fields["instruction"], fields.get("input")) if text)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": fields.get("output")}]
+    elif isinstance(record, list):
+        messages = record
+    else:
+        raise ValueError(f"no form that is known ({contents(record)}); these are: {KNOWN}")
+    messages = [plain(message) for message in messages]
     check_messages(messages)
     if messages[-1]["role"] == "user":
         messages.pop()
@@ -83,12 +84,19 @@ def messages_of(row: Any) -> list[Message]:
     return messages
 
 
+def contents(record: Any) -> str:
+    """The fields of a record, for messages."""
+    if isinstance(record, dict):
+        return f"with {', '.join(record) or 'nothing'}"
+    return f"but {type(record).__name__}"
+
+
 def plain(message: Any) -> Any:
-    """Only what a message is made of: a column of a .parquet gives each message every key that any of them has."""
+    """A message without other keys: a column of a .parquet has in each message every key that any of them has."""
     if not isinstance(message, dict):
         return message
     if "from" in message and "role" not in message:
-        who = message["from"]
-        role = ROLES.get(who, who) if isinstance(who, str) else who
+        sender = message["from"]
+        role = ROLES.get(sender, sender) if isinstance(sender, str) else sender
         message = {"role": role, "content": message.get("value"), "train": message.get("train")}
     return {key: message[key] for key in ("role", "content", "train") if message.get(key) is not None}

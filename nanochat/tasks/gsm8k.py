@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems whose worked answers use a calculator, 7,473 to learn from and 1,319 to be graded.
 
 A source's answer marks each calculation, `48/2 = <<48/2=24>>24 clips`, and ends in a line `#### 72`. A mark becomes a
-call with its output; the text behind it stays as it is, so that the reader sees the result too. The output is the
+call with its output; the text after it stays as it is, so that the reader sees the result too. The output is the
 mark's own, which that text repeats: all 27,998 of them have the calculator's value, 823 in another spelling (`9.00` for
 9, `.4` for 0.4, once `3/4`).
 
@@ -13,34 +13,25 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.records import open_split
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.recorded import RecordTask
+from nanochat.tasks.task import Example, turn
 
 MARK = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
 NUMBER = re.compile(r"\s*\$?\s*([-+\u2212]?)\s*\$?\s*([0-9.,]+)(?![0-9.,]|/[0-9])")
 
 
-class Gsm8k(Task):
-    """A word problem; graded by the number behind the last `####`."""
+class Gsm8k(RecordTask):
+    """A word problem; graded by the number after the last `####`."""
 
     name, kind, baseline = "gsm8k", "generative", 0.0
-
-    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.records = open_split(self.name, split, path, hub, {"question": str, "answer": str})
-
-    def __len__(self) -> int:
-        return len(self.records)
+    fields = {"question": str, "answer": str}
 
     def example(self, index: int) -> Example:
-        row = self.records[index]
-        number = final_number(row["answer"])
+        record = self.records[index]
+        number = final_number(record["answer"])
         if number is None:
             raise self.records.error(index, "has an answer without a line `#### NUMBER`")
-        messages = [
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": with_calls(row["answer"])},
-        ]
-        return Example(messages, number)
+        return Example(turn(record["question"], with_calls(record["answer"])), number)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         return final_number(text_of(reply)) == example.answer
@@ -54,11 +45,13 @@ def with_calls(answer: str) -> list[Part]:
 
 
 def final_number(text: str) -> str | None:
-    """The number behind the last `####` in its plainest form: `$1,080.00.` is 1080; a fraction or a word is None."""
+    """The number after the last `####` in its plainest form: `$1,080.00.` is 1080; a fraction or a word is None."""
     _, mark, rest = text.rpartition("####")
     match = NUMBER.match(rest) if mark else None
-    digits = match[2].replace(",", "").rstrip(".") if match else ""
-    if not match or not re.fullmatch(r"[0-9]*\.?[0-9]+", digits):
+    if not match:
         return None
-    sign = "-" if match[1] in ("-", "\u2212") and digits.strip("0.") else ""
-    return sign + f"{Decimal(digits).normalize():f}"
+    digits = match[2].replace(",", "").rstrip(".")
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", digits):
+        return None
+    is_negative = match[1] in ("-", "\u2212") and digits.strip("0.") != ""
+    return ("-" if is_negative else "") + f"{Decimal(digits).normalize():f}"

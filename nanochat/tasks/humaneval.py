@@ -1,6 +1,6 @@
 """HumanEval: 164 Python functions to complete from their header and description, graded by running their tests.
 
-What the model writes runs in the jail of sandbox.py only.
+Code that the model writes runs in the jail of tools/sandbox.py only.
 
 Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv:2107.03374).
 """
@@ -10,53 +10,46 @@ import textwrap
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.data.records import open_split
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.recorded import RecordTask
+from nanochat.tasks.task import Example, turn
 from nanochat.tools.sandbox import passes
 
-ASK = "Complete this Python function. Answer with the whole function in one code block."
+INSTRUCTION = "Complete this Python function. Answer with the whole function in one code block."
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)  # the last one may be cut off
 TIMEOUT_SECONDS = 10.0
 
 
-class HumanEval(Task):
+class HumanEval(RecordTask):
     """A function to complete; right when its tests pass."""
 
     name, kind, baseline = "humaneval", "generative", 0.0
-
-    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
-        self.records = open_split(self.name, split, path, hub, fields)
-
-    def __len__(self) -> int:
-        return len(self.records)
+    fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
 
     def example(self, index: int) -> Example:
-        row = self.records[index]
-        header = row["prompt"].rstrip()
-        messages = [
-            {"role": "user", "content": f"{ASK}\n\n```python\n{header}\n```"},
-            {"role": "assistant", "content": f"```python\n{header}\n{row['canonical_solution'].rstrip()}\n```"},
-        ]
-        return Example(messages, {name: row[name] for name in ("prompt", "test", "entry_point")})
+        record = self.records[index]
+        header = record["prompt"].rstrip()
+        question = f"{INSTRUCTION}\n\n```python\n{header}\n```"
+        answer = f"```python\n{header}\n{record['canonical_solution'].rstrip()}\n```"
+        return Example(turn(question, answer), record)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        prompt, test, function = (example.answer[name] for name in ("prompt", "test", "entry_point"))
-        # Some tests call a helper of the prompt: they get the prompt's own, not what the reply made of it.
-        checks = f"{above(prompt, function)}\n{test}\n\ncheck({function})\n"
+        prompt = example.answer["prompt"]
+        function = example.answer["entry_point"]
+        # Some tests call a helper of the prompt: they get the prompt's own, not the reply's version of it.
+        checks = f"{above(prompt, function)}\n{example.answer['test']}\n\ncheck({function})\n"
         return passes(complete_program(prompt, function, text_of(reply)), checks, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def above(prompt: str, function: str) -> str:
-    """What a prompt has above the function: imports, other functions."""
+    """The part of a prompt above the function: imports, other functions."""
     place = _definition(function).search(prompt)
     return prompt[: place.start()] if place else ""
 
 
 def complete_program(prompt: str, function: str, reply: str) -> str:
-    """The program that a reply means: its code block that defines the function, else its first, else all of it.
+    """The program of a reply: its code block that defines the function, else its first, else all of it.
 
-    What the prompt has above the function is put before it; a body alone gets the whole prompt.
+    The part of the prompt above the function is put before it; a body alone gets the whole prompt.
     """
     definition = _definition(function)
     blocks = BLOCK.findall(reply) or [reply]

@@ -1,10 +1,9 @@
 """Who the model is: greetings, its name, what it can do. Bring your own as a .jsonl of conversations instead."""
 
-import random
 from collections.abc import Sequence
 
 from nanochat.conversation import Part, text_of
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.task import Example, GeneratedTask, turn
 
 TURNS = (  # ways to ask | the answer
     (
@@ -30,25 +29,17 @@ TURNS = (  # ways to ask | the answer
 SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.")
 
 
-class Identity(Task):
-    """One to three turns of small talk, now and then behind a system message; the answers are learned by heart."""
+class Identity(GeneratedTask):
+    """One to three turns of small talk, sometimes after a system message; the answers are learned by heart."""
 
     name, kind, baseline = "identity", "generative", 0.0
-
-    def __init__(self, split: Split):
-        self.split = split
-
-    def __len__(self) -> int:
-        return 10_000 if self.split == "train" else 100
+    sizes = {"train": 10_000, "test": 100}
 
     def example(self, index: int) -> Example:
-        rng = random.Random(f"identity/{self.split}/{index}")
+        rng = self.rng(index)
         messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < 0.2 else []
-        for asks, answer in rng.sample(TURNS, rng.randint(1, 3)):
-            messages += [
-                {"role": "user", "content": rng.choice(asks.split("|"))},
-                {"role": "assistant", "content": answer},
-            ]
+        for questions, answer in rng.sample(TURNS, rng.randint(1, 3)):
+            messages += turn(rng.choice(questions.split("|")), answer)
         return Example(messages, messages[-1]["content"])
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:

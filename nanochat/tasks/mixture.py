@@ -1,7 +1,7 @@
-"""Several tasks as one endless row of examples, by weight: example k is the same at every call and on every machine.
+"""Several tasks as one endless sequence of examples: example k is the same at every call and on every machine.
 
-Draws go round a wheel of slots that the tasks share by weight, shuffled anew each turn; a task's own examples come in
-a shuffled order, each once before any comes again.
+Draws go round a wheel of 1,000 slots that the tasks share by weight, shuffled again for each turn; a task's own
+examples come in a shuffled order, each once before any comes again.
 """
 
 import hashlib
@@ -50,30 +50,35 @@ def open_mixture(text: str, split: Split, hub: str = "hf", seed: int = 0, pairs:
 
     Raises UserError: when a name is unknown, or data are missing or damaged.
     """
-    choices = parse_tasks(text)
-    return Mixture([open_task(choice, split, hub, pairs) for choice in choices], [c.weight for c in choices], seed)
+    specs = parse_tasks(text)
+    tasks = [open_task(spec, split, hub, pairs) for spec in specs]
+    return Mixture(tasks, [spec.weight for spec in specs], seed)
 
 
 class Mixture:
+    """Examples of several tasks, in an order that is a function of (seed, index)."""
+
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0):
         for task in tasks:
             if not len(task):
-                raise UserError(
-                    f"--tasks {task.name}: there are no examples in this split: two rows or more, or files of both"
-                )
-        self.tasks, self.seed = list(tasks), seed
+                hint = "give it two rows or more, or a file for each split"
+                raise UserError(f"--tasks {task.name}: there are no examples in this split: {hint}")
+        self.tasks = list(tasks)
+        self.seed = seed
         shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
-        self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # of each task on the wheel
+        self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): of each on the wheel
         self._wheel = lru_cache(4)(self._shuffled_wheel)
         self._order = lru_cache(4 * len(tasks))(self._shuffled_task)
 
     def draw(self, index: int) -> tuple[Task, int]:
-        """Which task, and which of its examples, stands at place `index` of the row."""
-        turn, place = divmod(index, int(self.slots.sum()))
-        wheel, ranks = self._wheel(turn)
-        number = int(wheel[place])
-        epoch, mine = divmod(turn * int(self.slots[number]) + int(ranks[place]), len(self.tasks[number]))
-        return self.tasks[number], int(self._order(number, epoch)[mine])
+        """The task of draw `index`, and the number of its example."""
+        turn, slot = divmod(index, int(self.slots.sum()))
+        wheel, earlier = self._wheel(turn)
+        number = int(wheel[slot])
+        task = self.tasks[number]
+        draws_before = turn * int(self.slots[number]) + int(earlier[slot])  # of this task
+        epoch, place = divmod(draws_before, len(task))
+        return task, int(self._order(number, epoch)[place])
 
     def example(self, index: int) -> Example:
         task, number = self.draw(index)
@@ -84,7 +89,7 @@ class Mixture:
         return task.pair(number)
 
     def fingerprint(self) -> str:
-        """A sha256 by which to know it again: of the tasks' names and lengths, and of sixteen examples of each."""
+        """A sha256 that identifies it: of the tasks' names and lengths, and of sixteen examples of each."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
@@ -92,14 +97,14 @@ class Mixture:
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
-        """The task at each slot of one turn, and how many of its slots stand before that one."""
+        """The task at each slot of one turn, and how many slots before it are of the same task. Both (slots,)."""
         wheel = np.repeat(np.arange(len(self.tasks)), self.slots)
         np.random.default_rng((self.seed, turn)).shuffle(wheel)
-        ranks = np.zeros(len(wheel), np.int64)
+        earlier = np.zeros(len(wheel), np.int64)
         for number in range(len(self.tasks)):
-            mine = wheel == number
-            ranks[mine] = np.arange(mine.sum())
-        return wheel, ranks
+            of_task = wheel == number
+            earlier[of_task] = np.arange(of_task.sum())
+        return wheel, earlier
 
     def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, number, epoch)).permutation(len(self.tasks[number]))
@@ -110,7 +115,8 @@ class MixtureCorpus:
 
     def __init__(self, mixture: Mixture, tokenizer: Tokenizer):
         self.name = "+".join(task.name for task in mixture.tasks)
-        self.mixture, self.tokenizer = mixture, tokenizer
+        self.mixture = mixture
+        self.tokenizer = tokenizer
 
     def block_count(self) -> None:
         return None

@@ -1,22 +1,20 @@
-"""Preference pairs of your own: any .jsonl[.gz] or .parquet, two replies to one question a row, in one of these forms.
+"""Preference pairs of your own: any .jsonl[.gz] or .parquet, a pair per row, in one of these forms.
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
-                                                           [message]; "question" is as good as "prompt"
+                                                           [message]; "question" means "prompt" too
     {"conversations": [...], "chosen": ..., "rejected": ...}                          ShareGPT's names
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
 
-A text under "system" stands before the prompt. Splits, and when a row is checked, are those of conversations.py. As a
-dialogue a pair is its chosen reply.
+A text under "system" goes before the prompt. Splits, and when a row is checked, are those of conversations.py.
 """
 
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
-from nanochat.data.records import open_split
-from nanochat.shell.cli import UserError
-from nanochat.tasks.conversations import Conversations, plain
-from nanochat.tasks.task import Pair, Split
+from nanochat.data.records import Records
+from nanochat.tasks.conversations import Conversations, contents, plain
+from nanochat.tasks.task import Pair
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '
@@ -25,68 +23,51 @@ KNOWN = (
 
 
 class Preferences(Conversations):
-    """A question, and two replies to it."""
+    """A question, and two replies to it. As a dialogue a pair is its chosen reply."""
 
     name = "preferences"
 
-    def pair(self, index: int) -> Pair:
-        return self._pair(self.range[index])
+    @classmethod
+    def has_pairs(cls) -> bool:
+        return True
 
-    def _messages(self, index: int) -> list[Message]:
-        pair = self._pair(index)
+    def pair(self, index: int) -> Pair:
+        return read_pair(self.records, self.numbers[index])
+
+    def messages(self, number: int) -> list[Message]:
+        pair = read_pair(self.records, number)
         return [*pair.question, pair.chosen]
 
-    def _pair(self, index: int) -> Pair:
-        try:
-            return pair_of(self.records[index])
-        except UserError:
-            raise  # it names the row already
-        except ValueError as error:
-            raise self.records.error(index, f"is no preference pair: {error}") from error
+
+def read_pair(records: Records, number: int) -> Pair:
+    """The pair of one record. Raises UserError: with the record's place, when it is malformed."""
+    record = records[number]
+    try:
+        return pair_of(record)
+    except ValueError as error:
+        raise records.error(number, f"is no preference pair: {error}") from error
 
 
-class UltraFeedback(Preferences):
-    """Replies of many models to 64,000 questions, graded by a larger one: of each question the best and another; 61,135
-    pairs, and 2,000 for testing. A row is checked when it is read.
-
-    Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall et al. 2023, Zephyr.
-    """
-
-    name = "ultrafeedback"
-
-    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        own = f"{split}_prefs"  # its other splits are for SFT and for generating
-        self.records = open_split(self.name, own, path, hub, {"chosen": list, "rejected": list}, also=(split,))
-        self.range = range(len(self.records))
-
-
-def pair_of(row: Any) -> Pair:
-    """The pair of a row in any of the forms above, checked.
-
-    Raises ValueError: saying what is wrong with it.
-    """
-    if not isinstance(row, dict) or row.get("chosen") is None or row.get("rejected") is None:
-        has = f"with {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"but {type(row).__name__}"
-        raise ValueError(f"no form that is known ({has}); these are: {KNOWN}")
-    chosen, rejected = (_conversation(row, side) for side in ("chosen", "rejected"))
+def pair_of(record: Any) -> Pair:
+    """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
+    if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
+        raise ValueError(f"no form that is known ({contents(record)}); these are: {KNOWN}")
+    chosen = _conversation(record, "chosen")
+    rejected = _conversation(record, "rejected")
     if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected do not answer the same messages")
     return Pair(chosen[:-1], chosen[-1], rejected[-1])
 
 
-def _conversation(row: dict[str, Any], side: str) -> list[Message]:
+def _conversation(record: dict[str, Any], side: str) -> list[Message]:
     """The whole conversation of one side."""
-    reply = row[side]
-    if isinstance(reply, list):
-        messages = [plain(message) for message in reply]
-    else:
-        messages = [plain(reply) if isinstance(reply, dict) else {"role": "assistant", "content": reply}]
-    first = messages[0].get("role") if messages and isinstance(messages[0], dict) else None
-    if first == "assistant":
-        question = _question(row, side)
-        if row.get("system"):
-            question = [{"role": "system", "content": row["system"]}, *question]
-        messages = question + messages
+    reply = record[side]
+    if not isinstance(reply, list | dict):
+        reply = {"role": "assistant", "content": reply}
+    messages = [plain(message) for message in (reply if isinstance(reply, list) else [reply])]
+    is_reply_alone = messages and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
+    if is_reply_alone:
+        messages = _question(record, side) + messages
     try:
         check_messages(messages)
     except ValueError as error:
@@ -96,15 +77,15 @@ def _conversation(row: dict[str, Any], side: str) -> list[Message]:
     return messages
 
 
-def _question(row: dict[str, Any], side: str) -> list[Any]:
-    prompt = row.get("prompt", row.get("question", row.get("conversations")))
-    if isinstance(row.get("instruction"), str) and prompt is None:
-        prompt = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
+def _question(record: dict[str, Any], side: str) -> list[Any]:
+    prompt = record.get("prompt", record.get("question", record.get("conversations")))
+    if isinstance(record.get("instruction"), str) and prompt is None:
+        prompt = "\n\n".join(text for text in (record["instruction"], record.get("input")) if text)
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        return [plain(message) for message in prompt]
-    raise ValueError(
-        f"{side} is a reply alone, and there is no prompt that is a text or a list of messages; forms that are known: "
-        f"{KNOWN}"
-    )
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        problem = "is a reply alone, and there is no prompt that is a text or a list of messages"
+        raise ValueError(f"{side} {problem}; forms that are known: {KNOWN}")
+    if record.get("system"):
+        prompt = [{"role": "system", "content": record["system"]}, *prompt]
+    return [plain(message) for message in prompt]

@@ -1,55 +1,46 @@
 """Tasks by name: `arithmetic`, `gsm8k`, ..., or a file of conversations or of preference pairs.
 
 A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
-or folder in place of the hub's; a PATH alone is conversations in .jsonl, or where pairs are asked for, pairs.
+or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO.
 """
 
 import difflib
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nanochat.shell.cli import UserError
-from nanochat.tasks.arc import ArcChallenge, ArcEasy
-from nanochat.tasks.arithmetic import Addition, Arithmetic
-from nanochat.tasks.conversations import Conversations
-from nanochat.tasks.gsm8k import Gsm8k
-from nanochat.tasks.humaneval import HumanEval
-from nanochat.tasks.identity import Identity
-from nanochat.tasks.mmlu import Mmlu
-from nanochat.tasks.preferences import Preferences, UltraFeedback
-from nanochat.tasks.smoltalk import SmolTalk
-from nanochat.tasks.spelling import LetterCount, Spelling
-from nanochat.tasks.stories import Stories, StoryQuestions
 from nanochat.tasks.task import Split, Task
 
-# name -> the task's class. What is made here takes (split) and needs no network ...
-BUILT_IN: dict[str, Any] = {
-    "stories": Stories,
-    "questions": StoryQuestions,
-    "addition": Addition,
-    "arithmetic": Arithmetic,
-    "spelling": Spelling,
-    "letters": LetterCount,
-    "identity": Identity,
+# name -> module:class; a module is imported when its task is requested. These examples are generated ...
+BUILT_IN = {
+    "stories": "stories:Stories",
+    "questions": "stories:StoryQuestions",
+    "addition": "arithmetic:Addition",
+    "arithmetic": "arithmetic:Arithmetic",
+    "spelling": "spelling:Spelling",
+    "letters": "spelling:LetterCount",
+    "identity": "identity:Identity",
 }
-# ... the others take (split, path, hub).
-FROM_HUB: dict[str, Any] = {
-    "gsm8k": Gsm8k,
-    "mmlu": Mmlu,
-    "arc_easy": ArcEasy,
-    "arc_challenge": ArcChallenge,
-    "humaneval": HumanEval,
-    "smoltalk": SmolTalk,
-    "ultrafeedback": UltraFeedback,
+# ... and these are read from a hub or a PATH.
+FROM_HUB = {
+    "gsm8k": "gsm8k:Gsm8k",
+    "mmlu": "mmlu:Mmlu",
+    "arc_easy": "arc:ArcEasy",
+    "arc_challenge": "arc:ArcChallenge",
+    "humaneval": "humaneval:HumanEval",
+    "smoltalk": "smoltalk:SmolTalk",
+    "ultrafeedback": "ultrafeedback:UltraFeedback",
 }
+# Files without a task's name.
+FROM_FILES = {"conversations": "conversations:Conversations", "preferences": "preferences:Preferences"}
 NAMES = (*BUILT_IN, *FROM_HUB)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TaskSpec:
     """One entry of a --tasks flag."""
 
     name: str  # a task's name, or "conversations"
@@ -57,7 +48,13 @@ class Choice:
     weight: float
 
 
-def parse_tasks(text: str) -> list[Choice]:
+def task_class(name: str) -> type[Task]:
+    """The class of a task; its module is imported now."""
+    module, _, class_name = {**BUILT_IN, **FROM_HUB, **FROM_FILES}[name].partition(":")
+    return getattr(importlib.import_module(f"nanochat.tasks.{module}"), class_name)
+
+
+def parse_tasks(text: str) -> list[TaskSpec]:
     """The entries of `NAME[=PATH][:WEIGHT],...`.
 
     Raises UserError: for an unknown name or a weight that is no positive number.
@@ -68,63 +65,58 @@ def parse_tasks(text: str) -> list[Choice]:
     return [_parse_entry(entry) for entry in entries]
 
 
-def _parse_entry(entry: str) -> Choice:
+def _parse_entry(entry: str) -> TaskSpec:
     rest, colon, number = entry.rpartition(":")
     if not colon:
         rest, number = entry, "1"
     try:
         weight = float(number)
     except ValueError as error:
-        raise UserError(f"--tasks {entry}: the weight {number!r} is no number (NAME[=PATH][:WEIGHT])") from error
+        raise UserError(f"--tasks {entry}: the weight {number!r} is no number") from error
     if not 0 < weight < math.inf:
         raise UserError(f"--tasks {entry}: the weight must be above 0")
     name, equals, path = rest.partition("=")
     if name in FROM_HUB:
         if equals and not path:
-            raise UserError(f"--tasks {entry}: there is no path behind the =")
-        return Choice(name, path or None, weight)
+            raise UserError(f"--tasks {entry}: there is no path after the =")
+        return TaskSpec(name, path or None, weight)
     if name in BUILT_IN:
         if equals:
-            raise UserError(f"--tasks {entry}: {name} is made here, it takes no path")
-        return Choice(name, None, weight)
+            raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
+        return TaskSpec(name, None, weight)
     if Path(rest).expanduser().exists():
-        return Choice("conversations", rest, weight)
+        return TaskSpec("conversations", rest, weight)
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}")
 
 
-def open_task(choice: Choice, split: Split, hub: str = "hf", pairs: bool = False) -> Task:
+def open_task(spec: TaskSpec, split: Split, hub: str = "hf", pairs: bool = False) -> Task:
     """The task of an entry; a file alone holds conversations, or preference `pairs`.
 
     Raises UserError: in one line, when its data are missing or damaged.
     """
-    if choice.name == "conversations":
-        assert choice.path is not None
-        return (Preferences if pairs else Conversations)(split, choice.path, hub)
-    if choice.name in BUILT_IN:
-        return BUILT_IN[choice.name](split)
-    return FROM_HUB[choice.name](split, choice.path, hub)
+    name = "preferences" if pairs and spec.name == "conversations" else spec.name
+    return task_class(name)(split, spec.path, hub)
 
 
-def require_grades(choices: Sequence[Choice]) -> None:
+def require_grades(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry whose replies are neither right nor wrong."""
-    graded = [name for name, task in {**BUILT_IN, **FROM_HUB}.items() if task.kind != "dialogue"]
-    for choice in choices:
-        if choice.name not in graded:
-            name = choice.path if choice.name == "conversations" else choice.name
+    for spec in specs:
+        if task_class(spec.name).kind == "dialogue":
+            name = spec.path if spec.name == "conversations" else spec.name
+            graded = [name for name in NAMES if task_class(name).kind != "dialogue"]
             raise UserError(
                 f"--tasks {name}: a dialogue has no right answer to grade; those with one are {', '.join(graded)}"
             )
 
 
-def require_pairs(choices: Sequence[Choice]) -> None:
+def require_pairs(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry that has no second reply to compare."""
-    tasks = {**BUILT_IN, **FROM_HUB}.items()
-    paired = [name for name, task in tasks if task.kind != "dialogue" or issubclass(task, Preferences)]
-    for choice in choices:
-        if choice.name not in (*paired, "conversations"):
+    for spec in specs:
+        if spec.name != "conversations" and not task_class(spec.name).has_pairs():
+            paired = [name for name in NAMES if task_class(name).has_pairs()]
             raise UserError(
-                f"--tasks {choice.name}: a dialogue has one reply to a question, not two to compare; those with a "
+                f"--tasks {spec.name}: a dialogue has one reply to a question, not two to compare; those with a "
                 f"better and a worse one are {', '.join(paired)}, and a .jsonl of pairs"
             )

@@ -1,20 +1,24 @@
 """SmolTalk: dialogues for small models to learn from, about 460,000 of them and 24,000 for testing.
 
-The part of it that its authors made for their smallest models (smol-smoltalk): shorter, and without function calls.
+The part of it that its authors wrote for their smallest models (smol-smoltalk): shorter, and without function calls.
 
 Source: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737).
 """
 
-from nanochat.data.records import open_split
-from nanochat.tasks.conversations import Conversations
-from nanochat.tasks.task import Split
+from nanochat.tasks.conversations import messages_of
+from nanochat.tasks.recorded import RecordTask
+from nanochat.tasks.task import Example
 
 
-class SmolTalk(Conversations):
-    """A dialogue of one or more turns; a row is checked when it is read, as there are so many."""
+class SmolTalk(RecordTask):
+    """A dialogue of one or more turns; checked when it is read, as there are so many."""
 
-    name = "smoltalk"
+    name, kind = "smoltalk", "dialogue"
+    fields = {"messages": list}
 
-    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        self.records = open_split(self.name, split, path, hub, {"messages": list})
-        self.range = range(len(self.records))
+    def example(self, index: int) -> Example:
+        record = self.records[index]
+        try:
+            return Example(messages_of(record))
+        except ValueError as error:
+            raise self.records.error(index, f"is no conversation: {error}") from error

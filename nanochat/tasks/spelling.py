@@ -1,6 +1,6 @@
-"""Letters of words, made here: a model that reads tokens has to learn what they are spelled like.
+"""Letters of words: a model that reads tokens has to learn how they are spelled.
 
-The words are those of the demo corpus; about one in ten is held out, and asked for in the test split only.
+The words are those of the demo corpus; about one in ten is held out, and appears in the test split only.
 """
 
 import random
@@ -11,7 +11,7 @@ from functools import cache
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out
 from nanochat.demo.grammar import ENDING, LEXICON, OPENING, PLOTS
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SPELL = (
@@ -36,41 +36,41 @@ RUN = re.compile(r"\b[a-z](?:(?:-| ?, ?| )[a-z]\b)+")  # b-e-l-l, b e l l or b, 
 INTEGER = re.compile(r"[0-9]+")
 
 
-class Spelling(Task):
+class Spelling(GeneratedTask):
     """A word, letter by letter; graded by the last row of single letters."""
 
     name, kind, baseline = "spelling", "generative", 0.0
 
-    def __init__(self, split: Split):
-        self.split, self.words = split, words(split)
-
-    def __len__(self) -> int:
-        return 100_000 if self.split == "train" else 1_000
+    def word(self, index: int) -> str:
+        """Words take turns; everything else about an example is drawn at random."""
+        of_split = words(self.split)
+        return of_split[index % len(of_split)]
 
     def example(self, index: int) -> Example:
-        rng, word = self._draw(index)
+        rng = self.rng(index)
+        word = self.word(index)
         answer = f"The word {word} is spelled {'-'.join(word)}."
-        return Example(_turn(rng.choice(SPELL).format(word=word), answer), word)
+        return Example(turn(rng.choice(SPELL).format(word=word), answer), word)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         runs = RUN.findall(text_of(reply).lower())
         return bool(runs) and re.sub(r"[^a-z]", "", runs[-1]) == example.answer
 
-    def _draw(self, index: int) -> tuple[random.Random, str]:
-        """Chance for everything but the word: those come round in turn."""
-        return random.Random(f"{self.name}/{self.split}/{index}"), self.words[index % len(self.words)]
-
 
 class LetterCount(Spelling):
-    """How often a letter stands in a word: the word is spelled, then the tool counts; graded by the last number."""
+    """How often a letter is in a word: the word is spelled, then the tool counts; graded by the last number."""
 
     name = "letters"
 
     def example(self, index: int) -> Example:
-        rng, word = self._draw(index)
-        often = sorted({letter for letter in word if word.count(letter) > 1})
-        # Letters that come twice are rare, and left to chance nearly every answer would be 1.
-        letter = rng.choice(often if often and rng.random() < 0.7 else rng.choice((word, word, ALPHABET)))
+        rng = self.rng(index)
+        word = self.word(index)
+        repeated = sorted({letter for letter in word if word.count(letter) > 1})
+        # Repeated letters are rare: drawn from the alphabet or the word alone, nearly every answer would be 0 or 1.
+        if repeated and rng.random() < 0.7:
+            letter = rng.choice(repeated)
+        else:
+            letter = rng.choice(rng.choice((word, word, ALPHABET)))
         count = str(word.count(letter))
         answer = [
             {"type": "text", "text": f"The word {word} is spelled {'-'.join(word)}. "},
@@ -78,7 +78,7 @@ class LetterCount(Spelling):
             {"type": "python_output", "text": count},
             {"type": "text", "text": f"The letter {letter} is in it {count} {'time' if count == '1' else 'times'}."},
         ]
-        return Example(_turn(rng.choice(COUNT).format(word=word, letter=letter), answer), count)
+        return Example(turn(rng.choice(COUNT).format(word=word, letter=letter), answer), count)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         numbers = INTEGER.findall(text_of(reply))
@@ -93,7 +93,3 @@ def words(split: Split) -> tuple[str, ...]:
     found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)))
     random.Random("words").shuffle(found)
     return tuple(word for word in found if held_out("word", word) == (split == "test"))
-
-
-def _turn(question: str, answer: str | list[Part]) -> list[dict]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

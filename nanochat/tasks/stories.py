@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nanochat.conversation import Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import check_story
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.task import Example, GeneratedTask, Split, turn
 
 ORDERS = (
     "Tell me a story about {hero} the {kind}.",
@@ -24,20 +24,11 @@ ORDERS = (
 )
 
 
-class _Told(Task):
-    """Drawn from the demo corpus's grammar: its train split, or what that holds out."""
+class Stories(GeneratedTask):
+    """A story to order; graded by the story checker, and by whether the requested name of the hero is in it.
 
-    def __init__(self, split: Split):
-        self.split = split
-        self.corpus: demo.Split = "train" if split == "train" else "val"
-
-    def __len__(self) -> int:
-        return 100_000 if self.split == "train" else 1_000
-
-
-class Stories(_Told):
-    """A story to order; graded by the story checker, and by whether the hero's name that was asked for is in it. What
-    kind of animal the hero is to be is not graded."""
+    The requested kind of animal is not graded.
+    """
 
     name, kind, baseline = "stories", "generative", 0.0
 
@@ -45,46 +36,51 @@ class Stories(_Told):
         rng, story = self._draw(index)
         order = rng.choice(ORDERS)
         hero = story.hero if "{hero}" in order else ""
-        messages = [
-            {"role": "user", "content": order.format_map(story.facts)},
-            {"role": "assistant", "content": story.text},
-        ]
-        return Example(messages, hero)
+        return Example(turn(order.format_map(story.facts), story.text), hero)
 
     def wrong(self, index: int) -> str:
-        """The story, but from its middle on its hero has another name: what a small model gets wrong."""
+        """The story, but its hero has another name from the middle on: the typical mistake of a small model."""
         rng, story = self._draw(index)
-        text, name = story.text, re.compile(rf"\b{story.hero}\b")
-        places = [match.start() for match in name.finditer(text)]
-        middle = next((place for place in places if place > len(text) // 2), places[-1])
-        others = rng.sample(names := demo.words("hero"), len(names))
-        told = (text[:middle] + name.sub(other, text[middle:]) for other in others if other not in text)
-        # A hero who is named once can have another name, unless that is a girl's and the story says "he".
-        return next(wrong for wrong in told if not check_story(wrong).ok)
-
-    def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
-        rng = random.Random(f"stories/{self.split}/{index}")
-        return rng, demo.story(rng, self.corpus)
+        hero = re.compile(rf"\b{story.hero}\b")
+        places = [match.start() for match in hero.finditer(story.text)]
+        middle = next((place for place in places if place > len(story.text) // 2), places[-1])
+        names = demo.words("hero")
+        for name in rng.sample(names, len(names)):
+            if name in story.text:
+                continue
+            wrong = story.text[:middle] + hero.sub(name, story.text[middle:])
+            # A hero with a single mention can have another name, unless it is a girl's and the story says "he".
+            if not check_story(wrong).ok:
+                return wrong
+        raise AssertionError(f"no other name makes story {index} wrong")
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         text = text_of(reply)
         return check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
 
+    def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
+        rng = self.rng(index)
+        return rng, demo.story(rng, _corpus_split(self.split))
 
-class StoryQuestions(_Told):
+
+class StoryQuestions(GeneratedTask):
     """A short story and a question about it; the answer is one sentence."""
 
     name, kind, baseline = "questions", "generative", 0.0
 
     def example(self, index: int) -> Example:
-        rng = random.Random(f"questions/{self.split}/{index}")
-        story = demo.story(rng, self.corpus)
-        asked = demo.questions(story)
+        rng = self.rng(index)
+        story = demo.story(rng, _corpus_split(self.split))
+        questions = demo.questions(story)
         messages = []
-        for place, (question, answer) in enumerate(rng.sample(asked, 1 + rng.randrange(3))):
-            text = f"{story.text}\n{question}" if place == 0 else question
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        for place, (question, answer) in enumerate(rng.sample(questions, 1 + rng.randrange(3))):
+            messages += turn(f"{story.text}\n{question}" if place == 0 else question, answer)
         return Example(messages, messages[-1]["content"])
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         return text_of(reply).strip() == example.answer
+
+
+def _corpus_split(split: Split) -> demo.Split:
+    """The corpus holds combinations out for its own validation split: they are our test split."""
+    return "train" if split == "train" else "val"

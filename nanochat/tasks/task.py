@@ -1,5 +1,20 @@
-"""What every task is: examples by index, each a conversation with its reference answer, and a grade for a reply."""
+"""What every task is: examples by number, each a conversation with its reference answer, and a grade for a reply.
 
+A new task is one file with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask` (they are
+the records of a dataset: recorded.py), and one line in registry.py:
+
+    class Parity(GeneratedTask):
+        name, kind, baseline = "parity", "generative", 0.5
+
+        def example(self, index):
+            number = self.rng(index).randrange(1000)
+            return Example(turn(f"Is {number} odd or even?", "odd" if number % 2 else "even"))
+
+        def grade(self, example, reply):
+            return text_of(reply).strip() == example.answer
+"""
+
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,19 +50,20 @@ class Pair:
     @property
     def conversations(self) -> tuple[list[Message], list[Message]]:
         """Both, with nothing to learn from but the replies that are compared."""
-        given = [{**message, "train": False} for message in self.question]
-        return [*given, self.chosen], [*given, self.rejected]
+        question = [{**message, "train": False} for message in self.question]
+        return [*question, self.chosen], [*question, self.rejected]
 
 
 class Task:
-    """A row of examples, the same for the same arguments on every machine.
-
-    A subclass sets the three fields, `__len__`, `example`, and `grade` unless it is a dialogue.
-    """
+    """A list of examples, the same for the same arguments on every machine."""
 
     name: str
     kind: Kind
     baseline: float = 0.0  # accuracy of guessing at random
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        """`path`: a local file or folder instead of the dataset of a hub."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -55,21 +71,6 @@ class Task:
     def example(self, index: int) -> Example:
         """Example 0 <= index < len."""
         raise NotImplementedError
-
-    def pair(self, index: int) -> Pair:
-        """Example `index` for preference optimisation: its reference answer and a wrong one."""
-        messages = self.example(index).messages
-        return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
-
-    def wrong(self, index: int) -> str | list[Part]:
-        """A reply to example `index` that is not right, the same at every call: here the reference answer of the next
-        example that has another."""
-        example = self.example(index)
-        for other in range(index + 1, index + 100):
-            reply = self.example(other % len(self)).messages[-1]["content"]
-            if not self.grade(example, parts_of(reply)):
-                return reply
-        raise UserError(f"--tasks {self.name}: all answers are the same, there is no wrong one")
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Whether an assistant's reply is right."""
@@ -79,13 +80,55 @@ class Task:
         """The reward in reinforcement learning, 0 to 1."""
         return float(self.grade(example, reply))
 
+    @classmethod
+    def has_pairs(cls) -> bool:
+        """Whether there is a worse reply to compare with each reference answer."""
+        return cls.kind != "dialogue"
 
-def choice_question(question: str, choices: Sequence[str], letters: Sequence[str]) -> str:
+    def pair(self, index: int) -> Pair:
+        """Example `index` for preference optimisation: its reference answer and a wrong one."""
+        messages = self.example(index).messages
+        return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
+
+    def wrong(self, index: int) -> str | list[Part]:
+        """A wrong reply to example `index`, the same at every call. The default is the reference answer of the next
+        example that has another one."""
+        example = self.example(index)
+        for other in range(index + 1, index + 100):
+            reply = self.example(other % len(self)).messages[-1]["content"]
+            if not self.grade(example, parts_of(reply)):
+                return reply
+        raise UserError(f"--tasks {self.name}: all answers are the same, there is no wrong one")
+
+
+class GeneratedTask(Task):
+    """Examples that a program writes: example `index` is a function of (name, split, index)."""
+
+    sizes = {"train": 100_000, "test": 1_000}
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        self.split: Split = split
+
+    def __len__(self) -> int:
+        return self.sizes[self.split]
+
+    def rng(self, index: int, purpose: str = "") -> random.Random:
+        """The random numbers of one example."""
+        return random.Random(f"{self.name}/{self.split}/{index}{purpose}")
+
+
+def turn(question: str, answer: str | list[Part]) -> list[Message]:
+    """One question with its answer, as messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
     """A multiple-choice question as one text; its answer is a letter alone."""
     lines = [f"- {letter}: {choice}" for letter, choice in zip(letters, choices, strict=True)]
-    return "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
+    text = "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
+    return Example(turn(text, answer), answer, tuple(letters))
 
 
 def chosen_letter(reply: Sequence[Part]) -> str:
-    """What a reply to a multiple-choice question chose."""
+    """The letter that a reply to a multiple-choice question chose."""
     return text_of(reply).strip()[:1]

@@ -1,0 +1,19 @@
+"""Tasks whose examples are the records of a dataset: from a hub, or from a local file or folder."""
+
+from nanochat.data.records import Fields, open_split
+from nanochat.tasks.task import Split, Task
+
+
+class RecordTask(Task):
+    """One example per record of the dataset `name` in data/catalog.py."""
+
+    fields: Fields | None = (
+        None  # what each record must have, and of which type; a .parquet's other columns stay unread
+    )
+    splits: dict[Split, str] = {"train": "train", "test": "test"}  # our name -> the dataset's
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        self.records = open_split(self.name, self.splits[split], path, hub, self.fields, also=(split,))
+
+    def __len__(self) -> int:
+        return len(self.records)

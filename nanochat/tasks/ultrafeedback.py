@@ -1,0 +1,29 @@
+"""UltraFeedback: replies of many models to 64,000 questions, graded by a larger one.
+
+Of each question the best reply and another: 61,135 pairs, and 2,000 for testing.
+
+Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall et al. 2023, Zephyr.
+"""
+
+from nanochat.tasks.preferences import read_pair
+from nanochat.tasks.recorded import RecordTask
+from nanochat.tasks.task import Example, Pair
+
+
+class UltraFeedback(RecordTask):
+    """A question, and two replies to it; checked when it is read."""
+
+    name, kind = "ultrafeedback", "dialogue"
+    fields = {"chosen": list, "rejected": list}
+    splits = {"train": "train_prefs", "test": "test_prefs"}  # its other splits are for SFT and for generating
+
+    @classmethod
+    def has_pairs(cls) -> bool:
+        return True
+
+    def pair(self, index: int) -> Pair:
+        return read_pair(self.records, index)
+
+    def example(self, index: int) -> Example:
+        pair = self.pair(index)
+        return Example([*pair.question, pair.chosen])
