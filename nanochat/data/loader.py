@@ -88,10 +88,11 @@ class LoaderState:
             for key in tensors:
                 if not key.endswith(".position"):
                     continue
-                number = int(key.split(".")[1])
+                name = key.removesuffix(".position")  # "shard.<number>"; older checkpoints have another word
+                number = int(name.split(".")[1])
                 block, document = tensors[key].tolist()
-                lengths = tensors[f"shard.{number}.lengths"].numpy()
-                tokens = tensors[f"shard.{number}.tokens"].numpy()
+                lengths = tensors[f"{name}.lengths"].numpy()
+                tokens = tensors[f"{name}.tokens"].numpy()
                 leftovers = tuple(np.split(tokens, np.cumsum(lengths)[:-1])) if len(tokens) else ()
                 shards[number] = ShardState(block, document, leftovers)
         assert len(shards) == shard_count, "a rank's share of the loader's state is missing"
