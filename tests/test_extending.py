@@ -1,0 +1,81 @@
+"""docs/extending.md: its blocks are applied to a copy of the code, and the five examples run there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python\n# (\S+) \((new|before|after)(?:: ([^\n]*))?\)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# What the examples on the page are tried with, in one process: all commands share its imports.
+TRIAL = """
+import importlib, sys
+import torch
+from nanochat.tasks.registry import BUILT_IN
+from nanochat.sampling import RowSettings, SamplingParams, sample
+from nanochat.tokenizer import Tokenizer
+from nanochat.shell.paths import tokenizer_dir
+
+def call(script, *flags):
+    print("TRIAL", script)
+    module = importlib.import_module(f"scripts.{script}")
+    flags = [*flags, "--device=cpu", "--dtype=float32", "--num_iterations=2", "--log_every=1"]
+    module.main(cli.parse(module.Config, flags))
+
+from nanochat.shell import cli
+torch.set_num_threads(1)
+task = BUILT_IN["reverse"]("test")
+assert task.grade(task.example(0), [{"type": "text", "text": task.example(0).answer}])
+Tokenizer.train([f"Write word {n} backwards." for n in range(300)], 300).save(tokenizer_dir())
+call("base_train", "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
+     "--eval_tokens=128", "--compile=off", "--parallel_blocks", "--mlp=swiglu")
+call("chat_rl", "--source=base", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2", "--max_tokens=8",
+     "--eval_examples=2", "--loss=cispo", "--updates_per_step=2")
+call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4")
+call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
+
+from nanochat.checkpoint_manager import load_model
+model, _, meta = load_model("anchor", "cpu")
+assert model.config.parallel_blocks and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
+
+logits = torch.tensor([[3.0, 2.9, 0.0, -1.0, -2.0]])
+def drawn(n):
+    params = [SamplingParams(top_n_sigma=n)]
+    table = torch.tensor([RowSettings.numbers(p) for p in params])
+    noise = torch.linspace(0, 0.999, 200)
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    return {int(sample(logits, RowSettings(params, table), x.view(1, 1), seen)) for x in noise}
+assert drawn(0.5) == {0, 1} and drawn(0.0) == {0, 1, 2, 3, 4}
+"""
+
+
+def apply(page: str, folder: Path) -> int:
+    """Apply the page's blocks to a copy of the code; returns how many there were."""
+    blocks = BLOCK.findall(page)
+    for name, where, anchor, text in blocks:
+        path = folder / name
+        if where == "new":
+            assert not path.exists(), name
+            path.write_text(text)
+            continue
+        lines = path.read_text().splitlines(keepends=True)
+        (place,) = [number for number, line in enumerate(lines) if line.startswith(anchor)]  # exactly one
+        lines.insert(place if where == "before" else place + 1, text)
+        path.write_text("".join(lines))
+    return len(blocks)
+
+
+@pytest.mark.slow
+def test_every_example_of_the_page_runs(tmp_path):
+    for folder in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    assert apply(page, tmp_path) == page.count("```python")
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRIAL], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
