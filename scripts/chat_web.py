@@ -296,26 +296,20 @@ def allowed_hosts(config: Config) -> tuple[str, ...]:
 @contextlib.contextmanager
 def listening(config: Config) -> Iterator[socket.socket]:
     """A socket that listens. Raises UserError: when the port is taken, or the host is not this machine's."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {config.host}: {error}; name an address of this machine") from error
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UserError(f"--port {config.port} is taken: name another, or 0 for any free one") from error
+        message = f"--host {config.host} --port {config.port}: {error}; name an address of this machine"
+        raise UserError(message) from error
     with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # With a small buffer the server notices sooner that a client stopped reading; the kernel drops it in the end.
+        # Connections inherit both. With a small buffer the server notices sooner that a client stopped reading; after
+        # the timeout the kernel closes the connection of a client that is gone.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * STALL_SECONDS))
-        try:
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(f"--port {config.port} is taken: name another, or 0 for any free one") from error
-            raise UserError(f"--host {config.host} --port {config.port}: {error.strerror}") from error
         yield listener
 
 

@@ -743,7 +743,7 @@ def test_a_failure_on_the_device_logs_no_prompt(
     model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
     scheduler = Scheduler(Engine(model, tokenizer, tiny.cpu_device()), slots=2)
 
-    def failing(*_: Any) -> None:
+    def failing(*_: Any, **settings: Any) -> None:
         raise RuntimeError(f"what the user wrote: {CANARY}")
 
     monkeypatch.setattr(scheduler.slots, "decode", failing)

@@ -118,17 +118,17 @@ class ResponseFormat(Strict):
 class RequestBody(Strict):
     """The fields that both routes share."""
 
-    model: str | None = None  # None: the loaded model
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1, le=2**31)
-    # The fields of `SamplingParams`, within OpenAI's ranges. A new one is a line here.
+    # The fields of `SamplingParams`, within OpenAI's ranges: a new setting is one line here.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=1e-9, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, lt=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    # End of the sampling settings.
+    # What to generate, and how to send it.
+    model: str | None = None  # None: the loaded model
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
     stop: StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
