@@ -5,7 +5,7 @@ A step has three phases:
 1. Gradients travel. Every gradient is summed over the ranks, and each rank receives the rows of its share (`_Share`).
 2. Each rank updates its share, and holds the optimizer state of that alone (source: Rajbhandari et al. 2020, ZeRO,
    stage 1). AdamW treats each element by itself: any rows will do (`_AdamW`). Muon orthogonalises whole matrices:
-   their rows make a detour over the ranks that own the matrices (`_DistributedMuon`).
+   their rows make a detour by way of the ranks that own the matrices (`_DistributedMuon`).
 3. Weights travel. Every rank receives the rows that the others have updated (`_Share`).
 
 Under ddp this file does all three. Under fsdp, FSDP2 does phases 1 and 3. One process has phase 2 only: to learn the
@@ -163,14 +163,10 @@ class Optimizer:
         settings = _Settings(divisor, ok, lr_scale, momentum, weight_decay_scale)
         for rule in self._rules:
             rule.update(settings)
-            for share in rule.shares.values():
-                share.send_weight()  # while the next group computes
+            for share in rule.shares.values():  # they travel while the next group computes
+                share.send_weight()
         for share in self._queue:
             share.receive_weight()
-
-    def zero_grad(self) -> None:
-        for share in self._queue:
-            share.parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state by name, over its own memory: a DTensor where each rank has a part, a plain tensor where all
@@ -206,7 +202,7 @@ class _Share:
         self.grad = torch.empty(0)  # this share's, between `reduce` and `step`
         self.work: dist.Work | None = None
         self.gathered: Tensor | None = None
-        # Collectives need equal shares: rows that the ranks do not divide are padded with zeros.
+        # The collectives need equal shares. Rows that the ranks do not divide are padded with zeros.
         rows = parameter.size(0)
         self.rows = layout.share(rows) if self.is_split else slice(0, rows)
         self.most = layout.shares(rows)[0].stop
@@ -236,7 +232,7 @@ class _Share:
             self.grad = self.grad[: self.rows.stop - self.rows.start]
 
     def send_weight(self) -> None:
-        self.grad = self.grad.new_empty(0)
+        self.grad = self.grad.new_empty(0)  # the update has used it
         if not self.is_split:
             return
         mine = _pad(self.weight().clone(), self.most)  # not the memory that is written to
@@ -334,8 +330,8 @@ class _AdamW(_Rule):
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace each of N matrices (N, rows, columns) by about U V^T of its singular value decomposition U S V^T.
 
-    All directions of the update then have the same size, also those that the gradient hardly shows. Only matrix
-    products are needed, which run in `dtype`. Source: Jordan et al. 2024, Muon.
+    An update then moves the weights by as much in every direction, also where the gradient is small. An odd polynomial
+    of x acts on its singular values alone and needs nothing but products, in `dtype`. Source: Jordan et al. 2024, Muon.
     """
     x = matrices.to(dtype)
     is_tall = x.size(-2) > x.size(-1)
@@ -417,8 +413,8 @@ class _Muon(_Rule):
         decay = self.group.weight_decay * settings.weight_decay_scale
         for stack in self.stacks:
             update, size = self._direction(stack, self._gradient(stack), settings)
-            # The update's norm is the root of its shorter side. With this factor it is that of its rows, so that
-            # every output moves by about the same amount, however few inputs it has.
+            # The rows of a wide update have norm 1, those of a tall one are shorter. This factor gives them norm 1
+            # too, so that every output moves by as much.
             rows, columns = stack.shape
             rate = self.group.learning_rate * settings.lr_scale * max(1.0, rows / columns) ** 0.5
             self._apply(stack, update, size, rate * settings.ok, decay)
@@ -510,33 +506,31 @@ class _Route:
     """
 
     def __init__(self, stack: _Stack, layout: Layout):
-        # The rows that this rank holds, by owner: owners have consecutive runs of the stack.
-        self.held: list[_Rows] = []
-        self.held_counts: list[int] = []  # rows for each owner
-        for run in layout.shares(len(stack.matrices)):
+        self.held: list[_Rows] = []  # the rows that this rank holds, sorted by the owner of their matrix
+        self.held_counts: list[int] = []  # how many of each owner
+        self.owned: list[tuple[int, slice]] = []  # indices into (owned, rows, columns), sorted by the rows' holder
+        self.owned_counts: list[int] = []  # how many rows of each holder
+        for rank, run in enumerate(layout.shares(len(stack.matrices))):
+            # That rank's matrices, this rank's rows.
             count = 0
             for matrix in stack.matrices[run]:
-                rows = _intersection(matrix, layout, layout.rank)
+                rows = _held_rows(matrix, layout, layout.rank)
                 if rows:
                     first = layout.share(matrix.share.parameter.size(0)).start
                     self.held.append(_Rows(matrix.share, rows.start - first, rows.stop - first))
                 count += len(rows)
             self.held_counts.append(count)
-
-        # The rows of the matrices that this rank owns, by the rank that holds them.
-        self.owned: list[tuple[int, slice]] = []  # indices into (owned, rows, columns)
-        self.owned_counts: list[int] = []  # rows of each holder
-        for rank in range(layout.ranks):
+            # This rank's matrices, that rank's rows.
             count = 0
             for i, matrix in enumerate(stack.owned):
-                rows = _intersection(matrix, layout, rank)
+                rows = _held_rows(matrix, layout, rank)
                 if rows:
                     self.owned.append((i, slice(rows.start - matrix.start, rows.stop - matrix.start)))
                 count += len(rows)
             self.owned_counts.append(count)
 
 
-def _intersection(matrix: _Rows, layout: Layout, rank: int) -> range:
+def _held_rows(matrix: _Rows, layout: Layout, rank: int) -> range:
     """The rows of a matrix that a rank holds, counted in the whole parameter's rows."""
     share = layout.shares(matrix.share.parameter.size(0))[rank]
     return range(max(matrix.start, share.start), min(matrix.stop, share.stop))
