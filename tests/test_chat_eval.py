@@ -23,7 +23,7 @@ from nanochat.sampling import seed_of
 from nanochat.shell import cli, paths
 from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN, task_class
-from nanochat.tasks.task import Example, Task, choice_question, chosen_letter
+from nanochat.tasks.task import Example, Task, choice_example, chosen_letter
 
 CONTEXT = 64
 GREEDY = SamplingParams(temperature=0)
@@ -62,9 +62,7 @@ class Letters(Task):
 
     def example(self, index: int) -> Example:
         letters = tuple(self.alphabet[: 2 + index % 3])
-        question = choice_question("?" * (index + 1), letters, letters)
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": letters[-1]}]
-        return Example(messages, letters[-1], letters)
+        return choice_example("?" * (index + 1), letters, letters, letters[-1])
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         return chosen_letter(reply) == example.answer
