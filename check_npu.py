@@ -1,14 +1,14 @@
-"""What is on this machine, and does it work: one PASS, FAIL or SKIP line a check, a mend under each FAIL.
+"""What is on this machine, and does it work: one PASS, FAIL or SKIP line per check, a fix under each FAIL.
 
     python check_npu.py                 # an Ascend server, a GPU machine or a laptop
     python check_npu.py --device cpu    # leave the accelerator alone
 
-It first looks around with the standard library only (device files, driver, CANN, versions), then imports
+It first inspects the machine with the standard library only (device files, driver, CANN, versions), then imports
 torch and computes: a matrix product, attention, one training step of this project's model, an all-reduce.
 Exit code 0 when nothing failed, else 1.
 
-The version table and the look at the machine stand here and nowhere else: `setup_ascend.sh` asks for them
-with `check_npu.py --plan`, which prints what to install, one `key value` a line.
+The version table exists only here. `setup_ascend.sh` reads it through `check_npu.py --plan`, which prints what to
+install, one `key value` per line.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# CANN release -> (torch, torch_npu) pairs that are made for it, the one to install first; oldest release first. The
-# `.postN` picks the CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of torch_npu's repository.
+# CANN release -> the (torch, torch_npu) pairs built for it, the one to install first; oldest release first. The
+# `.postN` belongs to a CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of torch_npu.
 RELEASES = {
     "8.1.RC1": (("2.5.1", "2.5.1"),),
     "8.2.RC1": (("2.6.0", "2.6.0"),),
@@ -64,11 +64,11 @@ GET_DRIVER = (
 
 
 class Fail(Exception):
-    """What is wrong, and how to mend it."""
+    """What is wrong, and how to fix it."""
 
-    def __init__(self, reason: str, mend: str):
+    def __init__(self, reason: str, fix: str):
         super().__init__(reason)
-        self.mend = mend
+        self.fix = fix
 
 
 class Skip(Exception):
@@ -85,9 +85,9 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def release_of(cann: str) -> str:
-    """The release of the table that stands for this CANN: itself, or the one of its series (8.5.2 -> "8.5.0").
+    """The release of the table for this CANN: itself, or the one of its series (8.5.2 -> "8.5.0").
 
-    Raises Fail: when none does, or its torch is too old for this project.
+    Raises Fail: when there is none, or its torch is too old for this project.
     """
     if not version_key(cann):
         raise Fail(
@@ -118,21 +118,21 @@ def pinned(pair: tuple[str, str]) -> str:
 
 
 def minimum_torch() -> str:
-    """The oldest torch the project takes, from pyproject.toml; any, where this file stands alone."""
+    """The oldest torch the project takes, from pyproject.toml; any, where this file is alone."""
     return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
 
 
 def pythons_for(torch: str) -> tuple[str, ...]:
-    """Python versions that have wheels, the one to prefer first."""
+    """Python versions that have wheels, the preferred one first."""
     return ("3.11", "3.10") if version_key(torch) < (2, 9) else ("3.11", "3.12", "3.10")
 
 
 def torch_attempts(kind: str, torch: str, torch_npu: str | None, system: str, arch: str, index: str) -> list[str]:
-    """What to hand to `pip install`, to be tried in this order.
+    """Arguments of `pip install`, to be tried in this order.
 
     On Linux the package index holds CUDA builds (x86_64 always, aarch64 from 2.11), gigabytes that only an
-    NVIDIA GPU needs. `+cpu` cannot be one of those: it is asked for as pip is configured, then at the CPU
-    index, and the plain version is the last resort. torch_npu insists on `+cpu` on x86_64 below 2.12.
+    NVIDIA GPU needs. A `+cpu` version cannot be one of those: it is tried where pip is configured to look, then at
+    the CPU index; the plain version is the last resort. torch_npu requires `+cpu` on x86_64 below 2.12.
     """
     with_npu = f" torch_npu=={torch_npu}" if torch_npu else ""
     plain, labelled = f"torch=={torch}{with_npu}", f"torch=={torch}+cpu{with_npu}"
@@ -146,7 +146,7 @@ def torch_attempts(kind: str, torch: str, torch_npu: str | None, system: str, ar
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The look at the machine: files and environment only
+# Inspecting the machine: files and environment only
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Machine:
     npu_files: tuple[str, ...] = ()
     npu_smi: str | None = None
     npu_driver: str | None = None  # version
-    cann: str | None = None  # version; "unknown" when there is a CANN folder that does not tell
+    cann: str | None = None  # version; "unknown" when no file in the CANN folder names it
     cann_home: str | None = None
     cann_environment: str = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
     cann_sourced: bool = False
@@ -171,7 +171,7 @@ class Machine:
 
 
 def look(root: Path = Path("/"), arch: str | None = None) -> Machine:
-    """Read what the files below `root` and the environment say."""
+    """Inspect the files below `root` and the environment."""
     home = find_cann(root)
     cann = read_cann_version(root, home) if home else None
     scripts = [f"{folder}/set_env.sh" for folder in (home, str(Path(home).parent))] if home else []
@@ -202,19 +202,23 @@ def below(root: Path, path: str) -> Path:
 
 
 def list_devices(root: Path, prefix: str) -> list[str]:
-    names = (path.name for path in below(root, "/dev").glob(f"{prefix}*"))
-    numbers = sorted(int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdigit())
-    return [f"/dev/{prefix}{number}" for number in numbers]
+    numbers = []
+    for path in below(root, "/dev").glob(f"{prefix}*"):
+        number = path.name.removeprefix(prefix)
+        if number.isdigit():  # not a manager such as /dev/davinci_manager
+            numbers.append(int(number))
+    return [f"/dev/{prefix}{number}" for number in sorted(numbers)]
 
 
 def find_program(root: Path, name: str) -> str | None:
-    folders = ("/usr/local/bin", "/usr/local/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/wsl/lib")
-    found = next((f"{folder}/{name}" for folder in folders if below(root, f"{folder}/{name}").is_file()), None)
-    return found or (shutil.which(name) if root == Path("/") else None)
+    for folder in ("/usr/local/bin", "/usr/local/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/wsl/lib"):
+        if below(root, f"{folder}/{name}").is_file():
+            return f"{folder}/{name}"
+    return shutil.which(name) if root == Path("/") else None
 
 
 def run_program(command: list[str], timeout: float = 30) -> str:
-    """What the program prints, also when it fails; why it could not run or did not end."""
+    """The program's output, also when it fails; the error where it could not run or did not end."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
@@ -237,11 +241,14 @@ def find_cann(root: Path) -> str | None:
     candidates = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
     bases = ("/usr/local/Ascend", f"{os.environ.get('HOME', '/root')}/Ascend")
     candidates += [f"{base}/{name}" for base in bases for name in ("cann", "ascend-toolkit/latest")]
-    for base in bases:  # no link says which one is in use
+    for base in bases:  # no link names the one in use
         names = [path.name for path in below(root, base).glob("cann-[0-9]*")]
         names += [f"ascend-toolkit/{path.name}" for path in below(root, base).glob("ascend-toolkit/[0-9]*")]
         candidates += [f"{base}/{name}" for name in sorted(names, key=version_key, reverse=True)]
-    return next((path for path in candidates if path and below(root, path).is_dir()), None)
+    for path in candidates:
+        if path and below(root, path).is_dir():
+            return path
+    return None
 
 
 def read_cann_version(root: Path, home: str) -> str:
@@ -260,9 +267,14 @@ def read_cann_version(root: Path, home: str) -> str:
 
 def is_sourced(environment: Any) -> bool:
     """Whether set_env.sh has run in this shell: CANN's home is set and its libraries are on the search path."""
-    home, paths = environment.get("ASCEND_HOME_PATH"), environment.get("LD_LIBRARY_PATH", "").split(":")
-    homes = tuple({str(home), os.path.realpath(home)}) if home else ()
-    return any(path.startswith(homes) or os.path.realpath(path).startswith(homes) for path in paths if path and homes)
+    home = environment.get("ASCEND_HOME_PATH")
+    if not home:
+        return False
+    homes = (home, os.path.realpath(home))  # one of the two may be a link
+    for path in environment.get("LD_LIBRARY_PATH", "").split(":"):
+        if path and (path.startswith(homes) or os.path.realpath(path).startswith(homes)):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -285,9 +297,9 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
         try:
             release = release_of(found)
         except Fail as fail:
-            return [*lines, f"problem {fail}: {fail.mend}"]
+            return [*lines, f"problem {fail}: {fail.fix}"]
         if release != found:
-            lines.append(f"found CANN {release} in the version table, which stands for {found}")
+            lines.append(f"found CANN {release} in the version table, used for {found}")
         torch, torch_npu = RELEASES[release][0]
     lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch))}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
@@ -298,7 +310,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
 
 
 def describe(machine: Machine, kind: str) -> list[str]:
-    """What is here, and for each thing that is missing what to do."""
+    """What was found, and for each missing part what to do."""
     lines = [f"found {machine.system} {machine.arch}"]
     if machine.npu_files:
         driver = f"driver {machine.npu_driver}" if machine.npu_driver else "driver version not readable"
@@ -306,8 +318,8 @@ def describe(machine: Machine, kind: str) -> list[str]:
         if not machine.npu_smi:
             lines.append(f"missing npu-smi: {GET_DRIVER}")
     elif kind == "npu" or machine.cann or machine.npu_smi or machine.npu_driver:
-        all_the_same = "" if kind == "npu" else "; --device npu installs for an NPU all the same"
-        lines.append(f"missing NPU device files (/dev/davinci*): {GET_DRIVER}{all_the_same}")
+        anyway = "" if kind == "npu" else "; --device npu installs for an NPU anyway"
+        lines.append(f"missing NPU device files (/dev/davinci*): {GET_DRIVER}{anyway}")
     if machine.cann:
         lines.append(f"found CANN {machine.cann} in {machine.cann_home}")
         if kind == "npu" and not machine.cann_sourced:
@@ -317,7 +329,7 @@ def describe(machine: Machine, kind: str) -> list[str]:
         if not machine.nvidia_smi:
             lines.append("missing nvidia-smi: install NVIDIA's driver, or start the container with --gpus all")
     elif machine.nvidia_smi:
-        lines.append("missing NVIDIA GPU: nvidia-smi is here but lists none; mend the driver, or go on without")
+        lines.append("missing NVIDIA GPU: nvidia-smi is here but lists none; repair the driver, or use the CPU")
     if kind == "cpu" and not (machine.npu_files or machine.gpus):
         lines.append(
             "missing accelerator: no NPU (/dev/davinci*) and no NVIDIA GPU (/dev/nvidia*); the CPU trains small models"
@@ -326,11 +338,11 @@ def describe(machine: Machine, kind: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The checks: each returns its detail, or raises Fail with the mend, or Skip with the reason
+# The checks: each returns its detail, or raises Fail with the fix, or Skip with the reason
 
-# What errors of torch, torch_npu, CANN and HCCL say, and the mend; the first that fits counts. Sources: the messages of
-# torch_npu and CANN, and what users report of them.
-MENDS = (
+# Patterns in errors of torch, torch_npu, CANN and HCCL, and the fix; the first that matches counts. Sources: the
+# messages of torch_npu and CANN, and what users report of them.
+FIXES = (
     (r"out of memory", "stop what holds the memory: `{tool}` shows it"),
     (r"No module named '(attr|attrs|decorator|psutil|scipy|yaml)'", "pip install attrs scipy decorator psutil pyyaml"),
     (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
@@ -356,23 +368,23 @@ WORDS = {
 }
 
 
-def mend_for(text: str, kind: str, environment: str) -> str | None:
-    """What mends the error that says this, where that is known."""
-    for pattern, mend in MENDS:
+def fix_for(text: str, kind: str, environment: str) -> str | None:
+    """The fix for an error with this text, where it is known."""
+    for pattern, fix in FIXES:
         if re.search(pattern, text):
-            return mend.format(environment=environment, **WORDS[kind])
+            return fix.format(environment=environment, **WORDS[kind])
     return None
 
 
 def summary(text: str) -> str:
-    """One line of an error: its first, and the first with a code of CANN, which tells more."""
+    """One line of an error: its first, and the first with an error code of CANN, which is more precise."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     coded = next((line for line in lines[1:] if re.search(r"\bE[A-Z]\d{4}\b", line)), "")
     return " | ".join(line[:300] for line in (lines[0], coded) if line)
 
 
 class Report:
-    """Prints a line a check and counts them. A check that raises anything else is a FAIL, never a traceback."""
+    """Prints one line per check and counts them. A check that raises anything else is a FAIL, never a traceback."""
 
     def __init__(self, kind: str = "cpu", environment: str = Machine.cann_environment) -> None:
         self.kind = kind
@@ -381,28 +393,32 @@ class Report:
 
     def check(self, name: str, function: Callable[..., Any], *arguments: Any) -> bool:
         """Run one check; whether it passed."""
-        mend = ""
+        fix = ""
+        outcome = "FAIL"
         try:
-            outcome, detail = "PASS", str(function(*arguments))
+            detail = str(function(*arguments))
+            outcome = "PASS"
         except Skip as skip:
-            outcome, detail = "SKIP", str(skip)
+            detail = str(skip)
+            outcome = "SKIP"
         except Fail as fail:
-            outcome, detail, mend = "FAIL", str(fail), fail.mend
+            detail = str(fail)
+            fix = fail.fix
         except Exception as error:
-            outcome, detail = "FAIL", f"{type(error).__name__}: {summary(str(error))}"
-            mend = mend_for(str(error), self.kind, self.environment) or (
-                "mend the first FAIL above; if there is none, run `bash setup_ascend.sh` again and report this line"
+            detail = f"{type(error).__name__}: {summary(str(error))}"
+            fix = fix_for(str(error), self.kind, self.environment) or (
+                "fix the first FAIL above; if there is none, run `bash setup_ascend.sh` again and report this line"
             )
         self.counts[outcome] += 1
         print(f"{outcome} {name}: {detail}", flush=True)
-        if mend:
-            print(f"     mend: {mend}", flush=True)
+        if fix:
+            print(f"     fix: {fix}", flush=True)
         return outcome == "PASS"
 
     def finish(self) -> int:
         """Print the counts; the exit code."""
         failed = self.counts["FAIL"]
-        verdict = "mend the FAIL lines from the top" if failed else f"this machine is ready to train on {self.kind}"
+        verdict = "fix the FAIL lines from the top" if failed else f"this machine is ready to train on {self.kind}"
         print(f"{self.counts['PASS']} passed, {failed} failed, {self.counts['SKIP']} skipped: {verdict}", flush=True)
         return 1 if failed else 0
 
@@ -448,7 +464,7 @@ def check_driver(machine: Machine, npu_smi_output: str) -> str:
     if sick:
         raise Fail(
             ", ".join(sick),
-            "`npu-smi info -t health -i <NPU>` says more; reboot, or leave that NPU out with ASCEND_RT_VISIBLE_DEVICES",
+            "`npu-smi info -t health -i <NPU>` shows why; reboot, or leave that NPU out with ASCEND_RT_VISIBLE_DEVICES",
         )
     used = sorted(chip.used_megabytes for chip in chips)
     names = "/".join(dict.fromkeys(chip.name for chip in chips))
@@ -472,7 +488,7 @@ class Holder:
 
     npu: int
     pid: int
-    name: str  # "" where npu-smi does not tell
+    name: str  # "" where npu-smi does not list it
     megabytes: int
 
     def __str__(self) -> str:
@@ -508,11 +524,9 @@ def check_cann(machine: Machine) -> str:
 
 def check_cann_environment(machine: Machine) -> str:
     if not machine.cann_sourced:
-        what = (
-            "LD_LIBRARY_PATH lacks CANN's libraries"
-            if os.environ.get("ASCEND_HOME_PATH")
-            else "ASCEND_HOME_PATH is not set"
-        )
+        what = "ASCEND_HOME_PATH is not set"
+        if os.environ.get("ASCEND_HOME_PATH"):
+            what = "LD_LIBRARY_PATH lacks CANN's libraries"
         raise Fail(what, f"source {machine.cann_environment}")
     return f"ASCEND_HOME_PATH={os.environ['ASCEND_HOME_PATH']}"
 
@@ -520,10 +534,10 @@ def check_cann_environment(machine: Machine) -> str:
 def check_torch_version(torch: str | None, executable: str = sys.executable) -> str:
     if torch is None:
         activate = ROOT / ".venv" / "bin" / "activate"
-        mend = "bash setup_ascend.sh"
+        fix = "bash setup_ascend.sh"
         if activate.exists() and not executable.startswith(str(ROOT / ".venv")):
-            mend = "source .venv/bin/activate"
-        raise Fail(f"not installed for {executable}", mend)
+            fix = "source .venv/bin/activate"
+        raise Fail(f"not installed for {executable}", fix)
     if version_key(torch) < version_key(minimum_torch()):
         raise Fail(f"{torch} is older than {minimum_torch()}", "bash setup_ascend.sh")
     return torch
@@ -541,7 +555,8 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> s
         raise Skip(f"newer than the version table, not judged: {here}")
     release = release_of(cann)
     pairs = RELEASES[release]
-    plain_torch, plain_npu = torch.partition("+")[0], (torch_npu or "").partition("+")[0]
+    plain_torch = torch.partition("+")[0]  # without +cpu
+    plain_npu = (torch_npu or "").partition("+")[0]
     if (plain_torch, plain_npu) in pairs:
         return f"torch_npu {torch_npu} is for torch {plain_torch} on CANN {cann}"
 
@@ -549,18 +564,19 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> s
     attempts = torch_attempts(
         "npu", pair[0], pair[1], machine.system, machine.arch, os.environ.get("TORCH_INDEX_URL", "")
     )
-    mend = f"pip install {attempts[min(1, len(attempts) - 1)]}"  # of several, the one that says where to look
+    fix = f"pip install {attempts[min(1, len(attempts) - 1)]}"  # of several, the one that names an index
     takes = f"CANN {cann} takes {' or '.join(pinned(other) for other in pairs if other[0] == pair[0])}"
     if not torch_npu:
-        raise Fail(f"torch_npu is not installed, torch is {torch}; {takes}", mend)
+        raise Fail(f"torch_npu is not installed, torch is {torch}; {takes}", fix)
     if version_key(plain_npu)[:3] != version_key(plain_torch)[:3]:
-        raise Fail(f"torch_npu {torch_npu} is not for torch {torch}: their first three numbers differ; {takes}", mend)
+        raise Fail(f"torch_npu {torch_npu} is not for torch {torch}: their first three numbers differ; {takes}", fix)
     owners = [name for name, others in RELEASES.items() if (plain_torch, plain_npu) in others]
     if owners:
-        raise Fail(f"torch_npu {torch_npu} is for CANN {' and '.join(owners)}, here is CANN {cann}; {takes}", mend)
-    if version_key(plain_npu) > max(version_key(other[1]) for others in RELEASES.values() for other in others):
+        raise Fail(f"torch_npu {torch_npu} is for CANN {' and '.join(owners)}, here is CANN {cann}; {takes}", fix)
+    newest = RELEASES[max(RELEASES, key=version_key)]
+    if version_key(plain_npu) > max(version_key(listed) for _, listed in newest):
         raise Skip(f"newer than the version table, not judged: {here}; {takes}")
-    raise Fail(f"torch_npu {torch_npu} is not listed for CANN {cann}; {takes}", mend)
+    raise Fail(f"torch_npu {torch_npu} is not listed for CANN {cann}; {takes}", fix)
 
 
 def check_import(kind: str, machine: Machine) -> str:
@@ -568,39 +584,40 @@ def check_import(kind: str, machine: Machine) -> str:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        chain: list[BaseException] = [error]
-        while cause := chain[-1].__cause__ or chain[-1].__context__:
-            chain.append(cause)
-        texts = [str(link) for link in chain]
+        texts = []  # of the error and its causes, the first cause last
+        link: BaseException | None = error
+        while link is not None:
+            texts.append(str(link))
+            link = link.__cause__ or link.__context__
         text = " | ".join(dict.fromkeys(summary(text) for text in texts))
         if kind != "npu" and any("torch_npu" in text for text in texts):
-            mend = "torch_npu cannot load here: `pip uninstall torch_npu`, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            fix = "torch_npu cannot load here: `pip uninstall torch_npu`, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         else:
-            known = (mend_for(text, kind, machine.cann_environment) for text in reversed(texts))
-            mend = next(filter(None, known), "rm -r .venv && bash setup_ascend.sh")
-        raise Fail(text, mend) from None
+            known = (fix_for(text, kind, machine.cann_environment) for text in reversed(texts))
+            fix = next(filter(None, known), "rm -r .venv && bash setup_ascend.sh")
+        raise Fail(text, fix) from None
     return f"torch {torch.__version__}"
 
 
 def check_devices(kind: str, machine: Machine, torch: str) -> tuple[Any, str]:
-    """The project's Device and what to say about it."""
+    """The project's Device, and a description of it."""
     if not (ROOT / "nanochat").is_dir():
-        raise Skip("from here on the project computes: run this file in its folder")
+        raise Skip("the next checks need the project: run this file in its folder")
     devices = importlib.import_module("nanochat.device")
     cli = importlib.import_module("nanochat.shell.cli")
     try:
         device = devices.init(kind)
     except cli.UserError as error:
-        mends = {
+        fixes = {
             "npu": f"source {machine.cann_environment}; ASCEND_RT_VISIBLE_DEVICES must not hide what npu-smi shows",
             "cuda": "CUDA_VISIBLE_DEVICES must not hide what nvidia-smi shows; for an older driver find the index of "
             "a build that fits it at https://pytorch.org/get-started/locally and run "
             "rm -r .venv && TORCH_INDEX_URL=<index> bash setup_ascend.sh",
         }
-        mend = mends.get(kind, "bash setup_ascend.sh")
+        fix = fixes.get(kind, "bash setup_ascend.sh")
         if kind == "cuda" and "+cpu" in torch:
-            mend = "torch is a CPU build: rm -r .venv && bash setup_ascend.sh --device cuda"
-        raise Fail(str(error), mend) from None
+            fix = "torch is a CPU build: rm -r .venv && bash setup_ascend.sh --device cuda"
+        raise Fail(str(error), fix) from None
     count = 1 if kind == "cpu" else device.module.device_count()
     return device, f"{count} x {device.name}, computes in {str(device.dtype).removeprefix('torch.')}"
 
@@ -624,7 +641,8 @@ def check_memory(device: Any, holders: list[Holder]) -> str:
 
 
 def relative_error(value: Any, reference: Any) -> float:
-    value, reference = value.detach().float().cpu(), reference.detach().float().cpu()
+    value = value.detach().float().cpu()
+    reference = reference.detach().float().cpu()
     return float((value - reference).norm() / reference.norm())
 
 
@@ -649,7 +667,7 @@ def check_matmul(device: Any) -> str:
 
 
 def check_attention(device: Any) -> str:
-    """The project's attention with the kernel it takes here (on an NPU npu_fusion_attention), forward and backward,
+    """The project's attention as it runs on this device (npu_fusion_attention on an NPU), forward and backward,
     against softmax(q k^T) v written out in fp32 on the host."""
     torch = importlib.import_module("torch")
     B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
@@ -659,9 +677,9 @@ def check_attention(device: Any) -> str:
     worst = 0.0
     for window in (0, 48):
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        hidden = (distance < 0) | (distance >= (window or T))
+        mask = (distance >= 0) & (distance < (window or T))  # True: the query attends to the key
         scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(H // K, dim=2)) / D**0.5
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)  # (B, H, T, T)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)  # (B, H, T, T)
         expected = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, dim=2))
         expected.square().sum().backward()
 
@@ -669,8 +687,9 @@ def check_attention(device: Any) -> str:
         output = device.kernels.attention(*here, scale=D**-0.5, window=window)  # (B, T, H, D)
         output.float().square().sum().backward()
         device.synchronize()
-        pairs = ((output, expected), *((x.grad, reference.grad) for x, reference in zip(here, (q, k, v), strict=True)))
-        worst = max(worst, *(relative_error(value, reference) for value, reference in pairs))
+        worst = max(worst, relative_error(output, expected))
+        for x, reference in zip(here, (q, k, v), strict=True):
+            worst = max(worst, relative_error(x.grad, reference.grad))
     kernel = device.kernels.name.partition(",")[0]
     return within(worst, 0.03, f"{kernel}: forward and backward, whole and windowed,")
 
@@ -695,18 +714,19 @@ def check_training(device: Any) -> str:
         losses.append(float(loss.detach()))
     if not losses[1] < losses[0] < 10:
         raise Fail(
-            f"the loss went from {losses[0]:.4f} to {losses[1]:.4f}", "the matmul and attention lines above say more"
+            f"the loss went from {losses[0]:.4f} to {losses[1]:.4f}", "see the matrix product and attention lines above"
         )
     return f"loss {losses[0]:.4f} -> {losses[1]:.4f}, peak memory {device.peak_memory() / 2**20:.0f} MiB"
 
 
 def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
-    """torchrun starts this file again on every device (on a CPU twice), as workers that add up their numbers; what
-    they measure goes into `gigabytes`."""
+    """torchrun starts this file again on every device (on a CPU twice), as workers that add up their numbers.
+
+    `gigabytes` receives the bandwidths that they measure."""
     processes = 2 if device.kind == "cpu" else device.module.device_count()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(Path(__file__).resolve()), f"--device={device.kind}", "--all_reduce_worker"]
-    # HCCL gives up before we do, so that its own reason is printed; 120 s is the least it takes for a connection
+    # HCCL gives up before we do, so that its own reason is printed; 120 s is the least that it accepts
     environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
     network = WORDS[device.kind]["network"]
     running = subprocess.Popen(
@@ -724,8 +744,8 @@ def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
     if running.returncode != 0 or output.count("all_reduce ok") != processes:
         found = re.search(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception): [\s\S]+)", errors, re.MULTILINE)
         reason = re.sub(r"^\[rank\d+\]: *", "", found[1], flags=re.MULTILINE) if found else errors
-        mend = mend_for(reason, device.kind, Machine.cann_environment) or network
-        raise Fail(f"{processes} processes: {summary(reason)}", mend)
+        fix = fix_for(reason, device.kind, Machine.cann_environment) or network
+        raise Fail(f"{processes} processes: {summary(reason)}", fix)
     for size, rate in re.findall(r"bandwidth (\d+) (\d+\.\d{4})", output):  # lines of several workers may run together
         gigabytes[int(size)] = float(rate)
     return f"{processes} process{'es' if processes > 1 else ''}"
@@ -768,11 +788,11 @@ def all_reduce_worker(kind: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def check_everything(asked: str, machine: Machine, root: Path) -> int:
+def check_everything(requested: str, machine: Machine, root: Path) -> int:
     """Run every check that makes sense for the kind of device; the exit code."""
-    kind = machine.kind if asked == "auto" else asked
+    kind = machine.kind if requested == "auto" else requested
     torch, torch_npu = installed("torch"), installed("torch_npu")
-    reason = "no NPU here (/dev/davinci*)" if asked == "auto" else f"--device {asked}"
+    reason = "no NPU here (/dev/davinci*)" if requested == "auto" else f"--device {requested}"
     smi = run_program([str(below(root, machine.npu_smi)), "info"]) if kind == "npu" and machine.npu_smi else ""
     report = Report(kind, machine.cann_environment)
 
@@ -787,7 +807,7 @@ def check_everything(asked: str, machine: Machine, root: Path) -> int:
     report.check("torch", check_torch_version, torch)
     npu_check("versions match", check_match, machine, torch, torch_npu)
     if kind == "cuda" and not machine.nvidia_smi:
-        report.check("nvidia-smi", skip_because("not found; torch may work all the same"))
+        report.check("nvidia-smi", skip_because("not found; torch may work anyway"))
 
     found: list[Any] = []
 
