@@ -10,6 +10,7 @@ of the command line.
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -64,18 +65,24 @@ Frozen = Annotated[T, _FrozenMark()]
 
 def check_ranges(config: Any) -> None:
     """Raises UserError: when a flag's value is outside the range of its annotation."""
-    for flag, annotation in typing.get_type_hints(type(config), include_extras=True).items():
+    for flag, ranges in _ranges(type(config)).items():
         value = getattr(config, flag)
         if is_dataclass(value):  # flags that several scripts share, such as SamplingParams
             check_ranges(value)
             continue
-        for limits in _metadata(annotation, Range):
+        for limits in ranges:
             if value is None:
                 continue
             if not value >= limits.low:  # NaN is not in any range either
                 raise UserError(f"--{flag} {value}: at least {limits.low:g}")
             if value > limits.high:
                 raise UserError(f"--{flag}: at most {limits.high:,}, and not {str(value)[:20]}")
+
+
+@functools.cache  # a server checks the settings of every request
+def _ranges(config_type: type) -> dict[str, list[Range]]:
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    return {flag: list(_metadata(annotation, Range)) for flag, annotation in hints.items()}
 
 
 def frozen_flags(config_type: type) -> list[str]:
