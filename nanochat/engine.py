@@ -4,7 +4,7 @@ Token ids in, token ids out. There is one decoder, `Slots`: a cache with a fixed
 advance by one token a step. Command line, evaluation and RL use it through `Engine`; serve/scheduler.py admits and
 releases rows while others run. A step:
 
-    1. forward   the last token of each row against the row's cached keys and values -> logits (`Slots._forward`)
+    1. forward   the last token of each row against the row's cached keys and values -> logits (`Slots._step`)
     2. sample    one token for each row, by the row's own settings and noise (`sampling.sample`)
     3. hand out  the one wait for the device: which rows have ended, and which called the tool
     4. release   rows that have ended leave, and the others close the gaps
@@ -419,19 +419,16 @@ class Slots:
         B = len(self.rows)
         if self._settings is None:
             self._settings = RowSettings([row.sampling for row in self.rows], self.table[:B])
-        position, noise, seen = self.cache.position[:B], self.noise[:B, :1], self.seen[:B]
 
         # 1. Forward: each row's last token joins the cache and yields the logits of the next.
-        if not self._settings.all_greedy:
-            noise = self.noise[:B].gather(1, position[:, None])  # (B, 1)
-        logits = self._logits()  # (B, V)
+        logits, noise = self._step()  # (B, V), (B, 1)
 
         # 2. Sample. The new token stays on the device as the next one to feed.
+        seen = self.seen[:B]
         if "repetition_penalty" in self._settings.in_use:
             seen.scatter_(1, self.last[:B, None], True)
         tokens = sample(logits, self._settings, noise, seen)  # (B,)
         self.last[:B] = tokens
-        position.add_(1)
 
         # 3. The one wait for the device. Logprobs travel with the tokens: ids below 2**24 are exact in fp32.
         likely: Sequence[Sequence[float]] = [()] * B
@@ -456,8 +453,8 @@ class Slots:
             new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
         return new_tokens
 
-    def _logits(self) -> Tensor:
-        """The logits (B, V) after the last token of each running row."""
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the next ones."""
         B = len(self.rows)
         if not self.engine.graphs:
             cache = self.cache.view(0, B)
@@ -465,18 +462,20 @@ class Slots:
             return self._forward(cache)
         # A recorded token has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
         # power of two: few records are made, and each is replayed often. What a slot without a row computes is not
-        # read, and what it writes lands on the slot's own next position, which is written again before it is read.
+        # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
         rounded = min(1 << (B - 1).bit_length(), self.size)
         if rounded not in self._recorded:
             forward = partial(self._forward, self.cache.view(0, rounded))
             self._recorded[rounded] = Recorded(self.engine.device, forward)
-        return self._recorded[rounded]()[:B]
+        logits, noise = self._recorded[rounded]()
+        return logits[:B], noise[:B]
 
-    def _forward(self, cache: KVCache) -> Tensor:
-        model = self.engine.model
-        tokens = self.last[: len(cache.position), None]  # (B, 1)
-        hidden = model.hidden(tokens, cache)  # (B, 1, C)
-        return model.logits(hidden[:, 0])  # (B, V)
+    def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        B = len(cache.position)
+        noise = self.noise[:B].gather(1, cache.position[:, None])  # (B, 1)
+        hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
+        cache.position.add_(1).clamp_(max=cache.max_position)  # a slot without a row stays inside
+        return self.engine.model.logits(hidden[:, 0]), noise
 
     def _attend_up_to(self, cache: KVCache, tokens: int) -> None:
         """Attend to no more of the cache than rows of up to `tokens` tokens need, where the device gains by that."""
@@ -498,12 +497,12 @@ class Recorded:
     """A function of tensors that stay in place: it runs as usual the first time, which sets up everything lazy; the
     second call records its launches, and from then on they are replayed as one."""
 
-    def __init__(self, device: Device, function: Callable[[], Tensor]):
+    def __init__(self, device: Device, function: Callable[[], Any]):
         self.device = device
         self.function = function
         self.calls = 0
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Any:
         self.calls += 1
         if self.calls == 1:
             return self.function()
