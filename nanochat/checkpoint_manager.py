@@ -85,7 +85,6 @@ class Snapshot:
     weights: dict[str, Tensor]  # whole on rank 0, empty on the others
     share: dict[str, Tensor]  # what this rank writes of the training state
     entries: dict[str, Any]  # the share's entries in training.json
-    resumable: bool
     tokenizer: Tokenizer
     meta: dict[str, Any]
 
@@ -147,9 +146,7 @@ class Saver:
         if error is not None:
             raise error
 
-    def save(
-        self, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any], training: Training | None
-    ) -> Path:
+    def save(self, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any], training: Training) -> Path:
         """Begin to write `step_<n>` and return its path. The model may change as soon as this returns.
 
         Raises UserError: when the disk cannot hold it, or when the save before this one failed.
@@ -159,10 +156,7 @@ class Saver:
         final = step_path(self.folder, step)
 
         # Which part of the training state this rank writes, and how much all ranks write together.
-        share: dict[str, Tensor] = {}
-        entries: dict[str, Any] = {}
-        if training is not None:
-            share, entries = storage.share_of(training.to_state(device.rank), device.rank)
+        share, entries = storage.share_of(training.to_state(device.rank), device.rank)
         weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
         share_bytes = sum(tensor.nbytes for tensor in share.values())
         needed_bytes = weight_bytes + share_bytes * device.world_size
@@ -175,7 +169,8 @@ class Saver:
                 if needed_bytes * 1.02 > shutil.disk_usage(self.folder).free:
                     raise OSError(errno.ENOSPC, "too little room for a checkpoint")
                 unfinished_path(final).mkdir()
-        _barrier(device)
+        if device.world_size > 1:
+            dist.barrier()
 
         # The copy: the only part for which training waits. All ranks gather a sharded weight together, one at a time.
         weights: dict[str, Tensor] = {}
@@ -185,17 +180,15 @@ class Saver:
         share = {name: _to_host(tensor) for name, tensor in share.items()}
         device.synchronize()  # the copies run asynchronously
 
-        if training is None and not device.is_main:
-            return final  # rank 0 writes the weights alone
         meta = {
             "version": FORMAT_VERSION,
             "step": step,
             "model": asdict(model.config),
             "tokenizer": tokenizer.fingerprint(),
-            "world_size": 0 if training is None else device.world_size,
+            "world_size": device.world_size,
             **copy.deepcopy(meta),
         }
-        snapshot = Snapshot(final, needed_bytes, weights, share, entries, training is not None, tokenizer, meta)
+        snapshot = Snapshot(final, needed_bytes, weights, share, entries, tokenizer, meta)
         self._thread = threading.Thread(target=self._write, args=[snapshot], name=f"save-rank{device.rank}")
         self._thread.start()
         return final
@@ -218,14 +211,13 @@ class Saver:
         """Rank 0: the model, its share of the training state, the index, the manifest, the rename."""
         folder = unfinished_path(snapshot.folder)
         files = write_model(folder, snapshot.weights, snapshot.tokenizer, snapshot.meta)
-        if snapshot.resumable:
-            name = storage.share_name(0)
-            files[name] = storage.write_tensors(folder / name, snapshot.share)
-            all_entries = [snapshot.entries]
-            for rank, report in self._wait_for_reports(snapshot.folder).items():
-                files[storage.share_name(rank)] = report["file"]
-                all_entries.append(report["entries"])
-            files["training.json"] = storage.write_json(folder / "training.json", storage.merge(all_entries))
+        name = storage.share_name(0)
+        files[name] = storage.write_tensors(folder / name, snapshot.share)
+        all_entries = [snapshot.entries]
+        for rank, report in self._wait_for_reports(snapshot.folder).items():
+            files[storage.share_name(rank)] = report["file"]
+            all_entries.append(report["entries"])
+        files["training.json"] = storage.write_json(folder / "training.json", storage.merge(all_entries))
         commit(folder, snapshot.folder, files)
         self.on_saved(snapshot.folder)
         self._retire(snapshot.folder)
@@ -306,25 +298,6 @@ class Saver:
             shutil.rmtree(_replaced_path(path))
         except OSError as error:
             warn(f"--keep_last: {path} could not be deleted ({error})")
-
-
-def save(
-    folder: Path,
-    step: int,
-    model: GPT,
-    tokenizer: Tokenizer,
-    meta: dict[str, Any],
-    training: Training | None,
-    device: Device,
-) -> Path:
-    """Write `folder/step_<n>`, all ranks together, and return its path once it is on the disk.
-
-    Raises UserError: when the disk cannot hold it; older checkpoints stay as they are.
-    """
-    with Saver(folder, device) as saver:
-        final = saver.save(step, model, tokenizer, meta, training)
-    _barrier(device)
-    return final
 
 
 def write_model(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, meta: dict[str, Any]) -> dict[str, Any]:
@@ -686,8 +659,3 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
             f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes:,} free; "
             "make room, or point NANOCHAT_BASE_DIR elsewhere"
         ) from error
-
-
-def _barrier(device: Device) -> None:
-    if device.world_size > 1:
-        dist.barrier()

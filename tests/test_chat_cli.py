@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device, tiny_tokenizer
+from tiny import save_checkpoint, tiny_tokenizer
 
-from nanochat.checkpoint_manager import save
 from nanochat.conversation import check_messages, render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
@@ -73,7 +72,7 @@ def table_model(*rows: list[int], anything: bool = False, context: int = 512) ->
 
 
 def add_checkpoint(stage: str, model: GPT, tag: str = "tiny", step: int = 3) -> Path:
-    return save(paths.checkpoint_dir(stage, tag), step, model, TOKENIZER, {"stage": stage}, None, cpu_device())
+    return save_checkpoint(paths.checkpoint_dir(stage, tag), step, model, TOKENIZER, {"stage": stage})
 
 
 @pytest.fixture(autouse=True)

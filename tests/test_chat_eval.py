@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import checkpoint_manager
 from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -453,7 +452,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def save_step(step: int) -> Path:
     folder = paths.checkpoint_dir("sft", "tiny")
-    return checkpoint_manager.save(folder, step, tiny_model(128), tiny_tokenizer(), {}, None, cpu_device())
+    return save_checkpoint(folder, step, tiny_model(128), tiny_tokenizer(), {})
 
 
 def call(*argv: str) -> None:

@@ -1,6 +1,8 @@
-"""Checkpoints: exact round trips, damage found, a kill or a full disk at any moment costs nothing, nothing runs."""
+"""Checkpoints: exact round trips, damage found, files from outside never run or crash anything.
 
-import dataclasses
+tests/test_saver.py has the saving side: kills, full disks, lost ranks.
+"""
+
 import hashlib
 import json
 import os
@@ -8,22 +10,21 @@ import pickle
 import random
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import run_ranks
+from tiny import Momentum, cpu_device, save_checkpoint, smallest_model, smallest_training
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.checkpoint_manager import (
     DamagedCheckpoint,
+    Saver,
     Training,
     load_model,
     load_training,
     newest,
-    save,
     set_aside,
     steps,
 )
@@ -36,11 +37,11 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
-CONFIG = GPTConfig(vocab_size=TOKENIZER.vocab_size, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1)
 FILES = (
     *("manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"),
     "training.rank0.safetensors",
 )
+DEVICE = cpu_device()
 
 
 @pytest.fixture(autouse=True)
@@ -51,43 +52,17 @@ def base_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def device():
-    return devices.init("cpu", "float32")
-
-
-@pytest.fixture
 def folder() -> Path:
     return paths.checkpoint_dir("base", "tiny")
 
 
-def new_model(seed: int = 0) -> GPT:
-    model = GPT(CONFIG)
-    model.init_weights(seed)
-    return model
+def save(folder: Path, step: int, model: GPT, meta: dict, training: Training) -> Path:
+    with Saver(folder, DEVICE) as saver:
+        return saver.save(step, model, TOKENIZER, meta, training)
 
 
-def new_training(seed: int = 0) -> Training:
-    generator = torch.Generator().manual_seed(seed)
-    return Training(
-        {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0)},
-        {"row": torch.tensor([seed, 8])},
-        {"host": torch.get_rng_state()},
-    )
-
-
-class Holder:
-    """What stands for an optimizer here: the tensors of `new_training`."""
-
-    def __init__(self):
-        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in new_training().optimizer.items()}
-
-    def state_dict(self) -> dict:
-        return self.tensors
-
-
-def save_step(folder: Path, step: int, device, seed: int = 0, training: bool = True) -> Path:
-    meta = {"stage": "base", "seed": seed}
-    return save(folder, step, new_model(seed), TOKENIZER, meta, new_training(seed) if training else None, device)
+def save_step(folder: Path, step: int, seed: int = 0) -> Path:
+    return save(folder, step, smallest_model(seed), {"stage": "base", "seed": seed}, smallest_training(seed))
 
 
 def same_tensors(one: dict, other: dict) -> bool:
@@ -109,18 +84,18 @@ def rewrite_manifest(step_folder: Path) -> None:
 # ---------------------------------------------------------------------- round trip
 
 
-def test_round_trip_is_exact(folder, device):
+def test_round_trip_is_exact(folder):
     """Weights with NaN and negative zero, a real optimizer's state, the loader's, the random generator's."""
-    model = new_model(3)
+    model = smallest_model(3)
     with torch.no_grad():
         model.embedding.weight[0, :2] = torch.tensor([torch.nan, -0.0])
     bits = {name: tensor.clone().view(torch.int32) for name, tensor in model.state_dict().items()}
-    optimizer = optimizer_of(new_model(1), steps=2)
+    optimizer = optimizer_of(smallest_model(1), steps=2)
     shards = {0: ShardState(3, 32, (torch.arange(4).int().numpy(),)), 1: ShardState(2, 0, ())}
     loader = LoaderState(12, shards, 2)
     torch.manual_seed(5)
-    training = Training(optimizer.state_dict(), loader.to_tensors(), device.rng_state())
-    path = save(folder, 12, model, TOKENIZER, {"stage": "base", "note": "é"}, training, device)
+    training = Training(optimizer.state_dict(), loader.to_tensors(), DEVICE.rng_state())
+    path = save(folder, 12, model, {"stage": "base", "note": "é"}, training)
     expected = torch.randn(4)
 
     assert path == folder / "step_000012"
@@ -130,20 +105,20 @@ def test_round_trip_is_exact(folder, device):
     assert found is not None and found[0] == path
     meta = found[1]
     assert (meta["step"], meta["stage"], meta["note"], meta["world_size"]) == (12, "base", "é", 1)
-    assert GPTConfig(**meta["model"]) == CONFIG
+    assert GPTConfig(**meta["model"]) == model.config
     assert meta["tokenizer"] == TOKENIZER.fingerprint()
 
-    loaded, tokenizer, _ = load_model("base", device)
+    loaded, tokenizer, _ = load_model("base", DEVICE)
     assert same_tensors({name: tensor.view(torch.int32) for name, tensor in loaded.state_dict().items()}, bits)
     assert not loaded.training
     assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
-    again = optimizer_of(new_model(1), steps=0)
-    (loader_share,), (rng,) = load_training(path, meta, again, device)
+    again = optimizer_of(smallest_model(1), steps=0)
+    (loader_share,), (rng,) = load_training(path, meta, again, DEVICE)
     assert same_tensors(again.state_dict(), optimizer.state_dict())
     merged = LoaderState.merge([loader_share])
     assert (merged.row, merged.shard_count) == (12, 2)
     assert same_tensors(merged.to_tensors(), loader.to_tensors())
-    device.set_rng_state(rng)
+    DEVICE.set_rng_state(rng)
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -153,76 +128,26 @@ def optimizer_of(model: GPT, steps: int) -> Optimizer:
     optimizer = Optimizer([ParameterGroup(kind, group, 0.01) for kind, group in kinds if group])
     for seed in range(steps):
         tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(seed))
-        device = devices.init("cpu", "float32")
-        train_step(model, optimizer, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=device)
+        train_step(model, optimizer, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=DEVICE)
     return optimizer
 
 
-def test_steps_after_a_load_equal_steps_without_one(folder, device):
-    straight = new_model()
-    optimizer_of(straight, steps=4)
-    stopped = new_model()
-    optimizer = optimizer_of(stopped, steps=2)
-    path = save(folder, 2, stopped, TOKENIZER, {}, Training(optimizer.state_dict(), {}, {}), device)
-
-    resumed = new_model(seed=9)
-    checkpoint_manager.load_weights(resumed, path)
-    again = optimizer_of(resumed, steps=0)
-    load_training(path, checkpoint_manager.verify(path), again, device)
-    for seed in (2, 3):
-        tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(seed))
-        train_step(resumed, again, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=device)
-    assert same_tensors(resumed.state_dict(), straight.state_dict())
-
-
-def test_weights_alone_load_but_do_not_resume(folder, device):
-    path = save_step(folder, 1, device, training=False)
-    assert not list(path.glob("training*"))
-    load_model(str(path), device)
-    with pytest.raises(UserError, match="cannot be resumed"):
-        load_training(path, checkpoint_manager.verify(path), optimizer_of(new_model(), steps=0), device)
-
-
-def in_two_ranks(action, device, monkeypatch) -> list[BaseException | None]:
-    """Run action(device) as rank 0 and rank 1, in two threads that meet at every barrier."""
-    barrier, errors = threading.Barrier(2, timeout=30), [None, None]
-    monkeypatch.setattr(checkpoint_manager.dist, "barrier", barrier.wait)
-
-    def work(rank: int) -> None:
-        try:
-            action(dataclasses.replace(device, rank=rank, world_size=2))
-        except BaseException as error:
-            errors[rank] = error
-            barrier.abort()  # as the launcher ends the others when one of them dies
-
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}") for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
-
-
-def test_every_rank_saves_its_share(folder, device, monkeypatch):
-    errors = in_two_ranks(lambda here: save_step(folder, 5, here, seed=here.rank), device, monkeypatch)
-    assert errors == [None, None]
-    path, meta = newest(folder)
-    assert meta["world_size"] == 2
-    assert meta["seed"] == 0  # rank 0 writes what all share
-    loader, rng = load_training(path, meta, Holder(), device)
-    assert [int(share["row"][0]) for share in loader] == [0, 1]
-    assert len(rng) == 2
-    (path / "training.rank1.safetensors").unlink()
-    with pytest.raises(DamagedCheckpoint, match="rank1"):
-        checkpoint_manager.verify(path)
+def test_weights_alone_load_but_do_not_resume(folder):
+    path = save_checkpoint(folder, 1, smallest_model(), TOKENIZER, {"world_size": 0})
+    for file in path.glob("training*"):
+        file.unlink()
+    rewrite_manifest(path)
+    load_model(str(path), DEVICE)
+    with pytest.raises(UserError, match="--source"):
+        load_training(path, checkpoint_manager.verify(path), Momentum(), DEVICE)
 
 
 # ---------------------------------------------------------------------- damage
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_flips_and_cuts_of_every_file_are_found(folder, device, name):
-    path = save_step(folder, 1, device)
+def test_flips_and_cuts_of_every_file_are_found(folder, name):
+    path = save_step(folder, 1)
     file = path / name
     whole = file.read_bytes()
     source = random.Random(name)
@@ -243,9 +168,9 @@ def test_flips_and_cuts_of_every_file_are_found(folder, device, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_newest_falls_back_with_a_warning(folder, device, capsys, name):
+def test_newest_falls_back_with_a_warning(folder, capsys, name):
     for step in (1, 2, 3):
-        save_step(folder, step, device, seed=step)
+        save_step(folder, step, seed=step)
     for step, left in ((3, 2), (2, 1)):
         file = folder / f"step_{step:06d}" / name
         data = file.read_bytes()
@@ -255,11 +180,11 @@ def test_newest_falls_back_with_a_warning(folder, device, capsys, name):
         warning = capsys.readouterr().err
         assert f"step_{step:06d}" in warning and "falling back" in warning
         assert warning.startswith("warning: ")
-    load_model("base", device)
+    load_model("base", DEVICE)
     shutil.rmtree(folder / "step_000001")
     assert newest(folder) is None
     with pytest.raises(UserError, match=r"no whole checkpoint.*`python -m scripts.base_train`"):
-        load_model("base", device)
+        load_model("base", DEVICE)
 
 
 def test_a_folder_without_checkpoints_has_none(folder):
@@ -273,44 +198,32 @@ def test_a_folder_without_checkpoints_has_none(folder):
     assert newest(folder) is None
 
 
-def test_an_earlier_run_is_set_aside_and_not_lost(folder, device):
+def test_an_earlier_run_is_set_aside_and_not_lost(folder):
     metrics = paths.run_dir("base", "tiny") / "metrics.jsonl"
-    assert set_aside(folder, metrics.parent, device) is None
+    assert set_aside(folder, metrics.parent, DEVICE) is None
     for run, where in enumerate(("tiny.1", "tiny.2")):
-        save_step(folder, 5, device, seed=run)
+        save_step(folder, 5, seed=run)
         metrics.parent.mkdir(parents=True)
         metrics.write_text(str(run))
-        assert set_aside(folder, metrics.parent, device) == folder.with_name(where)
+        assert set_aside(folder, metrics.parent, DEVICE) == folder.with_name(where)
         assert metrics.parent.with_name(where).joinpath("metrics.jsonl").read_text() == str(run)
         assert steps(folder) == []
         found = newest(folder.with_name(where))
         assert found is not None and found[1]["seed"] == run
 
 
-def stale_on_one_rank(device, base: str) -> list:
-    """What is found where rank 1's host lists nothing: a source, what is set aside, and a failure."""
-    os.environ["NANOCHAT_BASE_DIR"] = base
-    folder = paths.checkpoint_dir("base", "tiny")
-    if device.rank == 1:
-        checkpoint_manager.steps = lambda folder: []
-        Path.glob = lambda self, pattern: iter(())  # type: ignore[method-assign,assignment]
-    found = checkpoint_manager.find_source("base", "tiny", device=device)
-    with pytest.raises(UserError, match="no whole checkpoint"):
-        checkpoint_manager.find_source("sft", "tiny", device=device)
-    return [found.name, str(set_aside(folder, paths.run_dir("base", "tiny"), device))]
+def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
+    """This rank's file system lists nothing; it gets rank 0's answer."""
+    save_step(folder, 1)
+    answers = [str(folder / "step_000002"), "tiny.1"]
+    monkeypatch.setattr(checkpoint_manager, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
+    assert checkpoint_manager.find_source("base", "tiny", device=DEVICE).name == "step_000002"
+    assert set_aside(folder, paths.run_dir("base", "tiny"), DEVICE) == folder.with_name("tiny.1")
 
 
-def test_rank_0_looks_for_all(base_folder, folder, device):
+def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
     for step in (1, 2):
-        save_step(folder, step, device)
-    aside = folder.with_name("tiny.1")
-    assert run_ranks(stale_on_one_rank, str(base_folder)) == [["step_000002", str(aside)]] * 2
-    assert steps(aside) == [1, 2] and not folder.exists()
-
-
-def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, device, monkeypatch):
-    for step in (1, 2):
-        save_step(folder, step, device)
+        save_step(folder, step)
     hashed, sha256 = [], storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
     files = {folder / "step_000002" / name for name in FILES if name != "manifest.json"}
@@ -320,50 +233,50 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, device, monkeypatch
         load()
         return len(hashed) == len(files) and set(hashed) == files
 
-    assert hashed_by(lambda: load_model("base", device))
-    assert hashed_by(lambda: load_model("base", device, step=2))
-    assert hashed_by(lambda: load_model(folder / "step_000002", device))
-    assert hashed_by(lambda: load_model(checkpoint_manager.find_source("base"), device, verified=True))
+    assert hashed_by(lambda: load_model("base", DEVICE))
+    assert hashed_by(lambda: load_model("base", DEVICE, step=2))
+    assert hashed_by(lambda: load_model(folder / "step_000002", DEVICE))
+    assert hashed_by(lambda: load_model(checkpoint_manager.find_source("base"), DEVICE, verified=True))
     (folder / "step_000002/model.safetensors").write_bytes(b"")
     for load in (load_model, checkpoint_manager.find_source):
         with pytest.raises(UserError, match="model.safetensors is damaged: train it again, or name an older --step"):
             load(str(folder / "step_000002"))
 
 
-def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, device, capsys):
-    save_step(folder, 2, device)
+def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):
+    save_step(folder, 2)
     leftover = folder / "step_000003.tmp"
     shutil.copytree(folder / "step_000002", leftover)
     (leftover / "training.rank7.safetensors").write_bytes(b"of a run of eight")
     assert steps(folder) == [2]
     assert newest(folder)[1]["step"] == 2
     assert capsys.readouterr().err == ""
-    path = save_step(folder, 3, device)
+    path = save_step(folder, 3)
     assert sorted(file.name for file in path.iterdir()) == list(FILES)
     assert newest(folder)[1]["step"] == 3
     assert not leftover.exists()
 
 
-def test_another_format_version_is_named(folder, device):
-    path = save_step(folder, 1, device)
+def test_another_format_version_is_named(folder):
+    path = save_step(folder, 1)
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps({**meta, "version": 99}))
     rewrite_manifest(path)
     with pytest.raises(UserError, match="version 99, this code reads 2"):
-        load_model("base", device)
+        load_model("base", DEVICE)
 
 
 # ---------------------------------------------------------------------- load_model
 
 
-def test_load_model_by_stage_tag_step_and_folder(base_folder, device):
+def test_load_model_by_stage_tag_step_and_folder(base_folder):
     for tag, step, seed in (("old", 1, 1), ("old", 5, 2), ("new", 3, 3)):
-        save_step(paths.checkpoint_dir("base", tag), step, device, seed=seed)
-    save_step(paths.checkpoint_dir("sft", "chat"), 9, device, seed=4)
+        save_step(paths.checkpoint_dir("base", tag), step, seed=seed)
+    save_step(paths.checkpoint_dir("sft", "chat"), 9, seed=4)
 
     def seed_of(*args, **options) -> int:
-        model, _, meta = load_model(*args, device=device, **options)
-        assert same_tensors(model.state_dict(), new_model(meta["seed"]).state_dict())
+        model, _, meta = load_model(*args, device=DEVICE, **options)
+        assert same_tensors(model.state_dict(), smallest_model(meta["seed"]).state_dict())
         assert Path(meta["folder"]).name == f"step_{meta['step']:06d}"
         return meta["seed"]
 
@@ -381,26 +294,26 @@ def test_load_model_by_stage_tag_step_and_folder(base_folder, device):
 
 
 @pytest.mark.parametrize("stage", paths.STAGES)
-def test_a_missing_checkpoint_names_the_script_that_makes_it(stage, device):
+def test_a_missing_checkpoint_names_the_script_that_makes_it(stage):
     script = Path(__file__).parent.parent / "scripts" / f"{paths.STAGES[stage]}.py"
     assert script.is_file()
     command = rf"`python -m scripts\.{script.stem}`"
     with pytest.raises(UserError, match=rf"no {stage} checkpoint.*{command}"):
-        load_model(stage, device)
+        load_model(stage, DEVICE)
     with pytest.raises(UserError, match=command):
-        load_model(stage, device, model_tag="none")
+        load_model(stage, DEVICE, model_tag="none")
 
 
-def test_what_load_model_cannot_find_is_named(base_folder, folder, device):
+def test_what_load_model_cannot_find_is_named(base_folder, folder):
     for step in (2, 4):
-        save_step(folder, step, device)
+        save_step(folder, step)
     with pytest.raises(UserError, match=r"no step 3 .*\[2, 4\]"):
-        load_model("base", device, step=3)
+        load_model("base", DEVICE, step=3)
     with pytest.raises(UserError, match="no step -1"):
-        load_model("base", device, step=-1)
+        load_model("base", DEVICE, step=-1)
     for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
         with pytest.raises(UserError, match="neither a stage .*base, mid, sft, dpo, rl.* nor a checkpoint"):
-            load_model(source, device)
+            load_model(source, DEVICE)
     with pytest.raises(UserError, match="--device"):
         load_model("base", "tpu")
 
@@ -418,32 +331,32 @@ class Malicious:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, device, name, how):
-    path = save_step(folder, 1, device)
+def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name, how):
+    path = save_step(folder, 1)
     marker = tmp_path / "it ran"
     if how == "pickle":
         (path / name).write_bytes(pickle.dumps(Malicious(marker)))
     else:
         torch.save(Malicious(marker), path / name)
     with pytest.raises(UserError):
-        load_model("base", device)
+        load_model("base", DEVICE)
     rewrite_manifest(path)
     if name.startswith("training"):
         with pytest.raises(DamagedCheckpoint):
-            load_training(path, checkpoint_manager.verify(path), Holder(), device)
+            load_training(path, checkpoint_manager.verify(path), Momentum(), DEVICE)
     else:
         with pytest.raises(UserError):
-            load_model(str(path), device)
+            load_model(str(path), DEVICE)
     assert not marker.exists()
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists()  # the payload works where something runs it
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
-def test_mutated_files_are_an_error_not_a_crash(folder, device, name):
+def test_mutated_files_are_an_error_not_a_crash(folder, name):
     """1,000 over all kinds, under a manifest that matches, so that the file itself is parsed; of safetensors most
     changes are in the header, of JSON everywhere."""
-    path = save_step(folder, 1, device)
+    path = save_step(folder, 1)
     file, training = path / name, name.startswith("training")
     whole, source, refused = (path / name).read_bytes(), random.Random(name), 0
     header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else len(whole)
@@ -461,9 +374,9 @@ def test_mutated_files_are_an_error_not_a_crash(folder, device, name):
         rewrite_manifest(path)
         try:
             if training:
-                load_training(path, checkpoint_manager.verify(path), Holder(), device)
+                load_training(path, checkpoint_manager.verify(path), Momentum(), DEVICE)
             else:
-                load_model(str(path), device)
+                load_model(str(path), DEVICE)
         except UserError as error:
             refused += 1
             assert re.search("train it again|restore it or train|format version", str(error))
@@ -488,17 +401,17 @@ def test_mutated_files_are_an_error_not_a_crash(folder, device, name):
         lambda meta: {**meta, "version": "1"},
     ],
 )
-def test_meta_data_that_describes_no_model_is_one_error(folder, device, change):
-    path = save_step(folder, 1, device)
+def test_meta_data_that_describes_no_model_is_one_error(folder, change):
+    path = save_step(folder, 1)
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(change(meta)))
     rewrite_manifest(path)
     with pytest.raises(UserError):
-        load_model(str(path), device)
+        load_model(str(path), DEVICE)
 
 
-def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder, device):
-    path = save_step(folder, 1, device)
+def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder):
+    path = save_step(folder, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     outside = tmp_path / "outside.txt"
     outside.write_text("private")
@@ -514,8 +427,8 @@ def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder
 
 
 @pytest.mark.parametrize("tag", ["..", "../tiny", "/tmp", "a/b", "a\\b", ".hidden", "a\0b", "~", "tiny/", "%2e%2e"])
-def test_a_tag_never_leaves_its_folder(folder, device, tag):
-    save_step(folder, 1, device)
-    save_step(folder.parent.parent / "tiny", 1, device)  # what ../tiny would reach
+def test_a_tag_never_leaves_its_folder(folder, tag):
+    save_step(folder, 1)
+    save_step(folder.parent.parent / "tiny", 1)  # what ../tiny would reach
     with pytest.raises(UserError, match="--model_tag"):
-        load_model("base", device, model_tag=tag)
+        load_model("base", DEVICE, model_tag=tag)

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import checkpoint_manager
 from nanochat.device import Device
 from nanochat.evals import core
 from nanochat.evals.core import (
@@ -594,17 +593,17 @@ def test_two_ranks_measure_as_one_and_share_the_work():
         assert rows_here == rows // 2 == 12 * 4 // 2
 
 
-def save_checkpoint(tokenizer: Tokenizer, context: int) -> None:
+def save_base(tokenizer: Tokenizer, context: int) -> None:
     config = tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=context)
     folder = paths.checkpoint_dir("base", "tiny")
-    checkpoint_manager.save(folder, 1, lively_model(config), tokenizer, {"stage": "base"}, None, cpu_device())
+    save_checkpoint(folder, 1, lively_model(config), tokenizer, {"stage": "base"})
 
 
 COMMAND = {"eval_tokens": 64, "device_batch_size": 2, "max_tokens": 4, "device": "cpu", "dtype": "float32"}
 
 
 def test_the_command_writes_core_beside_the_rest(bundle, base, tiny_tokenizer, capsys):
-    save_checkpoint(tiny_tokenizer, 128)
+    save_base(tiny_tokenizer, 128)
     base_eval.main(base_eval.Config(**COMMAND, core=str(bundle), core_examples=3, samples=1, stories=1))
     written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())
     out = capsys.readouterr().out
@@ -617,7 +616,7 @@ def test_the_command_writes_core_beside_the_rest(bundle, base, tiny_tokenizer, c
 
 
 def test_a_context_shorter_than_an_opening_leaves_stories_out_and_the_rest_in(base, tiny_tokenizer, capsys):
-    save_checkpoint(tiny_tokenizer, 16)
+    save_base(tiny_tokenizer, 16)
     base_eval.main(base_eval.Config(**COMMAND, samples=2, stories=2))
     written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())
     assert written["val_bpb"] > 0 and len(written["samples"]) == 2 and "stories" not in written

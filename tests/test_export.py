@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import cpu_device, lively_model, tiny_config, tiny_tokenizer
+from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat import checkpoint_manager
 from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPTConfig
 from nanochat.shell import cli, paths
@@ -23,7 +22,7 @@ def base(tmp_path, monkeypatch) -> Path:
     model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
     meta = {"stage": "sft", "config": {"data": "/home/me/text"}, "pretraining": {"data": "demo"}}
     folder = paths.checkpoint_dir("sft", "tiny")
-    checkpoint_manager.save(folder, 7, model, tiny_tokenizer(), meta, None, cpu_device())
+    save_checkpoint(folder, 7, model, tiny_tokenizer(), meta)
     return tmp_path
 
 

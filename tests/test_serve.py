@@ -30,7 +30,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from nanochat.checkpoint_manager import load_model, save
+from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine, Slots
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
@@ -997,7 +997,7 @@ def test_metrics_are_in_prometheus_form():
 def checkpoint(folder: Path) -> Path:
     tokenizer = tiny.tiny_tokenizer()
     model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    return save(folder / "tiny", 1, model, tokenizer, {"stage": "sft"}, None, tiny.cpu_device())
+    return tiny.save_checkpoint(folder / "tiny", 1, model, tokenizer, {"stage": "sft"})
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

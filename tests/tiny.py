@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanochat import device as devices
+from nanochat.checkpoint_manager import Saver, Training
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
@@ -73,6 +75,35 @@ def cpu_device(**changes: Any) -> Device:
     """A single process on the CPU in fp32."""
     facts: dict[str, Any] = {"kind": "cpu", "module": torch.cpu, "dtype": torch.float32, "rank": 0, "local_rank": 0}
     return Device(**{**facts, "world_size": 1, "name": "test", "peak_flops": None, **changes})
+
+
+def smallest_model(seed: int = 0) -> GPT:
+    """One layer, of bytes: for thousands of checkpoints."""
+    model = GPT(GPTConfig(vocab_size=267, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1))
+    model.init_weights(seed)
+    return model
+
+
+def smallest_training(seed: int = 0) -> Training:
+    generator = torch.Generator().manual_seed(seed)
+    momentum = {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0 + seed)}
+    return Training(momentum, {"row": torch.tensor([seed, 8])}, {"host": torch.get_rng_state()})
+
+
+class Momentum:
+    """The optimizer of `smallest_training`: its state, at zero until it is loaded."""
+
+    def __init__(self):
+        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in smallest_training().optimizer.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.tensors
+
+
+def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any]) -> Path:
+    """A checkpoint that is on the disk when this returns, without a state to resume from."""
+    with Saver(folder, cpu_device()) as saver:
+        return saver.save(step, model, tokenizer, meta, Training({}, {}, {}))
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
