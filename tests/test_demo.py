@@ -14,8 +14,7 @@ import pytest
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import check_story, cut_to_story
 from nanochat.demo.corpus import Story
-from nanochat.demo.grammar import FILLERS
-from nanochat.demo.plots import SENTENCE_END, lexicon, plots
+from nanochat.demo.plots import SENTENCE_END, lexicon, plots, tables
 
 STORIES = 300
 REFUSED_AT_LEAST = 0.95
@@ -248,7 +247,7 @@ def gibberish_word(story: Story, rng: random.Random) -> str:
 
 def drop_word(story: Story, rng: random.Random) -> str:
     words = story.text.split()
-    candidates = [i for i, word in enumerate(words) if word not in FILLERS and word.islower()]
+    candidates = [i for i, word in enumerate(words) if word not in tables()["fillers"] and word.islower()]
     del words[rng.choice(candidates)]
     return " ".join(words)
 

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 
-from nanochat.demo.grammar import FILLERS, OPENERS
-from nanochat.demo.plots import PRONOUNS, SENTENCE_END, SLOT, Beat, Plot, is_pronoun, lexicon, plots, pronouns_of
+from nanochat.demo.plots import (
+    PRONOUNS,
+    SENTENCE_END,
+    SLOT,
+    Beat,
+    Plot,
+    is_pronoun,
+    lexicon,
+    plots,
+    pronouns_of,
+    tables,
+)
 
 TOKEN = re.compile(r"\{\+?\w+\}|'s|[A-Za-z]+|\S")  # a slot, a word or a mark
 STORY_ENDS = (".", "!", "?", '."', '!"', '?"')
@@ -256,13 +266,17 @@ def _slot_words() -> dict[str, dict[str, list[tuple[str, ...]]]]:
 @cache
 def _openers() -> list[list[str]]:
     """The words that may open any sentence, as tokens."""
-    lines = [line.strip() for line in OPENERS.strip().splitlines()]
-    return [opener.split() for opener in ", ".join(lines).split(", ")]
+    return [opener.split() for opener in _phrases("openers")]
+
+
+@cache
+def _phrases(table: str) -> list[str]:
+    return ", ".join(tables()[table].split("\n")).strip(", ").split(", ")
 
 
 def _tokens(sentence: str) -> list[str]:
     """Words and marks without openers, fillers and the closing mark; the first word in lower case unless a name."""
-    tokens = [token for token in TOKEN.findall(sentence) if token not in FILLERS.split(", ")]
+    tokens = [token for token in TOKEN.findall(sentence) if token not in _phrases("fillers")]
     if tokens and tokens[0] not in lexicon()["hero"] and not SLOT.fullmatch(tokens[0]):
         tokens[0] = tokens[0].lower()
     while opener := _opener_of(tokens):

@@ -1,6 +1,6 @@
 """The built-in `demo` corpus: short stories, questions about them, and sums. It never ends and needs no network.
 
-The words and the plots are tables in `grammar.py`. A story draws a plot, then a word for each role, then one telling
+The words and the plots are tables in `grammar.txt`. A story draws a plot, then a word for each role, then one telling
 of each beat, and fills the slots. `checker.py` reads stories back without knowing what was drawn.
 
 The validation split is not just other stories: about one combination in ten (plot, kind of hero, want, obstacle,

@@ -1,4 +1,4 @@
-"""Reads the tables of `grammar.py`: the words of each role, and each plot with its beats.
+"""Reads the tables of `grammar.txt`: the words of each role, and each plot with its beats.
 
 Terms: a *role* is something a story speaks of (`hero`, `kind`, `tool`, ...); a *beat* is one step of a plot (want,
 trouble, help, thanks, ...); a *telling* is one way to write a beat, with slots for the roles.
@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from pathlib import Path
 
-from nanochat.demo.grammar import ENDING, LEXICON, OPENING, PLOTS, QUESTIONS
-
-NAME_COLUMN = 18  # characters; the width of a table's left column
+NAME_COLUMN = 14  # characters; the width of a table's left column
 
 PRONOUNS = {
     "she": {"he": "she", "him": "her", "his": "her", "He": "She", "His": "Her"},
@@ -57,16 +56,29 @@ class Plot:
 
 
 @cache
+def tables() -> dict[str, str]:
+    """The tables of the grammar by name: `lexicon`, `opening`, `plot quest`, ..."""
+    text = Path(__file__).with_name("grammar.txt").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, name, table, name, table, ...
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+@cache
 def plots() -> dict[str, Plot]:
     """The plots by name."""
-    return {name: _read_plot(name, table) for name, table in PLOTS.items()}
+    found: dict[str, Plot] = {}
+    for title, table in tables().items():
+        if title.startswith("plot "):
+            name = title.removeprefix("plot ")
+            found[name] = _read_plot(name, table)
+    return found
 
 
 @cache
 def lexicon() -> dict[str, tuple[str, ...]]:
     """The words that each role may hold. Roles with the same words share one tuple: `is` compares them."""
     words: dict[str, tuple[str, ...]] = {}
-    for role, lines in _read_columns(LEXICON).items():
+    for role, lines in _read_columns(tables()["lexicon"]).items():
         words[role] = tuple(", ".join(lines).split(", "))
     words["hero"] = words["she"] + words["he"]
     return words
@@ -94,7 +106,7 @@ def _read_columns(table: str) -> dict[str, list[str]]:
 
 
 def _read_plot(name: str, table: str) -> Plot:
-    columns = _read_columns(OPENING + table + ENDING + QUESTIONS)
+    columns = _read_columns(tables()["opening"] + table + tables()["ending"] + tables()["questions"])
     want, obstacle, place = columns.pop("key")[0].split()
     rows = tuple(_read_rows(columns.pop("rows", [])))
     questions = []

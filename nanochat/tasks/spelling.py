@@ -10,7 +10,7 @@ from functools import cache
 
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out
-from nanochat.demo.grammar import ENDING, LEXICON, OPENING, PLOTS
+from nanochat.demo.plots import NAME_COLUMN, tables
 from nanochat.tasks.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -88,8 +88,9 @@ class LetterCount(Spelling):
 @cache
 def words(split: Split) -> tuple[str, ...]:
     """Words of three letters or more, in a fixed order without a pattern."""
-    lines = "\n".join([LEXICON, OPENING, ENDING, *PLOTS.values()]).splitlines()
-    text = " ".join(re.sub(r"\{\+?\w+\}", " ", line[18:]) for line in lines)  # the tables' right column, without slots
+    sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
+    lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
+    text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots
     found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)))
     random.Random("words").shuffle(found)
     return tuple(word for word in found if held_out("word", word) == (split == "test"))
