@@ -67,7 +67,7 @@ def complete(client: Any, **settings: Any) -> Any:
 
 
 def long_reply(client: Any, **settings: Any) -> Any:
-    """A chat that goes on for a while, whatever the random weights say: the first seed that does."""
+    """A chat reply of more than a few characters: of random weights, the first seed that gives one."""
     for seed in range(50):
         answer = chat(client, temperature=1, seed=seed, **settings)
         if len(answer.choices[0].message.content) > 8:
@@ -189,7 +189,7 @@ def test_chat_logprobs(client: Any, engine: Engine):
         assert bytes(one.bytes).decode(errors="replace") == one.token
 
 
-def test_no_logprobs_unless_asked(client: Any):
+def test_no_logprobs_unless_requested(client: Any):
     assert chat(client).choices[0].logprobs is None
 
 
@@ -282,15 +282,15 @@ def test_completion_logprobs(client: Any):
 
 def test_parts_of_a_character_have_names_and_places_of_their_own(engine: Engine):
     served = LoadedModel(cast(Any, None), engine.tokenizer, MODEL, CONTEXT, chats=True)
-    form = CompletionSerializer(served, num_logprobs=2)
+    serializer = CompletionSerializer(served, num_logprobs=2)
     tokens = [*"é!".encode(), 0xC3]  # bytes stand first in every vocabulary
     single = {engine.tokenizer.decode_bytes([token]): token for token in range(256)}
     ids = [single[bytes([byte])] for byte in tokens]
     likely = [TokenLogprob(one, -1.0, ((ids[0], -1.0), (ids[1], -2.0))) for one in ids]
-    told = form.chunk(0, Chunk(tuple(ids), "é!", logprobs=tuple(likely)))["logprobs"]
-    assert told["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
-    assert told["text_offset"] == [0, 0, 1, 2]
-    assert told["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.0}
+    lists = serializer.chunk(0, Chunk(tuple(ids), "é!", logprobs=tuple(likely)))["logprobs"]
+    assert lists["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
+    assert lists["text_offset"] == [0, 0, 1, 2]
+    assert lists["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.0}
 
 
 def test_sixteen_tokens_where_none_are_named(client: Any):

@@ -1,7 +1,7 @@
 """The chat page in real Chromium, against a small server with scripted replies; a whole conversation with the real one.
 
 Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `dev`); without them all but the
-first tests skip and say so. `python tests/test_ui.py URL` takes the pictures of docs/images from a running server.
+first tests skip and say so.
 """
 
 import base64
@@ -110,7 +110,7 @@ Last \\*plain\\* line."""
 
 
 class Script(ThreadingHTTPServer):
-    """Answers by what the last question says; remembers what it was asked."""
+    """Its reply depends on the first word of the question; it records every request."""
 
     daemon_threads = True
 
@@ -134,7 +134,7 @@ class Answer(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
 
-    def tell(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
+    def respond(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -142,7 +142,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
-        self.tell(status, json.dumps({"error": {"message": message}}).encode(), **headers)
+        self.respond(status, json.dumps({"error": {"message": message}}).encode(), **headers)
 
     def allowed(self) -> bool:
         return not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}"
@@ -150,9 +150,9 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.split("?")[0] == "/":
             policy = {"Content_Security_Policy": self.server.policy} if self.server.policy else {}
-            self.tell(200, PAGE.read_bytes(), "text/html; charset=utf-8", **policy)
+            self.respond(200, PAGE.read_bytes(), "text/html; charset=utf-8", **policy)
         elif self.path == "/v1/models" and self.allowed():
-            self.tell(200, json.dumps({"data": self.server.models}).encode())
+            self.respond(200, json.dumps({"data": self.server.models}).encode())
         else:
             self.refuse(401 if self.path == "/v1/models" else 404, "no")
 
@@ -345,11 +345,11 @@ def test_streams_with_a_caret_and_stops(server, open_page):
     assert page.locator(".reply").get_attribute("aria-busy") == "true"
     first = last(page).inner_text()
     page.wait_for_function("length => document.querySelector('.reply').innerText.length > length + 20", arg=len(first))
-    # a speed is told once there is enough of a reply to tell it from
+    # a speed is shown once there is enough of a reply to measure it
     page.wait_for_function(r"() => /\d+ tokens · [\d.,]+ tokens\/s/.test(document.querySelector('.reply').innerText)")
     page.keyboard.press("Escape")
     done(page)
-    assert server.left.wait(3), "the server goes on writing to a reader who stopped"
+    assert server.left.wait(3), "the server continues to write to a reader who stopped"
     text = last(page).inner_text()
     assert "Stopped." in text and "word5" in text and not page.locator(".caret").count()
     page.wait_for_timeout(200)
@@ -442,7 +442,7 @@ HOSTILE = {
     "fence and spaces": "~~~" + " " * LONG + "`",
     "heading that ends oddly": "# " + " " * LONG + "\u2028",
     "spaces within": "a" + " " * LONG + "b",
-    "dots behind a link": "http://a" + "." * LONG + "a",
+    "dots after a link": "http://a" + "." * LONG + "a",
     "rule": "*" + " *" * (LONG // 2) + "x",
     "stars": "*" * LONG,
     "emphasis": "*a* " * (LONG // 4),
@@ -612,7 +612,7 @@ def test_a_wrong_import_changes_nothing(server, open_page, tmp_path):
 
 
 def test_thirty_payloads_stay_text(browser, open_page):
-    """Without the policy of the server, so that the page stands alone."""
+    """Without the policy of the server, so that the page has only itself."""
     server = Script(policy=None)
     server.models = [{"id": "<img src=x onerror=window.hurt=1>"}]
     page = open_page(server)
@@ -1035,42 +1035,3 @@ def test_with_the_real_server(open_page, real_server, tmp_path):
     send(page, PAYLOADS[0])
     assert last(page).locator(".prose").inner_text() and said() == [*PAYLOADS, PAYLOADS[0]]
     assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
-
-
-def take_pictures(url: str) -> None:
-    """docs/images/chat*.png from a running server with the demo model, with few enough colours to stay small."""
-    from PIL import Image
-    from playwright.sync_api import sync_playwright
-
-    folder = ROOT / "docs" / "images"
-
-    def keep(page: Any, name: str) -> None:
-        page.mouse.move(600, 2)
-        page.wait_for_timeout(300)
-        page.screenshot(path=folder / name)
-        picture = Image.open(folder / name).convert("RGB")
-        picture.quantize(64, dither=Image.Dither.NONE).save(folder / name, optimize=True)
-        print(name, picture.size, (folder / name).stat().st_size, "bytes")
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1200, "height": 800}, locale="en-GB", color_scheme="light")
-        page.goto(url)
-        for question in ("Who are you?", "Tell me a story about a fox named Pip."):
-            send(page, question)
-            page.click("#new")
-        send(page, "What is 47 + 38?")
-        send(page, "Tell me a story about a dragon named Ravi.")
-        last(page).locator("[data-act=again]").click()
-        done(page)
-        keep(page, "chat.png")
-        page.emulate_media(color_scheme="dark")
-        keep(page, "chat_dark.png")
-        page.emulate_media(color_scheme="light")
-        page.set_viewport_size({"width": 360, "height": 720})
-        keep(page, "chat_phone.png")
-        browser.close()
-
-
-if __name__ == "__main__":
-    take_pictures(sys.argv[1])

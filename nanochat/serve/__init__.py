@@ -1,1 +1,1 @@
-"""The server: a scheduler that batches, an API people know, a page."""
+"""The server: continuous batching, OpenAI's API, and the chat page. Start reading at app.py."""

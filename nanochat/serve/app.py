@@ -6,8 +6,9 @@
       app.py          the route reads the body (`read_limited`), at most 1 MiB
       schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
-      scheduler.py    puts each request into a slot of the running batch; its thread owns the device
-      engine.py       decodes one token for all slots at once, samples each by its own settings
+      scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
+      engine.py       decodes one token for all slots at once
+      sampling.py     chooses each slot's token by the settings of its own request
       scheduler.py    token -> `Chunk` with text, put into the request's `Stream`
       replies.py      chunks -> the event loop -> OpenAI's JSON, whole or as server-sent events
     bytes on a socket
@@ -133,29 +134,36 @@ def create_app(
     async def completions(request: Request) -> Response:
         return await generate(request, CompletionBody)
 
-    reading = asyncio.Lock()
+    parsing = asyncio.Lock()
 
     async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
-        # FastAPI could read and check the body by itself, but it describes every mistake in it: a body with 100,000
-        # unknown fields would hold the event loop for seconds.
+        # 1. Take in the body. FastAPI could read and check it by itself, but it describes every mistake in it: a body
+        #    with 100,000 unknown fields would hold the event loop for seconds.
         content = await read_limited(request)
 
-        def read() -> tuple[LoadedModel, ChatBody | CompletionBody, list[list[int]]]:
+        # 2. Check its fields and tokenize its prompts, a long body on another thread. Only one at a time is parsed
+        #    there, because parsing holds Python's lock, and between two bodies the event loop must get its turn.
+        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[list[int]]]:
             body = read_body(body_type, content)
             loaded = state.ready_model()
             return loaded, body, prompts.encode_prompts(loaded, body)
 
         if len(content) <= INLINE_BYTES:
-            loaded, body, token_ids = read()
+            loaded, body, token_ids = parse()
         else:
-            async with reading:  # one at a time: parsing holds Python's lock, and the event loop must get its turn
-                loaded, body, token_ids = await asyncio.to_thread(read)
+            async with parsing:
+                loaded, body, token_ids = await asyncio.to_thread(parse)
 
-        # The scheduler's thread takes over; the chunks of its streams arrive in the queue.
+        # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue. A chat
+        #    may call the calculator, a plain completion may not.
         is_chat = isinstance(body, ChatBody)
-        serializer = (ChatSerializer if is_chat else CompletionSerializer)(loaded, body.num_logprobs)
         queue = ChunkQueue(prompts.submit(loaded, body, token_ids, tools=is_chat))
-        reply = Reply(serializer, queue, sum(map(len, token_ids)), body.include_usage)
+
+        # 4. Write the chunks in the route's format, as they arrive or in one piece.
+        serializer_type = ChatSerializer if is_chat else CompletionSerializer
+        serializer = serializer_type(loaded, body.num_logprobs)
+        prompt_tokens = sum(len(ids) for ids in token_ids)
+        reply = Reply(serializer, queue, prompt_tokens, body.include_usage)
         if body.stream:
             return EventStream(reply, stall_seconds)
         return await reply.respond(request)

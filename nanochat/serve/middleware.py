@@ -1,7 +1,7 @@
 """Who may call the server, and how much they may send: this runs before every route.
 
 A request with a foreign Host or Origin, without the API key, or with too large a body is answered here. Every response
-leaves with the headers that tell a browser what it may do with it.
+leaves with the headers that limit what a browser may do with it.
 """
 
 import asyncio
