@@ -259,7 +259,6 @@ def test_mistakes_in_flags_and_environment(fake, monkeypatch):
     line = complaint(lambda: fetch("climbmix", "modelscope"))
     assert "--hub hf" in line and "--data fineweb-edu or" in line
     assert "humaneval=PATH" in complaint(lambda: fetch_split("humaneval", "test", "modelscope"))
-    assert "--shards 0" in complaint(lambda: fetch("climbmix", shards=0))
     assert "no parquet file" in complaint(lambda: fetch("org/name"))
     monkeypatch.setenv("HF_ENDPOINT", "my-mirror")
     assert "HF_ENDPOINT='my-mirror'" in complaint(lambda: fetch("org/name"))
@@ -285,7 +284,7 @@ def test_a_split_is_fetched_once(fake, tiny_task, tmp_path, capsys, monkeypatch)
     folder = tmp_path / "base" / "data" / "tiny"
     assert paths == [folder / "all--train-0.parquet", folder / "all--train-1.parquet"]
     assert [path.read_bytes() for path in paths] == [BODY, b"more"]
-    assert "tiny: 2 files" in capsys.readouterr().err
+    assert "2 of 2 files" in capsys.readouterr().err
     assert fetch_split("tiny", "test")[0].read_bytes() == b"test"
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert fetch_split("tiny", "train") == paths

@@ -24,12 +24,11 @@ import ssl
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
-from nanochat.data.catalog import DATASETS, TASKS, RemoteFile, Source
+from nanochat.data.catalog import DATASETS, TASKS, Dataset, RemoteFile, Source, TaskData
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import data_dir
 
@@ -46,26 +45,16 @@ class Listing:
     files: list[RemoteFile]
 
 
-class Hub(Protocol):
-    """What this file needs of a hub's client."""
-
-    endpoint: str
-
-    def listing(self, source: Source) -> Listing: ...
-
-    def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
-        """Fetch one file into `folder` and return its path there."""
-        ...
-
-
 class HuggingFace:
     """huggingface_hub, imported at the first request: `--help` and runs on local text do without it."""
 
+    variable = "HF_ENDPOINT"
+
     def __init__(self) -> None:
-        mirror = os.environ.get("HF_ENDPOINT")
+        mirror = os.environ.get(self.variable)
         self.endpoint = (mirror or "https://huggingface.co").rstrip("/")
         if not re.match(r"https?://[^/]", self.endpoint):
-            raise UserError(f"HF_ENDPOINT={mirror!r} is not an address: it starts with https://")
+            raise UserError(f"{self.variable}={mirror!r} is not an address: it starts with https://")
         if mirror:
             # The client's second protocol (xet) bypasses the mirror: it fetches from the hub's own storage servers.
             os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
@@ -83,49 +72,52 @@ class HuggingFace:
         return Listing(info.sha or source.revision, files)
 
     def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
+        """Fetch one file into `folder` and return its path there."""
         from huggingface_hub import hf_hub_download
 
-        arrived = hf_hub_download(
+        where = hf_hub_download(
             repo, path, repo_type="dataset", revision=commit, endpoint=self.endpoint, local_dir=folder
         )
-        return Path(arrived)
+        return Path(where)
 
 
 class ModelScope:
     """The client of ModelScope, an extra that only `--hub modelscope` imports."""
+
+    variable = "MODELSCOPE_ENDPOINT"
 
     def __init__(self) -> None:
         try:
             import modelscope.hub.api  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("--hub modelscope needs its client: pip install modelscope") from error
-        self.endpoint = (os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn").rstrip("/")
+        self.endpoint = (os.environ.get(self.variable) or "https://www.modelscope.cn").rstrip("/")
 
     def listing(self, source: Source) -> Listing:
         from modelscope.hub.api import HubApi  # pyright: ignore[reportMissingImports]
 
         api = HubApi(endpoint=self.endpoint)
-        files: dict[str, RemoteFile] = {}
+        entries: dict[str, dict] = {}  # by path; the page after the last one is empty, or repeats
         for page in range(1, MAX_LISTED_FILES):
-            rows = api.get_dataset_files(
-                source.repo, revision=source.revision, root_path=source.folder or "/", page_number=page
-            )
-            new = [row for row in rows if row["Path"] not in files]
-            if not new or len(files) > MAX_LISTED_FILES:
+            count = len(entries)
+            folder = source.folder or "/"
+            rows = api.get_dataset_files(source.repo, revision=source.revision, root_path=folder, page_number=page)
+            entries |= {row["Path"]: row for row in rows}
+            if len(entries) == count or count > MAX_LISTED_FILES:
                 break
-            for row in new:
-                if row.get("Type") != "tree":
-                    files[row["Path"]] = RemoteFile(row["Path"], row.get("Size"), row.get("Sha256") or None)
-        return Listing(source.revision, list(files.values()))  # this hub's listing names no commit
+        files = [row for row in entries.values() if row.get("Type") != "tree"]
+        listed = [RemoteFile(row["Path"], row.get("Size"), row.get("Sha256") or None) for row in files]
+        return Listing(source.revision, listed)  # this hub's listing names no commit
 
     def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
+        """Fetch one file into `folder` and return its path there."""
         from modelscope.hub.file_download import dataset_file_download  # pyright: ignore[reportMissingImports]
 
-        arrived = dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint)
-        return Path(arrived)
+        return Path(dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint))
 
 
-HUBS: dict[str, type[HuggingFace] | type[ModelScope]] = {"hf": HuggingFace, "modelscope": ModelScope}
+Hub = HuggingFace | ModelScope
+HUBS: dict[str, type[Hub]] = {"hf": HuggingFace, "modelscope": ModelScope}
 
 
 def fetch(name: str, hub: str = "hf", shards: int | None = None) -> list[Path]:
@@ -133,25 +125,19 @@ def fetch(name: str, hub: str = "hf", shards: int | None = None) -> list[Path]:
 
     `name` is a key of DATASETS or any `org/name` of the hub. Raises UserError: with what to do next.
     """
-    if shards is not None and shards < 1:
-        raise UserError(f"--shards {shards} is too few: at least 1")
-    sources = DATASETS[name].sources if name in DATASETS else {
-        "hf": Source(name, "main"), "modelscope": Source(name, "master"),
-    }  # fmt: skip
-    if hub in HUBS and hub not in sources:
-        others = [other for other, dataset in DATASETS.items() if hub in dataset.sources]
-        raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or --data {' or '.join(others)}")
-    source, client, folder = _open(name, sources, hub)
-    hint = "use --data demo" if len(sources) == 2 else "use --data fineweb-edu, or --data demo"
-    with _failures_in_one_line(name, client, source, sources, hint):
+    dataset = DATASETS.get(name) or Dataset(
+        {"hf": Source(name, "main"), "modelscope": Source(name, "master")}, licence="see its page"
+    )
+    copied = [other for other in DATASETS if hub in DATASETS[other].sources]
+    instead = "--data demo" if hub in dataset.sources else f"--data {' or '.join(copied)}"
+    with _opened(name, dataset, hub, instead) as (client, source, folder):
         files = [file for file in _listing(client, source, folder).files if file.path.endswith(".parquet")]
         if not files:
             raise UserError(f"{client.endpoint} lists no parquet file in {source.repo}/{source.folder}")
         validation = files[-1]
         train = files[: min(shards or source.train_shards, max(len(files) - 1, 1))]
         wanted = train if validation in train else [*train, validation]
-        licence = DATASETS[name].licence if name in DATASETS else "see its page"
-        return _download(name, client, source, folder, wanted, licence)
+        return _download(client, source, folder, wanted, f"{name} (licence: {dataset.licence})")
 
 
 def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
@@ -160,15 +146,11 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
     `name` and `split` are keys of TASKS. Raises UserError: with what to do next.
     """
     task = TASKS[name]
-    hint = f"use a local file or folder by {name}=PATH"
-    if hub in HUBS and hub not in task.sources:
-        raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or {hint}")
-    source, client, folder = _open(name, task.sources, hub)
-    known = task.splits[split]
+    files = task.splits[split]
     if hub != "hf":  # the sha256 in the table are those of hf
-        known = tuple(replace(file, sha256=None) for file in known)
-    with _failures_in_one_line(name, client, source, task.sources, hint):
-        return _download(name, client, source, folder, list(known), task.licence)
+        files = tuple(replace(file, sha256=None) for file in files)
+    with _opened(name, task, hub, f"a local file or folder by {name}=PATH") as (client, source, folder):
+        return _download(client, source, folder, files, f"{name} (licence: {task.licence})")
 
 
 def fetch_url(url: str, target: Path, sha256: str) -> Path:
@@ -191,12 +173,29 @@ def leaves_folder(path: str) -> bool:
     return bool(re.search(r"\\|^\w:|\0", path)) or PurePosixPath(path).is_absolute() or ".." in parts
 
 
-def _open(name: str, sources: dict[str, Source], hub: str) -> tuple[Source, Hub, Path]:
-    """The source, the client and the local folder of a dataset."""
+@contextlib.contextmanager
+def _opened(name: str, dataset: Dataset | TaskData, hub: str, instead: str) -> Iterator[tuple[Hub, Source, Path]]:
+    """The client, the source and the local folder of a dataset; whatever fails inside is one line.
+
+    `instead`: what to use without this dataset.
+    """
     if hub not in HUBS:
         raise UserError(f"--hub {hub!r} is unknown: hf or modelscope")
-    suffix = "" if hub == "hf" else f".{hub}"
-    return sources[hub], HUBS[hub](), data_dir(name.replace("/", "--") + suffix)
+    if hub not in dataset.sources:
+        raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or {instead}")
+    source = dataset.sources[hub]
+    client = HUBS[hub]()
+    folder = data_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
+    try:
+        yield client, source, folder
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    except Exception as error:
+        reason = _reason(error, client.endpoint, f"{client.endpoint}/datasets/{source.repo}")
+        if reason.startswith("cannot reach"):
+            others = [f"--hub {other}" for other in dataset.sources if other != hub]
+            reason += ": " + ", or ".join([f"set {client.variable} to a mirror", *others, f"use {instead}"])
+        raise UserError(f"{name}: {reason}") from error
 
 
 def _listing(client: Hub, source: Source, folder: Path) -> Listing:
@@ -223,9 +222,7 @@ def _listing(client: Hub, source: Source, folder: Path) -> Listing:
     return listing
 
 
-def _download(
-    name: str, client: Hub, source: Source, folder: Path, wanted: list[RemoteFile], licence: str
-) -> list[Path]:
+def _download(client: Hub, source: Source, folder: Path, wanted: Sequence[RemoteFile], what: str) -> list[Path]:
     """The wanted files below `folder`, flat: a path of a repo becomes one file name, which cannot leave the folder."""
     targets = [folder / file.path.replace("/", "--").lstrip(".") for file in wanted]
     missing = sum(not target.exists() for target in targets)
@@ -233,8 +230,7 @@ def _download(
         return targets
     listing = _listing(client, source, folder)
     listed = {file.path: file for file in listing.files}
-    files_word = "file" if missing == 1 else "files"
-    print(f"{name}: {missing} {files_word} from {client.endpoint} (licence: {licence})", file=sys.stderr, flush=True)
+    print(f"download {missing} of {len(targets)} files from {client.endpoint}: {what}", file=sys.stderr, flush=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this machine wait here, and find the files
         for file, target in zip(wanted, targets, strict=True):
@@ -243,10 +239,8 @@ def _download(
             if file.path not in listed:
                 raise UserError(f"{source.repo} has no {file.path} at {client.endpoint}: does this mirror have it?")
             arrived = client.download(source.repo, listing.commit, file.path, folder / ".download")
-            expected = listed[file.path]
-            if file.sha256:
-                expected = replace(expected, sha256=file.sha256)  # known here, whatever this mirror claims
-            _check(arrived, expected)
+            # A sha256 that is known here counts, whatever this mirror claims.
+            _check(arrived, replace(listed[file.path], sha256=file.sha256 or listed[file.path].sha256))
             arrived.replace(target)
         shutil.rmtree(folder / ".download", ignore_errors=True)
     return targets
@@ -270,41 +264,18 @@ def _check(path: Path, expected: RemoteFile) -> None:
         raise UserError(f"{expected.path} arrived damaged ({problem}): run it again, or use another mirror")
 
 
-@contextlib.contextmanager
-def _failures_in_one_line(
-    name: str, client: Hub, source: Source, sources: dict[str, Source], hint: str
-) -> Iterator[None]:
-    """Turn whatever a client raises into a UserError that names the dataset and the next step."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
-    except Exception as error:
-        reason = _reason(error, client.endpoint, f"{client.endpoint}/datasets/{source.repo}")
-        if reason.startswith("cannot reach"):
-            variable = "HF_ENDPOINT" if isinstance(client, HuggingFace) else "MODELSCOPE_ENDPOINT"
-            others = [f"--hub {other}" for other in sources if not isinstance(client, HUBS[other])]
-            reason += ": " + ", or ".join([f"set {variable} to a mirror", *others, hint])
-        raise UserError(f"{name}: {reason}") from error
-
-
 def _reason(error: BaseException, endpoint: str, page: str) -> str:
     """What went wrong in a client, from its chain of causes, in one line."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 20:
         causes.append(cause)
     for cause in causes:
-        response = getattr(cause, "response", None)
-        status = (
-            getattr(response, "status_code", None)
-            or getattr(cause, "status_code", None)
-            or getattr(cause, "code", None)
-        )
+        status = _status(cause)
         if status in (401, 403):
             return f"{page} is closed (HTTP {status}): check the name, accept the terms there and set HF_TOKEN"
         if status == 404:
             return f"{page} answers HTTP 404: check the name; does this mirror have it?"
-        if isinstance(status, int) and status >= 400:
+        if status:
             return f"{page} answers HTTP {status}: try again later"
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return "the disk is full: free some space, or move NANOCHAT_BASE_DIR"
@@ -315,3 +286,13 @@ def _reason(error: BaseException, endpoint: str, page: str) -> str:
             return f"cannot reach {endpoint} ({cause.strerror or cause})"
     first_line = (str(error).splitlines() or [""])[0]
     return f"{endpoint} failed with {type(error).__name__}: {first_line}"
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status in an error of huggingface_hub, modelscope or urllib."""
+    for owner in (getattr(error, "response", None), error):
+        for name in ("status_code", "code"):
+            status = getattr(owner, name, None)
+            if isinstance(status, int) and status >= 400:
+                return status
+    return None
