@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
@@ -17,6 +16,7 @@ from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
+from nanochat.parallel.collectives import gather_objects, sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Interrupted
 from nanochat.tasks.task import Example, Task
@@ -105,12 +105,8 @@ class _Reply:
 
 def _from_all_ranks(own: list[_Reply] | None, device: Device) -> list[_Reply]:
     """Raises Interrupted: when a rank has None."""
-    shares: list[list[_Reply] | None] = [own]
-    if device.world_size > 1:
-        shares = [None] * device.world_size
-        dist.all_gather_object(shares, own)
     replies: list[_Reply] = []
-    for share in shares:
+    for share in gather_objects(own, device):
         if share is None:
             raise Interrupted
         replies += share
@@ -150,7 +146,5 @@ def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Devi
         assert batch.reference_logp is not None
         moved = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
         totals += torch.stack((moved, (batch.rows.targets != IGNORE).sum().float()))
-    if device.world_size > 1:
-        dist.all_reduce(totals)
-    total, targets = totals.tolist()
+    total, targets = sum_over_ranks(totals, device).tolist()
     return total / max(targets, 1.0)

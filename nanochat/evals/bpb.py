@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.loader import Documents, tokenize
 from nanochat.device import Device
+from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import Interrupted
 from nanochat.tokenizer import Tokenizer
 
@@ -68,9 +68,7 @@ def bits_per_byte(
         with device.autocast():
             losses = model.losses(batch[:, :-1].clamp(min=0), targets)
         totals[:2] += torch.stack(((losses * (sizes > 0)).sum(), sizes.sum().float()))
-    if device.world_size > 1:
-        dist.all_reduce(totals)
-    nats, text_bytes, broken_off = totals.tolist()
+    nats, text_bytes, broken_off = sum_over_ranks(totals, device).tolist()
     if broken_off:
         raise Interrupted
     return nats / (math.log(2) * text_bytes) if text_bytes else math.nan

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
@@ -25,6 +24,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
+from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import UserError
 from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
@@ -139,9 +139,8 @@ def evaluate(
             graded.append((place, Graded(example.question, reply, task.grade(example, reply))))
 
     correct = torch.tensor(sum(one.correct for _, one in graded), dtype=torch.float32, device=device.torch_device)
-    if device.world_size > 1:
-        dist.all_reduce(correct)
-    right, questions = int(correct.item()), len(examples)
+    right = int(sum_over_ranks(correct, device).item())
+    questions = len(examples)
     low, high = wilson_interval(right / copies, questions)  # a mean over samples
     result = Result(
         kind=task.kind, correct=right, total=questions * copies, questions=questions,

@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.hub import fetch_url, leaves_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT
+from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import duration, print0
 from nanochat.shell.paths import data_dir
@@ -328,9 +328,7 @@ def evaluate(
         began = time.monotonic()
         total = len(task.examples)
         counts = torch.tensor(_count_correct(model, tokenizer, task, device, batch_rows), dtype=torch.float32)
-        if device.world_size > 1:
-            counts = counts.to(device.torch_device)
-            dist.all_reduce(counts)
+        counts = sum_over_ranks(counts.to(device.torch_device), device)
         correct, cut = (int(count) for count in counts.tolist())
         low, high = wilson_interval(correct, total)
         accuracy = correct / total

@@ -1,4 +1,4 @@
-"""The collectives that files outside of the optimizer call: a sum, a decision, and two that torch renamed.
+"""The collectives that files outside of the optimizer call, and two that torch renamed.
 
 Every rank calls a collective, in the same order; a rank that does not call it leaves the others waiting.
 """
@@ -18,6 +18,15 @@ def sum_over_ranks(tensor: Tensor, device: Device) -> Tensor:
     if device.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def gather_objects(value: Any, device: Device) -> list[Any]:
+    """The ranks' values, in rank order, on every rank."""
+    if device.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * device.world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str | None:
