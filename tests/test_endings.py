@@ -24,7 +24,7 @@ from nanochat import checkpoint_manager
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = {"base": 100, "sft": 40, "dpo": 24, "rl": 12}
+STEPS = {"base": 60, "sft": 24, "dpo": 16, "rl": 8}
 RUN = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
     *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1"),

@@ -119,20 +119,36 @@ def sha256(base: Path, step: int, name: str = "model.safetensors", tag: str = "d
 # ---------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_answers_without_torch_and_touches_nothing(script, tmp_path):
+HELP = """
+import contextlib, importlib, io, json, sys
+from nanochat.shell import cli
+pages = {}
+for script in sys.argv[1:]:
+    out = io.StringIO()
+    module = importlib.import_module(f"scripts.{script}")
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.parse(module.Config, ["--help"])
+    pages[script] = out.getvalue()
+print(json.dumps(pages))
+"""
+
+
+def test_help_answers_without_torch_and_touches_nothing(tmp_path):
     stub = tmp_path / "stub"
     stub.mkdir()
     for name in ("torch", "torch_npu"):
-        (stub / f"{name}.py").write_text("raise SystemExit('--help imports torch')")
-    result = process(f"scripts.{script}", "--help", PYTHONPATH=str(stub), COLUMNS="100")
+        (stub / f"{name}.py").write_text("raise RuntimeError('--help imports torch')")
+    (stub / "all_help.py").write_text(HELP)
+    result = process("all_help", *SCRIPTS, PYTHONPATH=f"{stub}{os.pathsep}{ROOT}", COLUMNS="100")
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"python -m scripts.{script}" in result.stdout
-    for flag in CONTRACT_FLAGS.get(script, "").split():
-        assert re.search(rf"--{flag}\b", result.stdout)
+    pages = json.loads(result.stdout)
+    for script in SCRIPTS:
+        assert f"python -m scripts.{script}" in pages[script]
+        for flag in CONTRACT_FLAGS.get(script, "").split():
+            assert re.search(rf"--{flag}\b", pages[script])
     assert not (tmp_path / "base").exists()
-    result = process(f"scripts.{script}", PYTHONPATH=str(stub)) if script == "base_train" else None
-    assert result is None or "--help imports torch" in result.stderr  # the stub stops what does import it
+    result = process("scripts.base_train", PYTHONPATH=str(stub))
+    assert "--help imports torch" in result.stderr  # the stub stops what does import it
 
 
 # ---------------------------------------------------------------------- the chain
@@ -433,10 +449,14 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_one_process_and_two_give_the_same_losses(base, tokenizer):
-    """20 steps in fp32 on 1 and on 2 ranks; then 1 -> 2 -> 1 ranks through two resumes."""
-    flags = (*TINY, "--num_iterations=20", "--save_every=8", "--eval_every=10")
+    """20 steps in fp32 on 1 and on 2 ranks; then 1 -> 2 -> 1 ranks through two resumes. Three layers at the rule's
+    rates: where rounding is amplified, it shows here first."""
+    flags = [flag for flag in TINY if not flag.startswith("--depth")]
+    flags += ["--depth=3", "--window_pattern=SL", "--seed=1", "--model_tag=d1"]
+    flags += ["--num_iterations=20", "--save_every=8", "--eval_every=10"]
     call("base_train", *flags)
-    torchrun("scripts.base_train", "--", *flags, "--model_tag=two")
+    result = torchrun("scripts.base_train", "--", *flags, "--model_tag=two")
+    assert result.stdout.count("device: 2 x ") == 1  # only rank 0 prints
     alone, together = metrics(base), metrics(base, "two")
     assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
     for one, two in zip(alone, together, strict=True):
@@ -455,18 +475,6 @@ def test_one_process_and_two_give_the_same_losses(base, tokenizer):
     assert losses(base) == pytest.approx([line["loss"] for line in alone], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_deeper_and_windowed_the_losses_stay_the_same(base, tokenizer):
-    """Three layers at the rule's rates: where rounding is amplified, it shows here first."""
-    flags = [flag for flag in TINY if not flag.startswith("--depth")]
-    flags += ["--depth=3", "--window_pattern=SL", "--seed=1", "--num_iterations=20"]
-    call("base_train", *flags, "--model_tag=one")
-    torchrun("scripts.base_train", "--", *flags, "--model_tag=two")
-    alone, together = losses(base, "one"), losses(base, "two")
-    assert len(alone) == 20
-    assert together == pytest.approx(alone, rel=1e-5)
-
-
 # ---------------------------------------------------------------------- as users' documents have it
 
 
@@ -478,16 +486,6 @@ def test_documented_single_process_command(base, tokenizer):
     assert "Traceback" not in result.stderr
     assert (base / "checkpoints/base/d8/step_000001/manifest.json").is_file()
     assert [line["tokens"] for line in metrics(base, "d8")] == [512]
-
-
-@pytest.mark.slow
-def test_documented_torchrun_command(base, tokenizer):
-    flags = ("--depth=4", "--device_batch_size=4", "--total_batch_size=1024")
-    sizes = ("--num_iterations=2", "--max-seq-len=64", "--eval_tokens=512")
-    result = torchrun("scripts.base_train", "--", *flags, *sizes)
-    assert result.stdout.count("device: 2 x ") == 1  # only rank 0 speaks
-    assert [line["step"] for line in metrics(base, "d4")] == [0, 1]
-    assert json.loads((base / "checkpoints/base/d4/step_000002/meta.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.slow
@@ -699,13 +697,7 @@ def test_a_full_disk(base, tokenizer, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mistakes_of_real_processes(base, tokenizer):
-    for argv, code, words in (
-        (["scripts.base_train", "--depth=0"], 2, "--depth 0: at least 1"),
-        (["scripts.base_train", "--", "--dpeth=4"], 2, "`python -m scripts.base_train --help`"),
-        (["scripts.chat_cli", "-p", "x"], 1, "`python -m scripts.base_train`"),
-    ):
-        result = process(*argv)
-        assert result.returncode == code
-        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-        assert words in result.stderr
+def test_a_mistake_of_a_real_process(base, tokenizer):
+    result = process("scripts.base_train", "--", "--depth=0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --depth") and result.stderr.count("\n") == 1

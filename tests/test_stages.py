@@ -366,49 +366,41 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
         assert torch.allclose(weights[1][name], tensor, rtol=1e-3, atol=1e-4), name
 
 
-LAYOUTS = {
-    "ddp": (2, ("--parallel=ddp",)),
-    "fsdp": (2, ("--parallel=fsdp",)),
-    "hybrid": (4, ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")),
-}
-
-
-@pytest.mark.parametrize(
-    ("stage", "layout"),
-    [  # a launch of four for each stage takes long
-        pytest.param(s, LAYOUTS[w], id=f"{s}-{w}", marks=pytest.mark.soak if w == "hybrid" and s != "rl" else [])
-        for s in STAGES
-        for w in LAYOUTS
-    ],
-)
 @pytest.mark.slow
-def test_several_ranks_train_as_one(taught, stage, layout):
-    (ranks, flags_of_layout), (script, _) = layout, STAGES[stage]
-    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
-    call(script, *flags, "--model_tag=one")
-    torchrun(f"scripts.{script}", "--", *flags, *flags_of_layout, "--model_tag=many", fewest_rows(stage), ranks=ranks)
-    same_training(taught, stage, "one", "many", 6)
-    if stage == "rl":  # there was something to learn
-        assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["mid", "dpo", "rl", pytest.param("sft", marks=pytest.mark.soak)])  # as dpo
-def test_any_layout_goes_on_where_another_stopped(taught, stage):
-    """Two sharded ranks, then one process, then two whole ones."""
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_train_as_one_and_any_layout_continues(taught, stage):
+    """Straight through on two sharded ranks; from the middle on two whole ones, and the rest on one process."""
     script, _ = STAGES[stage]
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
     on_two = (f"scripts.{script}", "--", *flags, "--model_tag=many", fewest_rows(stage))
     torchrun(*on_two, "--parallel=fsdp")
+    same_training(taught, stage, "one", "many", 6)
+
     folder = taught / "checkpoints" / stage / "many"
     for step in (4, 6):
         shutil.rmtree(folder / f"step_{step:06d}")
-    call(script, *flags, "--model_tag=many", "--resume")
-    assert not (folder / "step_000004/training.rank1.safetensors").exists()
-    shutil.rmtree(folder / "step_000006")
     torchrun(*on_two, "--parallel=ddp", "--resume")
     assert (folder / "step_000006/training.rank1.safetensors").exists()
+    same_training(taught, stage, "one", "many", 6)
+
+    shutil.rmtree(folder / "step_000006")
+    call(script, *flags, "--model_tag=many", "--resume")
+    assert not (folder / "step_000006/training.rank1.safetensors").exists()
+    same_training(taught, stage, "one", "many", 6)
+    if stage == "rl":  # there was something to learn
+        assert sum(line["with_advantage"] > 0 for line in metrics(taught, "rl", "one")) >= 4
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s == "rl" else pytest.mark.soak) for s in STAGES])
+@pytest.mark.slow
+def test_replicas_of_shards_train_as_one(taught, stage):
+    """Four processes: two groups of two, activations computed twice."""
+    script, _ = STAGES[stage]
+    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
+    call(script, *flags, "--model_tag=one")
+    hybrid = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")
+    torchrun(f"scripts.{script}", "--", *flags, *hybrid, "--model_tag=many", fewest_rows(stage), ranks=4)
     same_training(taught, stage, "one", "many", 6)
 
 
