@@ -62,7 +62,9 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ model, data
     start = begin(config, with_reference=True)
-    device, model, reference = start.device, start.model, start.reference
+    device = start.device
+    model = start.model
+    reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_dpo_tasks(start.pretraining["data"])
     require_pairs(parse_tasks(tasks))
@@ -95,7 +97,8 @@ def main(config: Config) -> None:
             yield replace(batch, reference_logp=logp)
 
     # ------------------------------------------------------------------ horizon, optimizer
-    steps, examples = config.num_iterations, config.target_examples_per_step
+    steps = config.num_iterations
+    examples = config.target_examples_per_step
     batch_tokens = examples * row_tokens  # about: a reply is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)

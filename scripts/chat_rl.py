@@ -73,13 +73,16 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ model, data, optimizer
     start = begin(config, with_reference=config.kl > 0)
-    device, model, reference = start.device, start.model, start.reference
+    device = start.device
+    model = start.model
+    reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
     require_grades(parse_tasks(tasks))
     train = open_mixture(tasks, "train", config.hub, config.seed)
     held_out = open_mixture(tasks, "test", config.hub, config.seed)
-    steps, examples = config.num_iterations, config.examples_per_step
+    steps = config.num_iterations
+    examples = config.examples_per_step
     rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale, config.table_lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     print0(f"tasks: {tasks}")

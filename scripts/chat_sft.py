@@ -44,7 +44,8 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ model, data
     start = begin(config)
-    device, model = start.device, start.model
+    device = start.device
+    model = start.model
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_tasks(start.pretraining["data"])
     train = open_mixture(tasks, "train", config.hub, config.seed)
@@ -60,7 +61,8 @@ def main(config: Config) -> None:
         return pack_sequences([one.ids for one in learned], [one.mask for one in learned], row_tokens), rendered
 
     # ------------------------------------------------------------------ horizon, optimizer
-    steps, examples = config.num_iterations, config.target_examples_per_step
+    steps = config.num_iterations
+    examples = config.target_examples_per_step
     batch_tokens = examples * row_tokens  # about: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)

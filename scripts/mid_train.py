@@ -43,7 +43,9 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ model, data
     start = begin(config)
-    device, model, tokenizer = start.device, start.model, start.tokenizer
+    device = start.device
+    model = start.model
+    tokenizer = start.tokenizer
     tasks = config.tasks or default_tasks(start.pretraining["data"])
     train_corpus = MixtureCorpus(open_mixture(tasks, "train", config.hub, config.seed), tokenizer)
     val_corpus = MixtureCorpus(open_mixture(tasks, "test", config.hub, config.seed), tokenizer)

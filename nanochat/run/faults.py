@@ -115,8 +115,9 @@ class Faults:
         else:
             token = torch.tensor(random.SystemRandom().getrandbits(31), device=self.device.torch_device)
             dist.broadcast(token, 0)
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            connection = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            port = int(os.environ["MASTER_PORT"])
+            timeout = timedelta(seconds=STORE_SECONDS)
+            connection = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
             store = PrefixStore(f"faults/{token.item()}", connection)
         if self.device.is_main:
             for key in ("stop", "last", "verdict"):
@@ -179,12 +180,15 @@ class Faults:
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
         """Name what the run does instead of training, for the watchdog's line. It may stand still for `seconds` where
         that is longer than `hang_seconds`."""
-        before = self._phase, self._patience
-        self._phase, self._patience = name, seconds
+        phase_before = self._phase
+        patience_before = self._patience
+        self._phase = name
+        self._patience = seconds
         try:
             yield
         finally:
-            self._phase, self._patience = before
+            self._phase = phase_before
+            self._patience = patience_before
 
     def leave(self, saved: Path) -> NoReturn:
         """After the loop, when it was stopped: print one line and exit with the status that a signal has."""

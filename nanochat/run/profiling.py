@@ -61,20 +61,21 @@ class Recorder:
             self.seconds += paused - self.resumed
         self.profiler.step()
         if last:
-            profiler, self.profiler = self.profiler, None
-            profiler.stop()
-            text = self._summary(profiler)
+            self.profiler.stop()
+            text = self._summary()
+            self.profiler = None
             (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
             self.report(text)
         self.resumed = time.perf_counter()
         return self.resumed - paused
 
-    def _summary(self, profiler: Any) -> str:
+    def _summary(self) -> str:
         step_ms = self.seconds / self.steps * 1e3
         memory = self.device.peak_memory() / 2**30
         lines = [f"profile of {self.steps} steps on {self.device}: {step_ms:.2f} ms a step, peak {memory:.2f} GiB"]
-        if hasattr(profiler, "key_averages"):
+        if hasattr(self.profiler, "key_averages"):
             column = "self_cpu_time_total" if self.device.kind == "cpu" else "self_device_time_total"
-            lines.append(profiler.key_averages().table(sort_by=column, row_limit=SHOWN, max_name_column_width=50))
+            table = self.profiler.key_averages().table(sort_by=column, row_limit=SHOWN, max_name_column_width=50)
+            lines.append(table)
         lines.append(f"trace: {self.folder}")
         return "\n".join(lines)

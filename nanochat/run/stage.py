@@ -156,7 +156,9 @@ class Run:
         self._stats: StepStats | None = None  # of the last step, while no log line has read it
 
     def __enter__(self) -> "Run":
-        config, device, progress = self.config, self.device, self.progress
+        config = self.config
+        device = self.device
+        progress = self.progress
         runs = run_dir(self.stage, self.start.tag)
         if device.is_main:
             lock(self.folder)

@@ -139,9 +139,16 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
 def _without_frame(text: str) -> str:
     """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
-    lines = [line.strip("│| ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line[:1] not in "╭╰+"]
-    sections = " ".join("\n" if line and not line.strip("─-") else line for line in lines).split("\n")
-    return "; ".join(section.strip() for section in sections if not section.strip().startswith("For full helptext"))
+    sections = [""]
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # without colours
+        if line[:1] in ("╭", "╰", "+"):
+            continue  # the box
+        line = line.strip("│| ")
+        if line and not line.strip("─-"):
+            sections.append("")  # a rule between two sections
+        else:
+            sections[-1] = f"{sections[-1]} {line}".strip()
+    return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 
 def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
