@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```python\n# (\S+) \((new|before|after)(?:: ([^\n]*))?\)\n
 TRIAL = """
 import importlib, sys
 import torch
-from nanochat.tasks.registry import BUILT_IN
+from nanochat.tasks.registry import task_class
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
 from nanochat.shell.paths import tokenizer_dir
@@ -29,7 +29,7 @@ def call(script, *flags):
 
 from nanochat.shell import cli
 torch.set_num_threads(1)
-task = BUILT_IN["reverse"]("test")
+task = task_class("reverse")("test")
 assert task.grade(task.example(0), [{"type": "text", "text": task.example(0).answer}])
 Tokenizer.train([f"Write word {n} backwards." for n in range(300)], 300).save(tokenizer_dir())
 call("base_train", "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
