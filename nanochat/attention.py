@@ -30,11 +30,13 @@ class Segments:
 
     def mask(self, window: int) -> Tensor:
         """(B, 1, T, T): same document, not later, within the window; in the form that the kernels take."""
+        # Once per forward pass, for all windows.
         if self._distance is None or self._document is None:
             index = torch.arange(self.numbers.size(1), device=self.numbers.device)
             self._distance = index[:, None] - index  # (T, T): how far a key lies before its query
             same_document = self.numbers[:, :, None] == self.numbers[:, None]  # (B, T, T)
             self._document = same_document & (self._distance >= 0)
+        # Once per window, for all layers that have it.
         if window not in self._prepared:
             mask = self._document
             if window:
@@ -46,11 +48,14 @@ class Segments:
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """torch's fused attention on (B, T, heads, D). It never holds the T x T scores (source: Dao et al. 2022)."""
-    q = q.transpose(1, 2)  # (B, H, T, D), torch's layout
+    """torch's fused attention on (B, T, heads, D)."""
+    # torch takes (B, heads, T, D). The fused operator works in tiles and never holds the T x T scores
+    # (source: Dao et al. 2022, FlashAttention).
+    q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    grouped = q.size(1) != k.size(1)  # several query heads share a key head (source: Ainslie et al. 2023, GQA)
+    # Several query heads may share a key head (source: Ainslie et al. 2023, GQA).
+    grouped = q.size(1) != k.size(1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
@@ -111,20 +116,26 @@ def _with_block_before(x: Tensor, blocks: int, w: int) -> Tensor:
 
 @dataclass
 class KVCache:
-    """Keys and values of every layer for up to `capacity` tokens a row, so that a new token computes only its own.
+    """Keys and values of every layer for up to `capacity` tokens per row, so that a new token computes only its own.
 
-    The shapes never change, and the length of each row is a tensor on the device: a decoded token then needs no answer
-    from the host, and its launches can be recorded. Layers only write and read. The engine advances `position` once
-    per forward pass, after the last layer.
+    Layers only write and read. The engine advances `position` once per forward pass, after the last layer.
     """
 
-    keys: Tensor  # (layers, B, K, S, D)
+    # One block of fixed shape (layers, B, K, S, D): nothing is allocated while decoding, and its launches can be
+    # recorded once and replayed.
+    keys: Tensor
     values: Tensor
-    position: Tensor  # (B,): how many tokens each row holds
-    rows: Tensor  # (B, 1): 0, 1, 2, ...; an index for writing
-    attended_len: int  # keys from here on are not read; the engine keeps it low while all rows are short
-    is_empty: bool = True  # nothing is written yet: a prompt need not be read back from the cache
-    max_position: int | None = None  # later positions are clamped to it: what they hold is padding
+    # (B,): how many tokens each row holds. On the device, so that a decoded token waits for nothing from the host.
+    position: Tensor
+    # (B, 1): 0, 1, 2, ...; the index for writing.
+    rows: Tensor
+    # Keys from here on are not read. The engine keeps it low while all rows are short.
+    attended_len: int
+    # Nothing is written yet: a prompt attends to itself and need not be read back from the cache.
+    is_empty: bool = True
+    # Later positions are clamped to it. The engine's slots use it: a padded chunk, or an idle row that is decoded
+    # along with the others, writes its padding there instead of outside the cache.
+    max_position: int | None = None
 
     @classmethod
     def empty(
@@ -172,6 +183,7 @@ class KVCache:
             # An idle row may lie beyond attended_len. Its query must still attend to some key: a softmax over none is
             # NaN, and NaN spreads to other rows.
             positions = positions.clamp(max=self.attended_len - 1)
+        # How far each key lies before its query. Beyond a row's end it is negative, which hides what is not written.
         distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
         causal = distance >= 0
         masks = {}

@@ -33,33 +33,40 @@ class GPTConfig:
     """The model's shape; stored as JSON in every checkpoint."""
 
     vocab_size: int = 32768
-    sequence_len: int = 2048  # training length and context: the rotary tables end here
+    # Training length and context: the rotary tables end here.
+    sequence_len: int = 2048
     n_layer: int = 12
     width: int = 768
-    n_head: int = 6  # 128 channels each; heads of 64 were no faster (docs/measurements.md)
+    # Heads of 128 channels each. Heads of 64 were no faster (docs/measurements.md).
+    n_head: int = 6
     # Query heads share key/value heads in groups of n_head / n_kv_head, which shrinks the cache by that factor
-    # (source: Ainslie et al. 2023, GQA).
+    # (source: Ainslie et al. 2023, GQA). The preset does not group.
     n_kv_head: int = 6
     head_dim: int = 0  # 0: width / n_head
-    # relu2: relu(x)^2, cheaper than a gated MLP and as good at this scale (source: So et al. 2021, Primer).
-    # swiglu: silu(gate) * up (source: Shazeer 2020, GLU variants); what Llama and Qwen use.
+    # relu2: relu(x)^2, as good as a gated MLP at this scale and cheaper (source: So et al. 2021, Primer).
+    # swiglu: silu(gate) * up (source: Shazeer 2020, GLU variants); Llama and Qwen use it.
     mlp: Literal["relu2", "swiglu"] = "relu2"
     mlp_width: int = 0  # 0: 4 x width
-    # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work;
-    # the last layer is always L, so that the prediction can use the whole context (source: Beltagy et al. 2020).
+    # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work
+    # (source: Beltagy et al. 2020, Longformer). The last layer is always L: the prediction can use the whole context.
     window_pattern: str = "L"
-    rope_theta: float = 100_000.0  # the slowest pair of channels turns once in about 2 pi theta tokens
+    # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
+    rope_theta: float = 100_000.0
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
     # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, this preset after it.
     qk_norm: Literal["none", "before_rotary", "after_rotary"] = "after_rotary"
-    # The norm also caps how sharp attention can get. A fixed gain on q and on k gives some of that back.
+    # The norm also limits how sharp attention can get. A fixed gain on q and on k gives some of that back.
     qk_scale: float = 1.2
-    norm_weight: bool = False  # a learned gain in every norm: the next matrix can learn it, so it is left out
+    # A learned gain in every norm. The next matrix can learn the same, so the preset leaves it out.
+    norm_weight: bool = False
     norm_eps: float = 1e-6
-    attention_bias: bool = False  # on q, k and v; Qwen2 has it
-    # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate.
+    # Biases on q, k and v, which Qwen2 has. The preset has no bias anywhere.
+    attention_bias: bool = False
+    # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
+    # 0.3 and 0.008 at depth 12 (scaling.py).
     tied_head: bool = False
-    embedding_norm: bool = True  # the residual stream starts at unit size, however large the embeddings grow
+    # A norm after the embedding: the residual stream starts at unit size, however large the embeddings grow.
+    embedding_norm: bool = True
     # A second embedding of the token, added to the values of every other layer, the last included. It costs memory but
     # almost no FLOPs, and is one of the larger gains per FLOP (source: Zhou et al. 2024, Value Residual Learning).
     value_embeddings: bool = True
@@ -71,12 +78,14 @@ class GPTConfig:
     logit_cap: float = 15.0
 
     def __post_init__(self):
+        # Sizes left at 0 follow from the width.
         if self.head_dim == 0:
             if self.width % self.n_head:
                 raise ValueError(f"width {self.width} is not a multiple of n_head {self.n_head}")
             object.__setattr__(self, "head_dim", self.width // self.n_head)
         if self.mlp_width == 0:
             object.__setattr__(self, "mlp_width", 4 * self.width)
+        # Shapes that cannot be.
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2:
@@ -86,10 +95,8 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and the head: a multiple of 64, so that matrix units have no ragged edge.
-
-        The padding is never predicted: `head_weight` leaves it out.
-        """
+        """Rows of the embedding and the head."""
+        # A multiple of 64 leaves no ragged edge for matrix units. The padding is never predicted: `read_out` drops it.
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
@@ -100,6 +107,7 @@ class GPTConfig:
         return max(self.sequence_len // 4, 1)
 
     def has_value_embedding(self, layer: int) -> bool:
+        # Every other layer, which halves the memory; counted from the last, which always has one.
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -116,7 +124,7 @@ class ForwardContext:
 
 
 class Norm(nn.Module):
-    """RMSNorm: like LayerNorm without the mean, which costs time and gains nothing (source: Zhang, Sennrich 2019)."""
+    """RMSNorm: LayerNorm without its mean, which costs time and gains nothing (source: Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, config: GPTConfig, kernels: TorchKernels):
         super().__init__()
@@ -125,20 +133,26 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_weight else None
 
     def forward(self, x: Tensor) -> Tensor:
+        # Under autocast parameters stay in fp32 and activations are bf16; a norm takes both in one dtype.
         weight = None if self.weight is None else self.weight.to(x.dtype)
         return self.kernels.rms_norm(x, weight, self.eps)
 
 
 class Attention(nn.Module):
+    """Each token reads from the tokens before it. Source: Vaswani et al. 2017."""
+
     def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
         super().__init__()
         self.config = config
         self.layer = layer
         self.window = config.window(layer)
         self.kernels = kernels
-        H, K, D = config.n_head, config.n_kv_head, config.head_dim
+        H = config.n_head
+        K = config.n_kv_head
+        D = config.head_dim
         # q, k and v in one product: one launch instead of three.
         self.qkv = nn.Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
+        # Mixes what the heads have read, and writes it to the residual stream.
         self.output = nn.Linear(H * D, config.width, bias=False)
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
@@ -155,10 +169,15 @@ class Attention(nn.Module):
         """x (B, T, C), with `value` (B, T, K x D) this layer's value embeddings -> (B, T, C)."""
         c = self.config
         B, T, _ = x.shape
-        H, K, D = c.n_head, c.n_kv_head, c.head_dim
+        H = c.n_head
+        K = c.n_kv_head
+        D = c.head_dim
+
+        # What each token looks for (q), how it can be found (k), and what it hands over (v).
         qkv = self.qkv(x).view(B, T, H + 2 * K, D)
-        # Queries and keys are rotated and normed together, in half the launches.
         qk, v = qkv.split((H + K, K), dim=2)
+
+        # Norm and rotation of queries and keys, of both in one call: half the launches.
         if c.qk_norm == "before_rotary":
             qk = self._norm(qk)
         # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
@@ -168,7 +187,8 @@ class Attention(nn.Module):
             qk = self._norm(qk)
         q, k = qk.split((H, K), dim=2)  # (B, T, H, D), (B, T, K, D)
 
-        # The value embedding enters through a gate per head between 0 and 3, which the token's state opens and closes.
+        # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
+        # the token's identity its values carry.
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
             v = v + gate.unsqueeze(-1) * value.view(B, T, K, D)
@@ -179,7 +199,8 @@ class Attention(nn.Module):
     def _norm(self, qk: Tensor) -> Tensor:
         """Norm each head of the queries and the keys (B, T, H + K, D)."""
         assert self.q_norm is not None and self.k_norm is not None
-        if self.q_norm.weight is None:  # without learned gains the two norms are the same function: one call
+        # Without learned gains the two norms are the same function: one call does both.
+        if self.q_norm.weight is None:
             return self.q_norm(qk)
         q, k = qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
@@ -187,11 +208,13 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """The new tokens attend to each other, and with a cache to the tokens before them."""
         cache = context.cache
+        # The cache receives the new keys and values first, so that a token also attends to itself there.
         if cache is not None:
             assert context.positions is not None
             cache.write(self.layer, k, v, context.positions)
         if cache is None or not context.masks:
             return self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
+        # Then the queries attend to everything the cache holds of their rows.
         keys, values = cache.read(self.layer)  # (B, K, S, D)
         q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
         y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
@@ -199,6 +222,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Each token on its own: widen, bend, narrow. Two thirds of a block's parameters are here."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.gated = config.mlp == "swiglu"
@@ -212,13 +237,13 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
         else:
+            # Squared, so that the slope grows with the input: a ReLU that is also a gate of itself.
             x = F.relu(x).square()
         return self.output(x)
 
 
 class Block(nn.Module):
-    """Norm before attention and MLP, not after: the residual stream stays an unbroken sum, so that gradients reach
-    every layer at full size (source: Xiong et al. 2020)."""
+    """Attention, then the MLP; each reads the normed residual stream and adds to it."""
 
     def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
         super().__init__()
@@ -228,24 +253,24 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        # The norms are before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach every
+        # layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
         x = x + self.attention(self.attention_norm(x), value, context)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class ValueEmbedding(nn.Embedding):
-    """A table of values, one row per token.
-
-    It also takes the residual stream x and returns it unchanged, for FSDP alone. FSDP reduces a module's gradients
-    once the gradients of the module's inputs are there, and token ids have none. With x as an input each table is
-    reduced, and its whole gradient freed, in the course of the backward pass; otherwise all of them at its end.
-    """
+    """A table of values, one row per token. It also takes the residual stream x and returns it unchanged."""
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        # x is here for FSDP alone. FSDP reduces a module's gradients once the gradients of the module's inputs are
+        # there, and token ids have none. With x as an input each table is reduced, and its whole gradient freed, in
+        # the course of the backward pass; without it, all tables' whole gradients stay in memory until its end.
         return super().forward(tokens), x
 
 
 class Head(nn.Linear):
-    """The output head. It also computes the loss, because FSDP gathers its weight only while this forward runs."""
+    """The output head: hidden states to logits, or with targets to their cross-entropy."""
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels):
         super().__init__(config.width, config.padded_vocab_size, bias=False)
@@ -253,6 +278,7 @@ class Head(nn.Linear):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+        # The loss is computed in here because it reads the weight, which FSDP gathers only while this forward runs.
         return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels)
 
 
@@ -265,7 +291,9 @@ def read_out(
     """
     weight = weight[: config.vocab_size]  # without the padding
     if targets is None:
+        # In fp32: the 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
         return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), config.logit_cap)
+    # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
     loss = linear_cross_entropy if reduction == "sum" else token_losses
     chunk = kernels.loss_chunk_tokens(config.vocab_size)
     losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk)
@@ -273,22 +301,25 @@ def read_out(
 
 
 class GPT(nn.Module):
-    """`kernels` are the operators of the device that the model will run on, `device.kernels`; without, a CPU's.
-
-    They are chosen here, once, because the model is often built elsewhere: on the meta device, or in main memory.
-    """
+    """The whole model. `kernels` are the operators of the device it will run on, `device.kernels`; None: a CPU's."""
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels | None = None):
         super().__init__()
         self.config = config
+        # Chosen here, once, and not by the device of the weights: a model is often built on another device than it
+        # runs on, on the meta device or in main memory. `_context` refuses tokens of a device that does not match.
         self.kernels = kernels or devices.kernels("cpu")
-        V, C = config.padded_vocab_size, config.width
+        V = config.padded_vocab_size
+        C = config.width
+        # Token ids to vectors, and the stack of blocks that refines them.
         self.embedding = nn.Embedding(V, C)
         self.embedding_norm = Norm(C, config, self.kernels) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer, self.kernels) for layer in range(config.n_layer))
+        # Vectors back to a prediction of the next token.
         self.norm = Norm(C, config, self.kernels)
         self.head: nn.Module | None = None if config.tied_head else Head(config, self.kernels)
-        self.is_packed = False  # whether kernels.pack has laid out the weights; then the model only decodes
+        # Whether `kernels.pack` has laid out the weights for decoding. Such a model has no gradient and no loss.
+        self.is_packed = False
         self.value_embeddings = nn.ModuleDict()
         for layer in range(config.n_layer):
             if config.has_value_embedding(layer):
@@ -309,24 +340,23 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill_rotary(self) -> None:
-        """Compute the rotary tables (T, D); needed again once the model has left the meta device.
-
-        Pair i turns by position x theta^(-2i / D): fast pairs tell neighbours apart, slow ones distant tokens. A pair
-        is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen.
-        """
+        """Compute the rotary tables (T, D); needed again once the model has left the meta device."""
         if self.rotary_cos.is_meta:
             return
         D = self.config.head_dim
+        # Pair i turns by position x theta^(-2i / D): fast pairs separate neighbours, slow pairs distant tokens.
         frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)  # (D / 2,)
         positions = torch.arange(self.config.sequence_len, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        angles = torch.cat((angles, angles), dim=1)  # (T, D): both channels of a pair turn alike
+        angles = torch.outer(positions, frequencies)  # (T, D / 2)
+        # A pair is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen; both channels have one angle.
+        angles = torch.cat((angles, angles), dim=1)  # (T, D)
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draw the initial weights. The host draws them, so that they are the same on every device and layout."""
+        """Draw the initial weights."""
+        # The host draws them whole, and each process keeps its rows: the same weights on every device and layout.
         generator = torch.Generator().manual_seed(seed)
 
         def normal(parameter: Tensor, std: float) -> None:
@@ -341,10 +371,12 @@ class GPT(nn.Module):
         # The norm after the embedding removes its size, but the size decides how far one update turns a row.
         normal(self.embedding.weight, 0.8)
         if isinstance(self.head, Head):
-            normal(self.head.weight, 0.001)  # nearly equal logits: the first loss is ln(vocab_size)
+            # Nearly equal logits: the first loss is ln(vocab_size), the loss of knowing nothing.
+            normal(self.head.weight, 0.001)
         for embedding in self.value_embeddings.values():
             assert isinstance(embedding, ValueEmbedding)
-            uniform(embedding.weight, std)  # as large as the values they are added to
+            # As large as the values that they are added to.
+            uniform(embedding.weight, std)
         for block in self.blocks:
             assert isinstance(block, Block)
             # Uniform, not normal, where Muon updates: no outliers, and the same standard deviation.
@@ -352,11 +384,13 @@ class GPT(nn.Module):
             if block.attention.qkv.bias is not None:
                 block.attention.qkv.bias.zero_()
             if block.attention.value_gate is not None:
-                block.attention.value_gate.weight.zero_()  # every gate starts at 3 sigmoid(0) = 1.5
+                # Every gate starts at 3 sigmoid(0) = 1.5, open for each token alike.
+                block.attention.value_gate.weight.zero_()
             # Output projections of zero: every block starts as the identity, at any depth (source: Zhang et al. 2019,
             # Fixup), and the gradient reaches the embeddings undisturbed.
             block.attention.output.weight.zero_()
-            uniform(block.mlp.input.weight, 0.4 * std)  # the square of relu2 makes large inputs larger still
+            # Smaller, because the square of relu2 makes large inputs larger still.
+            uniform(block.mlp.input.weight, 0.4 * std)
             block.mlp.output.weight.zero_()
         for module in self.modules():
             if isinstance(module, Norm) and module.weight is not None:
@@ -392,13 +426,16 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
+        # The residual stream starts as the token's embedding. Every layer reads it and adds to it.
         x = self.embedding(tokens)  # (B, T, C)
+        # Under autocast the stream has the dtype of the products, which halves the memory traffic between them.
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream has the dtype of the products
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         context = self._context(tokens, x.dtype, cache, segments)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        first = x
+        first = x  # every layer mixes a share of it in again
+
         if self.config.residual_scales:
             # Cast and split for all layers at once; otherwise each layer needs launches of its own.
             residual_scales = self.residual_scales.to(x.dtype).unbind()
@@ -408,6 +445,7 @@ class GPT(nn.Module):
                 x = residual_scales[i] * x + embedding_scales[i] * first
             value = None
             if str(i) in self.value_embeddings:
+                # x passes through unchanged, see ValueEmbedding.
                 value, x = self.value_embeddings[str(i)](tokens, x)
                 value = value.to(x.dtype)
             x = block(x, value, context)
@@ -434,9 +472,11 @@ class GPT(nn.Module):
             positions = cache.positions(T)  # (B, T)
             cos = self.rotary_cos[positions]  # (B, T, D)
             sin = self.rotary_sin[positions]
+        # cos and sin of each position, with an axis that is shared by all heads.
         context = ForwardContext(
             cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2), cache=cache, positions=positions
         )
+        # Packed rows: the documents of a row do not attend to each other.
         if segments is not None:
             context.segments = Segments(segments, self.kernels.prepare_mask)
         # A prompt into an empty cache is a whole row: it attends to itself without reading the cache. A single token
@@ -448,7 +488,8 @@ class GPT(nn.Module):
         return context
 
     def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
-        if self.head is None:  # tied: FSDP keeps the embedding gathered, because it belongs to the root module
+        # Tied: the weight is the embedding's. FSDP keeps it gathered, because it belongs to the root module.
+        if self.head is None:
             return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels)
         if targets is None:
             return self.head(hidden)
@@ -468,6 +509,8 @@ class GPT(nn.Module):
         """Every parameter once, by the role that decides how it is optimised (optim.py)."""
         roles = ("matrix", "qkv", "embedding", "value_embedding", "head", "vector", "residual_scale")
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {role: [] for role in roles}
+        # Muon takes matrices, AdamW the rest with a learning rate per role (scaling.py). The embedding scales are
+        # vectors: the residual scales have a role of their own because they multiply the whole stream.
         for name, parameter in self.named_parameters():
             if name == "residual_scales":
                 role = "residual_scale"
@@ -477,9 +520,11 @@ class GPT(nn.Module):
                 role = "value_embedding"
             elif name.startswith("head."):
                 role = "head"
-            elif parameter.ndim < 2 or "value_gate" in name:  # a gate is too small a matrix for Muon
+            elif parameter.ndim < 2 or "value_gate" in name:
+                # A gate is a matrix, but too small a one for Muon.
                 role = "vector"
-            elif ".qkv." in name:  # three matrices in one, which Muon takes apart
+            elif ".qkv." in name:
+                # Three matrices in one, which Muon takes apart.
                 role = "qkv"
             else:
                 role = "matrix"
@@ -488,6 +533,8 @@ class GPT(nn.Module):
 
     def gradient_order(self) -> list[str]:
         """Every parameter's name in the order in which a backward pass completes the gradients."""
+        # From the loss backwards: the head first, then block after block, the embedding last. The optimizer sends
+        # gradients in this order, while the backward pass still computes the others (optim.py).
         parts = ["head", "norm"]
         for layer in reversed(range(self.config.n_layer)):
             parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]

@@ -77,13 +77,11 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ model
     try:
         model_config = scaling.model_config(
-            config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim
+            config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim, config.mlp
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    # SwiGLU has three matrices where squared ReLU has two (source: Shazeer 2020, GLU Variants Improve Transformer).
-    mlp_width = model_config.mlp_width if config.mlp == "relu2" else round(model_config.mlp_width * 2 / 3 / 64) * 64
-    model_config = dataclasses.replace(model_config, mlp=config.mlp, mlp_width=mlp_width, logit_cap=config.logit_cap)
+    model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     # Built without memory, sharded, and only then given memory: no rank ever holds what is not its own.
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)

@@ -13,8 +13,10 @@ from nanochat.attention import Segments
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels.torch_ import TorchKernels
 
-PLAIN_TOKENS = 1024  # longest row for plain attention: its scores still fit the processor's caches
-PLAIN_BLOCK = 256  # queries at a time; blocks of 128 make a training step 5% slower (docs/measurements.md)
+# Longest row for attention by matrix products: the scores still fit the processor's caches.
+PLAIN_TOKENS = 1024
+# Queries at a time. With 128 a training step takes 398 ms instead of 378 (docs/measurements.md).
+PLAIN_BLOCK = 256
 
 
 class CpuKernels(TorchKernels):
@@ -56,6 +58,7 @@ class CpuKernels(TorchKernels):
         return dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
 
     def pack(self, model: Any) -> Any:
+        # The head first: its padding is cut off, and the loop below then leaves it alone.
         model.head = PackedHead(model.head_weight(), model.config.logit_cap)
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
@@ -77,6 +80,7 @@ def plain_attention(
     if groups > 1:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
+    # Blocks keep the scores small, and skip the keys that no query of the block attends to.
     blocks = []
     for start in range(0, T, PLAIN_BLOCK):
         end = min(start + PLAIN_BLOCK, T)
@@ -90,6 +94,7 @@ def plain_attention(
             numbers = segments.numbers
             same_document = numbers[:, start:end, None] == numbers[:, None, first:end]  # (B, queries, keys)
             mask = mask & same_document[:, None]
+        # Products in the dtype of q, softmax in fp32.
         scores = (q[:, :, start:end] @ k[:, :, first:end].mT).float() * scale
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
         blocks.append(weights @ v[:, :, first:end])
@@ -97,11 +102,10 @@ def plain_attention(
 
 
 class PackedLinear(nn.Module):
-    """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient.
+    """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient."""
 
-    torch's products of a few rows use one thread, these use all: one row through all layers takes 1.29 instead of
-    2.29 ms in fp32 (docs/measurements.md). A row's bits also do not depend on the other rows of its batch.
-    """
+    # torch's products of a few rows use one thread, these use all: one row through all layers takes 1.29 instead of
+    # 2.29 ms in fp32 (docs/measurements.md). A row's bits also do not depend on the other rows of its batch.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()

@@ -19,9 +19,12 @@ SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
 
 class TorchKernels:
-    name = "torch"  # for the log
-    device_type: str | None = None  # the only device these run on; None: any
-    loss_chunk_elements = 1 << 27  # logits in memory at a time: 512 MiB in fp32, for few and large launches
+    # For the log.
+    name = "torch"
+    # The only kind of device that these run on; None: any.
+    device_type: str | None = None
+    # Logits that the fused loss holds at a time, 512 MiB in fp32: an accelerator wants few and large launches.
+    loss_chunk_elements = 1 << 27
 
     def __str__(self) -> str:
         return self.name
@@ -35,6 +38,7 @@ class TorchKernels:
 
         cos and sin are (T, 1, D), or (B, T, 1, D) where the rows are at different positions.
         """
+        # (low, high) -> (low cos - high sin, high cos + low sin)
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -49,6 +53,7 @@ class TorchKernels:
 
         H is a multiple of K. With `segments` the documents of a row do not attend to each other.
         """
+        # The fused operator knows no windows: blocks of the row do. A window as long as the row restricts nothing.
         if 0 < window < q.size(1):
             return windowed_attention(q, k, v, scale=scale, window=window, segments=segments)
         if segments is None:
