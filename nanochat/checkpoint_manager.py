@@ -54,7 +54,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Arithmet
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what its manifest says."""
+    """A checkpoint whose files differ from its manifest."""
 
 
 # ---------------------------------------------------------------------- saving
@@ -343,28 +343,6 @@ def clean_up(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
-    """Move an earlier run's checkpoints and metrics to `<tag>.<n>`, before a run of the same tag begins anew.
-
-    Returns where the checkpoints are now, None if there were none.
-    """
-
-    def move() -> str | None:
-        if not any(folder.glob("step_*")):  # an unfinished step of a killed run counts too
-            return None
-        number = 1
-        while folder.with_name(f"{folder.name}.{number}").exists():
-            number += 1
-        name = f"{folder.name}.{number}"
-        folder.rename(folder.with_name(name))
-        if run_folder.is_dir() and not run_folder.with_name(name).exists():
-            run_folder.rename(run_folder.with_name(name))
-        return name
-
-    name = decide_on_rank_zero(device, move)
-    return folder.with_name(name) if name else None
-
-
 # ---------------------------------------------------------------------- verifying and loading
 
 
@@ -400,7 +378,7 @@ def verify(step_folder: Path) -> dict[str, Any]:
 
 
 def is_whole(step_folder: Path) -> bool:
-    """Whether every file is what the manifest says."""
+    """Whether every file is as the manifest describes it."""
     try:
         verify(step_folder)
     except ValueError:
@@ -424,24 +402,6 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except DamagedCheckpoint as error:
             warn(f"{error}; falling back to the step before it")
     return None
-
-
-def newest_to_resume(folder: Path, device: Device) -> Path | None:
-    """Lock a run's folder, clean it up and return its newest whole step, the same on all ranks; None: no step yet.
-
-    Raises UserError: when another process trains there, or when there are steps and none is whole.
-    """
-
-    def look() -> str | None:
-        paths.lock(folder)
-        clean_up(folder)
-        found = newest(folder)
-        if found is None and steps(folder):
-            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
-        return found[0].name if found else None
-
-    name = decide_on_rank_zero(device, look)
-    return folder / name if name else None
 
 
 def load_weights(model: GPT, step_folder: Path) -> None:

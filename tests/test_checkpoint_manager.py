@@ -25,12 +25,13 @@ from nanochat.checkpoint_manager import (
     load_model,
     load_training,
     newest,
-    set_aside,
     steps,
 )
 from nanochat.data.loader import LoaderState, ShardState
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.run import resume
+from nanochat.run.resume import set_aside
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -216,7 +217,8 @@ def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
     """This rank's file system lists nothing; it gets rank 0's answer."""
     save_step(folder, 1)
     answers = [str(folder / "step_000002"), "tiny.1"]
-    monkeypatch.setattr(checkpoint_manager, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
+    for module in (checkpoint_manager, resume):
+        monkeypatch.setattr(module, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
     assert checkpoint_manager.find_source("base", "tiny", device=DEVICE).name == "step_000002"
     assert set_aside(folder, paths.run_dir("base", "tiny"), DEVICE) == folder.with_name("tiny.1")
 

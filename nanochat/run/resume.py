@@ -1,4 +1,4 @@
-"""`--resume`: what a run must keep from its beginning to its end, and how it continues from its newest checkpoint."""
+"""How a run begins: with `--resume` from its newest checkpoint, otherwise with an earlier run of its tag set aside."""
 
 import json
 from dataclasses import asdict
@@ -12,9 +12,11 @@ from nanochat.checkpoint_manager import DamagedCheckpoint
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
+from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.run.flags import TrainFlags, refuse_changed_flags
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import print0
+from nanochat.shell.paths import lock
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
@@ -40,7 +42,7 @@ def resume(
     change and is not a flag, by its name in a message.
     Raises UserError: when anything of this is not as in the checkpoint, or when no checkpoint is whole.
     """
-    step_folder = checkpoint_manager.newest_to_resume(folder, device)
+    step_folder = _newest_step(folder, device)
     if step_folder is None:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
         return Progress(), []
@@ -66,6 +68,24 @@ def resume(
     if changes:
         print0(f"resumed with other settings: {', '.join(changes)}")
     return progress, loader_states
+
+
+def _newest_step(folder: Path, device: Device) -> Path | None:
+    """Lock a run's folder, clean it up and return its newest whole step, the same on all ranks; None: no step yet.
+
+    Raises UserError: when another process trains there, or when there are steps and none is whole.
+    """
+
+    def look() -> str | None:
+        lock(folder)
+        checkpoint_manager.clean_up(folder)
+        found = checkpoint_manager.newest(folder)
+        if found is None and checkpoint_manager.steps(folder):
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+        return found[0].name if found else None
+
+    name = decide_on_rank_zero(device, look)
+    return folder / name if name else None
 
 
 def _refuse_another_batch(progress: Progress, batch_tokens: int | None, step_folder: Path) -> None:
@@ -108,3 +128,25 @@ def _refuse_another_model(meta: dict[str, Any], model: GPT, tokenizer: Tokenizer
         raise UserError(
             f"--resume: {step_folder} was trained with another tokenizer: restore it, or use another --model_tag"
         )
+
+
+def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
+    """Move an earlier run's checkpoints and metrics to `<tag>.<n>`, before a run of the same tag begins anew.
+
+    Returns where the checkpoints are now, None if there were none.
+    """
+
+    def move() -> str | None:
+        if not any(folder.glob("step_*")):  # an unfinished step of a killed run counts too
+            return None
+        number = 1
+        while folder.with_name(f"{folder.name}.{number}").exists():
+            number += 1
+        name = f"{folder.name}.{number}"
+        folder.rename(folder.with_name(name))
+        if run_folder.is_dir() and not run_folder.with_name(name).exists():
+            run_folder.rename(run_folder.with_name(name))
+        return name
+
+    name = decide_on_rank_zero(device, move)
+    return folder.with_name(name) if name else None

@@ -47,7 +47,7 @@ from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
-from nanochat.run.resume import resume
+from nanochat.run.resume import resume, set_aside
 from nanochat.shell.cli import Interrupted, UserError
 from nanochat.shell.log import RunLog, check_trackers, print0, record
 from nanochat.shell.paths import checkpoint_dir, lock, run_dir, safe_tag
@@ -163,7 +163,7 @@ class Run:
         if device.is_main:
             lock(self.folder)
         if not config.resume:
-            aside = checkpoint_manager.set_aside(self.folder, runs, device)
+            aside = set_aside(self.folder, runs, device)
             if aside is not None:
                 print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
         self.logger = RunLog(
