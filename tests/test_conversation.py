@@ -1,4 +1,4 @@
-"""The chat format: exact tokens, the mask, cutting, reading replies back; text never becomes a special token."""
+"""The chat format: exact tokens, the mask, cutting, parsing replies; text never becomes a special token."""
 
 import pytest
 from tiny import tiny_tokenizer
@@ -127,7 +127,7 @@ def test_special_tokens_in_a_text_stay_text(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    ("messages", "problem"),
     [
         ([], "not an empty one"),
         ("hello", "list of messages"),
@@ -144,8 +144,8 @@ def test_special_tokens_in_a_text_stay_text(tokenizer):
         ([SUM[1], {"role": "assistant", "content": "x", "train": 1}], "true or false"),
     ],
 )
-def test_what_is_no_conversation_is_told(messages, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_is_no_conversation_is_an_error(messages, problem):
+    with pytest.raises(ValueError, match=problem):
         check_messages(messages)
 
 

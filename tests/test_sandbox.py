@@ -104,25 +104,12 @@ def sandboxed(request: pytest.FixtureRequest) -> Callable[..., Run]:
 
 # name: (number on x86-64, number on aarch64)
 NUMBERS = {
-    "openat": (257, 56),
-    "openat2": (437, 437),
-    "socket": (41, 198),
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "execveat": (322, 281),
-    "memfd_create": (319, 279),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "unshare": (272, 97),
-    "shmget": (29, 194),
-    "io_uring_setup": (425, 425),
-    "eventfd2": (290, 19),
+    "openat": (257, 56), "openat2": (437, 437), "socket": (41, 198), "clone": (56, 220), "clone3": (435, 435),
+    "execveat": (322, 281), "memfd_create": (319, 279), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "unshare": (272, 97), "shmget": (29, 194), "io_uring_setup": (425, 425), "eventfd2": (290, 19),
     "keyctl": (250, 219),
-}
+}  # fmt: skip
 
 # The beginning of every probe. `call` is a system call by number, past everything that Python might check.
 HEADER = """
@@ -299,7 +286,7 @@ class World:
 
     def evidence(self, output: str) -> list[str]:
         """Every sign that the probe got out."""
-        signs = ["it says so"] if "ESCAPED" in output else []
+        signs = ["it printed ESCAPED"] if "ESCAPED" in output else []
         signs += ["it read the secret"] if self.token in output or self.victims_token in output else []
         signs += ["it changed the folder"] if self.look() != self.before else []
         signs += ["it killed its victim"] if self.victim.poll() is not None else []
@@ -676,7 +663,7 @@ WRONG = {
     "no AssertionError": "import builtins\nbuiltins.AssertionError = builtins.Exception = OSError\ndef f(x): return 0",
     "prints a pass": "import os\nprint('ok', 'Jok', 'PASS')\nos.write(1, b'ok')\nos._exit(0)",
     "writes a pass everywhere": SAY + "say(b'Jok')\nsay(b'ok')\nos._exit(0)",
-    "answers beforehand": SAY + "say(b'{\"names\": {\"f\": {\"callable\": 1}}}\\n' + b'{\"value\": 4}\\n' * 9)\n1/0",
+    "answers beforehand": SAY + "say(b'{\"value\": 4}\\n' * 9)\n1/0",
     "answers nonsense": SAY + "def f(x): say(b'[1]\\n')",
     "answers no JSON": SAY + "def f(x): say(b'\\xff\\n')",
     "answers a strange value": SAY + "def f(x): say(b'{\"value\": {\"int\": [], \"x\": 1}}\\n')",
@@ -817,20 +804,19 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_refuses_another_system_or_machine(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("module", "name", "value", "problem"),
+    [
+        (sys, "platform", "darwin", "darwin"),
+        (os, "uname", lambda: SimpleNamespace(machine="riscv64"), "riscv64"),
+        (sys, "maxsize", 2**31 - 1, "64-bit"),
+        (sys, "executable", "", "sys.executable"),
+    ],
+)
+def test_refuses_another_system_or_machine(monkeypatch: pytest.MonkeyPatch, module, name, value, problem):
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        assert "seccomp, and this is darwin" in refused(lambda: passes(SQUARE, CHECKS))
-        assert "seccomp, and this is darwin" in refused(lambda: passes(SQUARE, CHECKS))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
-        assert "x86_64 or aarch64, and this is riscv64" in refused(lambda: passes(SQUARE, CHECKS))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "maxsize", 2**31 - 1)
-        assert "64-bit" in refused(lambda: passes(SQUARE, CHECKS))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "")
-        assert "sys.executable" in refused(lambda: passes(SQUARE, CHECKS))
+        patch.setattr(module, name, value)
+        assert problem in refused(lambda: passes(SQUARE, CHECKS))
 
 
 def test_refuses_where_no_jail_starts(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ There are two roles. The `program` process runs the untrusted program and then c
 lines of JSON, so the worst that a program can do is to answer wrongly.
 
 File descriptors: 0 is the socket between program and checks, 1 and 2 are the captured output, and `report` carries the
-code in and one report out: that the wall stands, then the verdict of the checks.
+code in and a report out: that the wall is up, then the verdict of the checks.
 
 Source: prctl(2), seccomp(2), capabilities(7), Linux's filter.rst; system call numbers from Linux's asm/unistd_64.h
 (x86-64) and asm-generic/unistd.h (aarch64).
@@ -31,7 +31,7 @@ from types import CodeType, ModuleType
 STANDING = b"J"  # the first byte of a report: the wall is up
 OK = b"ok"
 
-# What untrusted code may import. No file can be read behind the wall, so what the code names is imported before.
+# What untrusted code may import. No file can be read inside the wall, so what the code names is imported before.
 MODULES = (
     *("abc", "array", "base64", "binascii", "bisect", "calendar", "cmath", "collections", "collections.abc", "copy"),
     *("contextlib", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib"),
@@ -78,7 +78,7 @@ def main() -> None:
     _import_named_modules(code)
     peer = os.fdopen(0, "rb", closefd=False)
 
-    # What a program finds around it: no input, no arguments, no environment; output a line at a time.
+    # The code finds no input, no arguments and no environment. Output is flushed at each line, so a kill keeps it.
     sys.stdin = io.StringIO("")
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
@@ -166,7 +166,7 @@ def _become_nobody() -> None:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-    except OSError:  # a container with one user only: root without capabilities, behind the filter
+    except OSError:  # a container with one user only: root without capabilities, and with the filter
         return
 
 
@@ -274,7 +274,7 @@ class Program:
             request = {"function": name, "arguments": to_json(arguments), "options": to_json(options)}
             raised, value = self._ask(request)
             if raised:
-                # Always this class: a StopIteration, say, would end a loop of the checks as if all had been checked.
+                # Always this class: a StopIteration, for example, would end a loop of the checks without an error.
                 raise RuntimeError(raised)
             return value
 

@@ -28,7 +28,7 @@ from nanochat.tools.jail import MACHINES, OK, STANDING
 
 MEMORY_BYTES = 512 * 1024**2  # for a program, besides the bare interpreter
 OUTPUT_BYTES = 64 * 1024  # kept of what is printed, the note that it was cut included
-START_SECONDS = 60.0  # for the jails to stand, on a crowded machine
+START_SECONDS = 60.0  # for the jails to start, on a crowded machine
 CUT = "\n[output cut at 64 kB]\n"
 
 
@@ -61,14 +61,11 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
     if not 0 < timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds {timeout_seconds}: more than 0")
     limits = [math.ceil(timeout_seconds) + 1, memory_bytes]
-    with contextlib.ExitStack() as stack:
-        output, output_end = socket.socketpair()
-        stack.enter_context(output)
-        # Our copies of the jails' ends are closed once they have started, so that the end of a jail is seen.
-        with output_end, contextlib.ExitStack() as peers:
-            program_peer, checks_peer = socket.socketpair()
-            peers.enter_context(program_peer)
-            peers.enter_context(checks_peer)
+    output, output_end = socket.socketpair()
+    program_peer, checks_peer = socket.socketpair()
+    with output, contextlib.ExitStack() as stack:
+        # Our copies of the jails' ends are closed once both have started: then a closed socket means an ended jail.
+        with output_end, program_peer, checks_peer:
             program_jail = _Jail("program", limits, program_peer, output_end)
             stack.callback(program_jail.end)
             checks_jail = _Jail("checks", limits, checks_peer, output_end)
@@ -91,7 +88,10 @@ def passes(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_by
 
 
 class _Jail:
-    """One process: code goes in, a report comes out."""
+    """One process: code goes in, a report comes out.
+
+    The kernel kills it when the thread that started it ends, so it never outlives a run.
+    """
 
     def __init__(self, role: str, limits: list[int], peer: socket.socket, output: socket.socket):
         self.report = b""
@@ -145,7 +145,7 @@ def _listen(program: _Jail, checks: _Jail, output: socket.socket, timeout_second
         for jail in (program, checks):
             selector.register(jail.line, selectors.EVENT_READ, jail)
         waiting = {program, checks}  # for the program's first byte, and for the end of the checks
-        standing = False
+        both_started = False
         timed_out = False
         deadline = time.monotonic() + START_SECONDS
         while waiting and not timed_out:
@@ -158,9 +158,10 @@ def _listen(program: _Jail, checks: _Jail, output: socket.socket, timeout_second
                     printed += chunk[: OUTPUT_BYTES + 1 - len(printed)]  # the rest is read and dropped
                 else:
                     key.data.report = (key.data.report + chunk)[:4096]
-                    waiting -= {program} & {key.data}
-            if not standing and program.report and checks.report:
-                standing = True
+                    if key.data is program:
+                        waiting.discard(program)
+            if not both_started and program.report and checks.report:
+                both_started = True
                 deadline = time.monotonic() + timeout_seconds  # the code's own time begins
             timed_out = time.monotonic() >= deadline and bool(waiting)
     program.end()
