@@ -4,7 +4,9 @@ A new task is one file with a subclass of `GeneratedTask` (a program writes the 
 the records of a dataset: recorded.py), and one line in registry.py:
 
     class Parity(GeneratedTask):
-        name, kind, baseline = "parity", "generative", 0.5
+        name = "parity"
+        kind = "generative"
+        baseline = 0.5  # accuracy of guessing
 
         def example(self, index):
             number = self.rng(index).randrange(1000)
