@@ -60,11 +60,6 @@ def test_values_keep_their_hyphens_and_underscores():
     assert cli.parse(Config, ["--model-tag", "a-b_c"]).model_tag == "a-b_c"
 
 
-def test_argv_comes_from_the_command_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["prog", "--", "--ratio=3"])
-    assert cli.parse(Config).ratio == 3.0
-
-
 def test_help_is_the_dataclass_and_the_docstring(capsys):
     with pytest.raises(SystemExit) as leaving:
         cli.parse(Config, ["--help"])

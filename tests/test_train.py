@@ -1,6 +1,5 @@
 """One step: the same however its rows are cut up, skipped as a whole or not at all, and never waited for."""
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.scaling import Rates
-from nanochat.train import Progress, Schedule, StepStats, make_optimizer, next_token_loss, train_step
+from nanochat.train import Schedule, StepStats, make_optimizer, next_token_loss, train_step
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = tiny_config(sequence_len=16)
@@ -273,18 +272,6 @@ def losses_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
     return {"numbers": [numbers(s) for s in stats], "values": {n: p.detach() for n, p in run[0].named_parameters()}}
 
 
-def test_two_ranks_are_as_one() -> None:
-    steps = 20
-    ranks = run_ranks(losses_on_a_rank, steps)
-    assert ranks[0]["numbers"] == ranks[1]["numbers"]
-    run = make_run()
-    for step in range(steps):
-        stats = train_step(*run, [make_batch(step)], next_token_loss, device=cpu_device(), momentum=0.9)
-        assert ranks[0]["numbers"][step] == pytest.approx(numbers(stats), rel=1e-5), step
-    for name, value in ranks[0]["values"].items():
-        assert torch.equal(value, ranks[1]["values"][name]), name
-
-
 def bad_batch_on_a_rank(device: Device, bad_rank: int, poison: float) -> list[Any]:
     run = make_run(device)
     train_step(*run, [make_batch(device.rank)], next_token_loss, device=device)
@@ -299,11 +286,31 @@ def bad_batch_on_a_rank(device: Device, bad_rank: int, poison: float) -> list[An
     return [stats.updated.item(), unchanged, after.updated.item(), after.targets.item(), changed]
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_one_bad_micro_batch_on_one_rank_skips_the_step_on_both(bad_rank: int) -> None:
+def all_on_a_rank(device: Device) -> dict[str, Any]:
+    bad = [bad_batch_on_a_rank(device, bad_rank, math.nan) for bad_rank in (0, 1)]
+    return {**losses_on_a_rank(device, 20), "bad": bad}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(all_on_a_rank)
+
+
+def test_two_ranks_are_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = two_ranks
+    assert first["numbers"] == second["numbers"]
+    run = make_run()
+    for step in range(20):
+        stats = train_step(*run, [make_batch(step)], next_token_loss, device=cpu_device(), momentum=0.9)
+        assert first["numbers"][step] == pytest.approx(numbers(stats), rel=1e-5), step
+    for name, value in first["values"].items():
+        assert torch.equal(value, second["values"][name]), name
+
+
+def test_one_bad_micro_batch_on_one_rank_skips_the_step_on_both(two_ranks: list[dict[str, Any]]) -> None:
     targets = (make_batch(3)[1] != IGNORE).sum().item()
     expected = [0.0, True, 1.0, targets, True]
-    assert run_ranks(bad_batch_on_a_rank, bad_rank, math.nan) == [expected, expected]
+    assert [rank["bad"] for rank in two_ranks] == [[expected, expected]] * 2
 
 
 # ---------------------------------------------------------------------- the schedule
@@ -347,8 +354,3 @@ def test_warm_ups_are_cut_for_short_runs_and_not_for_long() -> None:
     changed = Schedule.for_run(100, warmup_steps=3, warmdown_fraction=0.0)
     assert (changed.warmup_steps, changed.momentum_steps, changed.warmdown_fraction) == (3, 20, 0.0)
     assert changed.lr(99) == 1.0
-
-
-def test_progress_survives_json() -> None:
-    progress = Progress(step=3, tokens=1 << 40, seconds=1.5, skipped_steps=1, best_val_bpb=0.9)
-    assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
