@@ -1,4 +1,4 @@
-"""scripts.export: a folder that stands by itself, exact in fp32, loaded and chatted with by its path."""
+"""scripts.export: a folder of its own, exact in fp32, loaded and chatted with by its path."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def test_an_exported_folder_is_verified(base):
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "says"),
+    ("argv", "code", "message"),
     [
         (["--out", "{base}"], 1, "exists already"),
         (["--out", "/proc/nothing"], 1, "cannot be made"),
@@ -80,12 +80,12 @@ def test_an_exported_folder_is_verified(base):
         ([], 2, "--out"),
     ],
 )
-def test_a_mistake_costs_one_line(base, capsys, argv, code, says):
+def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
     (base / "file").write_text("")
     with pytest.raises(SystemExit) as stopped:
         call(export, *(word.format(base=base) for word in argv))
     err = capsys.readouterr().err
-    assert stopped.value.code == code and says in err and "Traceback" not in err
+    assert stopped.value.code == code and message in err and "Traceback" not in err
     if code == 1:
         assert err.count("\n") == 1
     assert not (base / "x").exists()

@@ -46,18 +46,15 @@ def test_plain_names_pass(tag, monkeypatch, tmp_path):
     assert paths.checkpoint_dir("base", tag).resolve().parent == (tmp_path / "checkpoints" / "base").resolve()
 
 
-def test_at_least_fifty_ways_out_are_tried():
+def test_fifty_ways_out_are_refused():
     assert len(set(OUTSIDE)) >= 50
-
-
-@pytest.mark.parametrize("tag", OUTSIDE, ids=ascii)
-def test_ways_out_are_refused(tag, tmp_path):
-    with pytest.raises(UserError, match="--model_tag") as caught:
-        paths.safe_tag(tag)
-    assert "\n" not in str(caught.value)
-    for folder in (paths.checkpoint_dir, paths.run_dir):
-        with pytest.raises(UserError):
-            folder("base", tag)
+    for tag in OUTSIDE:
+        with pytest.raises(UserError, match="--model_tag") as caught:
+            paths.safe_tag(tag)
+        assert "\n" not in str(caught.value)
+        for folder in (paths.checkpoint_dir, paths.run_dir):
+            with pytest.raises(UserError):
+                folder("base", tag)
 
 
 @pytest.mark.parametrize("stage", ["", "..", "base/", "BASE", "pretrain", "../base"])
@@ -67,11 +64,9 @@ def test_unknown_stages_are_refused(stage):
             folder(stage, "d4")
 
 
-def test_stages_and_scripts_go_together():
-    """A stage names the script that makes its checkpoints; the ones that exist name themselves so."""
+def test_every_stage_has_its_script():
     scripts = {path.stem for path in (Path(__file__).parent.parent / "scripts").glob("*.py")}
-    assert list(paths.STAGES) == ["base", "mid", "sft", "dpo", "rl"]
-    assert paths.STAGES["base"] in scripts
+    assert set(paths.STAGES.values()) <= scripts
 
 
 def test_a_run_keeps_others_out_of_its_folder(tmp_path):
@@ -89,6 +84,7 @@ def test_a_run_keeps_others_out_of_its_folder(tmp_path):
 
     paths.lock(folder)
     paths.lock(folder)  # its own
-    assert f"process {os.getpid()} on " in (said := another()) and "--model_tag" in said
+    message = another()
+    assert f"process {os.getpid()} on " in message and "--model_tag" in message
     paths.unlock(folder)
     assert another() == ""

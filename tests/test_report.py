@@ -1,4 +1,4 @@
-"""The report: each number comes from its file, the page is whole, self-contained and safe, what is missing is told."""
+"""The report: each number comes from its file, the page is whole, self-contained and safe, what is missing is noted."""
 
 import json
 import math
@@ -97,7 +97,7 @@ def chat_evaluation(accuracy: float, answer: str, chatcore: float) -> dict:
         return {"accuracy": value, "low": value - 0.05, "high": value + 0.05, "baseline": baseline, "kind": "choice"}
 
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "6 * 7?"}]
-    question = [{"role": "user", "content": parts if accuracy == 0.5 else "What is 6 * 7?"}]  # two ways to say the same
+    question = [{"role": "user", "content": parts if accuracy == 0.5 else "What is 6 * 7?"}]  # one question, two forms
     reply = [{"type": "python", "text": "6 * 7"}, {"type": "python_output", "text": "42"}]
     reply.append({"type": "text", "text": answer})
     samples = [{"task": "arithmetic", "messages": question, "reply": reply, "correct": answer == "forty-two"}]
@@ -164,7 +164,7 @@ def as_dicts(table: tables.Table) -> dict[str, dict[str, str]]:
     return {name: dict(zip(table.heads[1:], row, strict=True)) for name, row in texts.items()}
 
 
-def test_the_headline_says_what_came_out(whole):
+def test_the_headline(whole):
     assert tables.headline(whole.summary) == [
         ("0.938", "bits per byte", "base, held out; 2.34 at first"),
         ("68%", "stories hold together", "base"),
@@ -210,7 +210,7 @@ def test_a_resumed_stage_in_training_counts_all_its_steps(base):
     assert report.collect(TAG).seconds_by_stage() == {"base": 530.0}
 
 
-def test_the_tables_hold_what_the_files_say(whole):
+def test_the_tables_hold_what_the_files_hold(whole):
     table = as_dicts(tables.stage_table(whole.summary))
     assert list(table) == ["tokenizer", *STAGES, "total"]
     assert table["base"] == {
@@ -257,7 +257,7 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
 # ---------------------------------------------------------------------- the page
 
 
-def test_the_page_is_whole_and_asks_nobody_for_anything(whole):
+def test_the_page_is_whole_and_requests_nothing(whole):
     html = whole.html
     page = Page(html)
     for text in ("0.938", "0.25 → 0.73", "11m47s", "137/200", "85–95", "5.12K", "37.5%", "forty-two", "A frog sang."):
@@ -308,11 +308,11 @@ def test_every_colour_is_defined_in_light_and_dark(whole):
     assert "#c0de" not in html
 
 
-def test_one_run_makes_one_page(whole):
+def test_the_same_run_makes_the_same_page(whole):
     assert report_page.to_html(whole.summary) == whole.html
 
 
-def test_a_question_stands_once_with_the_answers_of_all_stages(whole):
+def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
     page = Page(whole.html)
     assert page.text.count("What is 6 * 7?") == 1
     answers = page.text.partition("What is 6 * 7?")[2]
@@ -329,7 +329,7 @@ def test_a_long_run_is_thinned_out(base):
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_what_a_model_says_stays_text(base, payload):
+def test_what_a_model_writes_stays_text(base, payload):
     write(base, "base", "eval.json", {"val_bpb": 1.0, "samples": [payload]})
     score, chats = {"accuracy": 0.5, "baseline": 0.1}, []
     for kind in ("text", "python", "python_output", payload):
@@ -358,7 +358,7 @@ def test_a_command_stays_in_its_block(base):
     assert rendered.count("<pre>") == 1 and f"{line}  # 5s" in Page(rendered).text
 
 
-def test_text_that_no_file_can_hold_is_mended(base):
+def test_text_that_no_file_can_hold_is_replaced(base):
     write(
         base, "base", "eval.json", {"val_bpb": 1.0, "samples": ["half \ud83d of a face, \x00\x1b[31m and 中文 \u202e"]}
     )
@@ -387,15 +387,15 @@ def test_damaged_lines_are_skipped_and_counted(base):
     assert "damaged lines skipped: 11" in report_page.to_html(summary)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'])
-def test_a_damaged_evaluation_is_left_out(base, text):
+def test_a_damaged_evaluation_is_left_out(base):
     write(base, "sft", "metrics.jsonl", metrics(3, 1.0))
-    for name in ("eval.json", "chat_eval.json"):
-        write(base, "sft", name, {}).write_text(text)
-    summary = report.collect(TAG)
-    assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
+    for text in ("", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'):
+        for name in ("eval.json", "chat_eval.json"):
+            write(base, "sft", name, {}).write_text(text)
+        summary = report.collect(TAG)
+        assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
+        assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
     assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
-    assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
 
 
 def test_numbers_that_nobody_can_draw_stop_nothing(base):
@@ -409,17 +409,17 @@ def test_numbers_that_nobody_can_draw_stop_nothing(base):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_stage_may_stand_alone(base, stage):
+def test_any_stage_may_be_alone(base, stage):
     write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
     summary = report.collect(TAG)
     assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
-    others = ", ".join(name for name in STAGES if name != stage)
-    assert f"no run of {others}" in summary.notes and summary.seconds_by_stage() == {stage: 2.0}
-    assert "Evaluation" not in report_page.to_markdown(summary) and "## Samples" not in report_page.to_markdown(summary)
+    assert summary.seconds_by_stage() == {stage: 2.0}
+    markdown = report_page.to_markdown(summary)
+    assert "Evaluation" not in markdown and "## Samples" not in markdown
 
 
 @pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
-def test_any_file_may_stand_alone(base, name):
+def test_any_file_may_be_alone(base, name):
     if name == "commands":
         write_commands(base, [command("base_train", "base", 61.0)])
     else:
@@ -430,7 +430,7 @@ def test_any_file_may_stand_alone(base, name):
     assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
 
 
-def test_nothing_to_report_says_what_to_run(base, monkeypatch, capsys):
+def test_nothing_to_report_names_the_command(base, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report"])
     with pytest.raises(SystemExit) as leaving:
         cli.run(script.main, script.Config)
@@ -478,7 +478,6 @@ def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
 
 def test_the_machine_is_named(base, monkeypatch):
     write(base, "base", "metrics.jsonl", metrics(1, 1.0))
-    machine = report.collect(TAG).machine
-    assert {"system", "Python", "torch"} <= set(machine) and "cores" in machine["system"]
     monkeypatch.setenv("PATH", "/nowhere")  # no git
-    assert "commit" not in report.collect(TAG).machine
+    machine = report.collect(TAG).machine
+    assert {"system", "Python", "torch"} <= set(machine) and "commit" not in machine

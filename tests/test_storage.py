@@ -116,7 +116,7 @@ def write(folder: Path, device: Device, state: dict[str, Tensor]) -> dict[str, A
 
 def reshard(device: Device, base: str) -> list[str]:
     """Folder 0 is read in shards and written as 1, that in hybrid shards and written as 2; returns rank's entries."""
-    said = []
+    written = []
     for number, replicas in ((0, 1), (1, 2)):
         source, target = Path(base) / str(number), Path(base) / str(number + 1)
         state = sharded(device, replicas, zero=True)
@@ -130,11 +130,12 @@ def reshard(device: Device, base: str) -> list[str]:
         if device.is_main:
             storage.write_json(target / "training.json", storage.merge(entries))
         dist.barrier()
-        said.append(json.dumps(entries[device.rank]))
-    return said
+        written.append(json.dumps(entries[device.rank]))
+    return written
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
     """One process -> shards, of some tensors fewer than ranks -> hybrid shards -> one process."""
     for number in range(3):
@@ -143,7 +144,7 @@ def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
     index = storage.merge([write(tmp_path / "0", one, sharded(one, 1))])
     storage.write_json(tmp_path / "0" / "training.json", index)
     ranks = run_ranks(reshard, str(tmp_path), world_size=world_size)
-    flat, hybrid = ([json.loads(said[i]) for said in ranks] for i in (0, 1))
+    flat, hybrid = ([json.loads(written[i]) for written in ranks] for i in (0, 1))
     assert ["optimizer/short" in entries for entries in flat] == [True] + [False] * (world_size - 1)
     assert ["optimizer/alike" in entries for entries in flat] == [True] + [False] * (world_size - 1)
     assert sum("optimizer/even" in entries for entries in flat) == (2 if world_size == 2 else 3)  # 6 rows by 2s
@@ -160,12 +161,12 @@ def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
 def test_a_state_of_another_model_is_refused(tmp_path):
     one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
     index = storage.merge([write(tmp_path, one, dict(WHOLE))])
-    for wrong, says in (
+    for wrong, message in (
         ({"optimizer/new": torch.zeros(1)}, "has no optimizer/new"),
         ({"optimizer/even": torch.zeros(6, 3)}, "another shape"),
         ({"optimizer/even": torch.zeros(6, 3, 2).double()}, "another shape"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             storage.read(tmp_path, index, wrong)
 
 
