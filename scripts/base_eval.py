@@ -9,9 +9,14 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanochat.shell.cli import Count, Positive, Seed, UserError, check_ranges, run
+
+if TYPE_CHECKING:
+    from nanochat.engine import Engine, SamplingParams
+
+STORIES_AT_ONCE = 50
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
-    # The heavy imports stand here so that --help answers at once.
+    # The heavy imports are here so that --help answers at once.
     import torch
 
     from nanochat import device as devices
@@ -49,7 +54,7 @@ def main(config: Config) -> None:
     from nanochat.data.sources import open_corpus
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
-    from nanochat.engine import Engine, SamplingParams, seed_of
+    from nanochat.engine import Engine, SamplingParams
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.shell.log import print0, record
@@ -66,16 +71,21 @@ def main(config: Config) -> None:
     print0(f"model: {meta['folder']}, step {meta['step']}")
     results: dict[str, Any] = {"step": meta["step"]}
 
-    # What does not fit the context is said before the slow part.
-    begin, context = tokenizer.get_bos_token_id(), model.config.sequence_len
+    # Prompts that do not fit the context are found before the slow part.
+    begin = tokenizer.get_bos_token_id()
+    context = model.config.sequence_len
     if config.samples and len(tokenizer.encode(config.prompt, prepend=begin)) >= context:
         raise UserError(f"--prompt has {context} tokens or more, all of the model's context: shorten the prompt")
-    openers = config.samples if config.data == "demo" and not config.prompt else 0  # samples that begin with an opening
-    openings, stories = demo.prompts(max(openers, config.stories), config.seed), config.stories
+    prompts = [config.prompt] * config.samples
+    stories = config.stories
+    samples_are_stories = config.data == "demo" and not config.prompt
+    openings = demo.prompts(max(config.samples if samples_are_stories else 0, stories), config.seed)
     longest = max((len(ids) for ids in tokenizer.encode_batch(openings, prepend=begin)), default=0)
     if longest >= context:
         print0(f"a story's opening has {longest} tokens, the context {context}: stories and openings are skipped")
-        openers, stories = 0, 0
+        stories = 0
+    elif samples_are_stories:
+        prompts = openings[: config.samples]
 
     # ------------------------------------------------------------------ bits per byte
     token_bytes = torch.tensor(tokenizer.token_bytes())
@@ -89,35 +99,29 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ CORE
     if tasks:
         measured = core.evaluate(model, tokenizer, tasks, device, config.device_batch_size)
-        results["core"], results["core_tasks"] = measured.core, measured.tasks
+        results["core"] = measured.core
+        results["core_tasks"] = measured.tasks
         part = f", on {config.core_examples} examples of each at most" if config.core_examples else ""
         print0(f"CORE: {measured.core:.4f}, the mean of {len(tasks)} tasks{part}")
 
     # ------------------------------------------------------------------ samples and stories, on rank 0
     if device.is_main:
         engine = Engine(model, tokenizer, device)
-
-        def continue_text(prompts: list[str]) -> list[str]:
-            """Each prompt with its continuation, up to the end of the document."""
-            ids = tokenizer.encode_batch(prompts, prepend=begin)
-            texts = [prompt.encode() for prompt in prompts]
-            settings = [replace(sampling, seed=seed_of(config.seed, number)) for number in range(len(ids))]
-            sequences, _ = engine.generate(ids, max_tokens=config.max_tokens, sampling=settings)
-            for number, sequence in enumerate(sequences):
-                texts[number] += tokenizer.decode_bytes(sequence)
-            return [text.decode(errors="replace") for text in texts]
-
-        if config.samples:
-            prompts = openings[: config.samples] if openers else [config.prompt] * config.samples
-            results["samples"] = continue_text(prompts)
+        if prompts:
+            results["samples"] = continue_text(engine, prompts, config.max_tokens, sampling, config.seed)
             for text in results["samples"]:
                 print0(f"\n{text}")
         if stories:
-            texts = [text for i in range(0, stories, 50) for text in continue_text(openings[i : min(i + 50, stories)])]
-            checks = [check_story(text) for text in texts]
-            results["stories"], results["stories_passed"] = len(checks), sum(check.ok for check in checks)
-            failure = next((f"; the first that does not: {c.problems[0]}" for c in checks if not c.ok), "")
-            print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{failure}")
+            checks = []
+            for first in range(0, stories, STORIES_AT_ONCE):
+                some = openings[first : min(first + STORIES_AT_ONCE, stories)]
+                for text in continue_text(engine, some, config.max_tokens, sampling, config.seed):
+                    checks.append(check_story(text))
+            failures = [check for check in checks if not check.ok]
+            results["stories"] = len(checks)
+            results["stories_passed"] = len(checks) - len(failures)
+            first_failure = f"; the first that does not: {failures[0].problems[0]}" if failures else ""
+            print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{first_failure}")
         if config.source in STAGES:
             folder = run_dir(config.source, tag)
             folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +129,23 @@ def main(config: Config) -> None:
     if config.source in STAGES:
         record(config.source, tag, began, device)
     devices.shutdown(device)
+
+
+def continue_text(
+    engine: "Engine", prompts: list[str], max_tokens: int, sampling: "SamplingParams", seed: int
+) -> list[str]:
+    """Each prompt with its continuation, up to the end of the document."""
+    from nanochat.engine import seed_of
+
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode_batch(prompts, prepend=tokenizer.get_bos_token_id())
+    settings = [replace(sampling, seed=seed_of(seed, number)) for number in range(len(ids))]
+    sequences, _ = engine.generate(ids, max_tokens=max_tokens, sampling=settings)
+    texts = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        text = prompt.encode() + tokenizer.decode_bytes(sequence)
+        texts.append(text.decode(errors="replace"))
+    return texts
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Bits per byte on held-out text: a loss that tokenizers of any vocabulary can be compared by.
+"""Bits per byte on held-out text: a loss that is comparable between tokenizers of any vocabulary.
 
-The validation text is laid out as one stream, a begin token before each document, and cut into rows; each
-token is predicted once. The nats of all tokens that stand for text are divided by that text's bytes.
+The validation text is one stream of tokens, a begin token before each document, cut into rows; each token is predicted
+once. The nats of all tokens that represent text are divided by the bytes of that text.
+
+Legend: N rows, T tokens, V vocab.
 """
 
 import math
@@ -21,7 +23,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
-    """The first `max_tokens` tokens of a corpus as rows (N, T + 1) of int64; each row begins with the last token
+    """The first `max_tokens` tokens of a corpus as rows (N, T + 1) of int64; each row starts with the last token
     of the row before it, and IGNORE fills up the last one."""
     tokens: list[int] = []
     blocks = corpus.block_count()
@@ -31,13 +33,15 @@ def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, ma
             tokens += document.tolist()
         block += 1
     tokens = tokens[: max_tokens + 1]
-    rows = max(1, math.ceil((len(tokens) - 1) / row_tokens))
-    padded = np.full(rows * row_tokens + 1, IGNORE, dtype=np.int64)
+    row_count = max(1, math.ceil((len(tokens) - 1) / row_tokens))
+    padded = np.full(row_count * row_tokens + 1, IGNORE, dtype=np.int64)
     padded[: len(tokens)] = tokens
-    return torch.from_numpy(np.lib.stride_tricks.sliding_window_view(padded, row_tokens + 1)[::row_tokens].copy())
+    # Rows overlap by one token: the last target of a row is the first input of the next.
+    windows = np.lib.stride_tricks.sliding_window_view(padded, row_tokens + 1)[::row_tokens]  # (N, T + 1)
+    return torch.from_numpy(windows.copy())
 
 
-@torch.no_grad()  # not inference_mode: what a sharded model gathers here it will want gradients of
+@torch.no_grad()  # not inference_mode: the weights that a sharded model gathers here need gradients afterwards
 def bits_per_byte(
     model: Any,
     rows: Tensor,
@@ -46,29 +50,34 @@ def bits_per_byte(
     device: Device,
     should_stop: Callable[[], bool] | None = None,
 ) -> float:
-    """Mean bits a byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
+    """Mean bits per byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
 
     `token_bytes` (V,) counts each token's bytes of text, 0 for special tokens, whose prediction is left out.
-    `should_stop` says, before a batch, whether to break off.
-    Raises Interrupted: on every rank, when any of them broke off.
+    `should_stop` is called before each batch. Raises Interrupted: on every rank, when it is true on any of them.
     """
-    totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that broke off
-    weights = token_bytes.to(device.torch_device)
+    totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that stopped
+    bytes_of = token_bytes.to(device.torch_device)
     mine = rows[device.rank :: device.world_size]
-    for first in range(0, -(-len(rows) // device.world_size), batch_rows):  # equally often on every rank
-        batch = mine[first : first + batch_rows]
+    # Every rank runs equally many batches: a sharded model gathers its weights from all ranks in each of them.
+    rows_per_rank = math.ceil(len(rows) / device.world_size)
+    for first in range(0, rows_per_rank, batch_rows):
         if should_stop is not None and should_stop():
             totals[2] = 1
             break
+        batch = mine[first : first + batch_rows]
         missing = batch_rows - len(batch)
-        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape for all
+        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape, compiled once
         batch = device.to_device(batch)
-        targets = batch[:, 1:]
-        sizes = torch.where(targets == IGNORE, 0, weights[targets.clamp(min=0)])
+        inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token
+        targets = batch[:, 1:]  # (B, T)
+        target_bytes = torch.where(targets == IGNORE, 0, bytes_of[targets.clamp(min=0)])
         with device.autocast():
-            losses = model.losses(batch[:, :-1].clamp(min=0), targets)
-        totals[:2] += torch.stack(((losses * (sizes > 0)).sum(), sizes.sum().float()))
-    nats, text_bytes, broken_off = sum_over_ranks(totals, device).tolist()
-    if broken_off:
+            losses = model.losses(inputs, targets)  # (B, T)
+        nats = (losses * (target_bytes > 0)).sum()
+        totals[:2] += torch.stack((nats, target_bytes.sum().float()))
+    nats, text_bytes, stopped = sum_over_ranks(totals, device).tolist()
+    if stopped:
         raise Interrupted
-    return nats / (math.log(2) * text_bytes) if text_bytes else math.nan
+    if not text_bytes:
+        return math.nan
+    return nats / (math.log(2) * text_bytes)
