@@ -44,17 +44,17 @@ class Uniform:
 
 
 class Pairs:
-    """Losses that a token and its predecessor decide, and a record of what was asked."""
+    """Losses that a token and its predecessor decide, and a record of the pairs that were scored."""
 
     def __init__(self, vocab_size: int):
         self.table = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0)) * 9
-        self.asked: list[tuple[int, int]] = []
+        self.scored: list[tuple[int, int]] = []
         self.shapes: set[tuple[int, ...]] = set()
 
     def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.shapes.add(tuple(tokens.shape))
         pairs = torch.stack((tokens, targets), dim=-1)[targets != IGNORE]
-        self.asked += [(first, second) for first, second in pairs.tolist()]
+        self.scored += [(first, second) for first, second in pairs.tolist()]
         return torch.where(targets == IGNORE, 0.0, self.table[tokens, targets.clamp(min=0)])
 
 
@@ -138,7 +138,7 @@ def test_neither_rows_nor_batches_change_what_a_bigram_scores(row_tokens: int, b
     value = bits_per_byte(model, rows, weights(tokenizer), batch_rows, cpu_device())
     assert value == pytest.approx(by_hand(tokenizer), rel=1e-5)
     tokens = stream(tokenizer)
-    assert sorted(model.asked) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
+    assert sorted(model.scored) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
     assert model.shapes == {(batch_rows, row_tokens)}, "a shape of its own for the last batch: compiled twice"
 
 
@@ -166,14 +166,14 @@ def score_on_a_rank(device: Device, row_tokens: int) -> tuple[float, list[tuple[
     tokenizer = tiny_tokenizer()
     model = Pairs(tokenizer.vocab_size)
     rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
-    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.asked
+    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.scored
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row_tokens", [5, 200])  # several rows; one row for two ranks
 def test_two_ranks_score_as_one_and_share_the_work(row_tokens: int) -> None:
-    alone, asked = score_on_a_rank(cpu_device(), row_tokens)
-    (one, asked_of_one), (two, asked_of_two) = run_ranks(score_on_a_rank, row_tokens)
+    alone, scored = score_on_a_rank(cpu_device(), row_tokens)
+    (one, scored_of_one), (two, scored_of_two) = run_ranks(score_on_a_rank, row_tokens)
     assert one == two == pytest.approx(alone, rel=1e-6)
-    assert sorted(asked_of_one + asked_of_two) == sorted(asked)
-    assert bool(asked_of_two) == (row_tokens == 5)
+    assert sorted(scored_of_one + scored_of_two) == sorted(scored)
+    assert bool(scored_of_two) == (row_tokens == 5)

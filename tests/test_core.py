@@ -102,7 +102,7 @@ def task(kind: str, examples: list[dict[str, Any]], shots: int = 0, **changes: A
 # ---------------------------------------------------------------------- the bundle
 
 
-def test_the_bundle_is_read_as_it_stands(bundle):
+def test_the_bundle_is_read(bundle):
     for source in (bundle, bundle.parent):
         animals, pronouns, endings = open_bundle(str(source))
         assert (animals.label, animals.kind, animals.shots, animals.delimiter, animals.baseline) == (
@@ -242,7 +242,7 @@ def test_a_zip_is_unpacked_whole_or_not_at_all(bundle, tmp_path, monkeypatch):
 
 
 class Store:
-    """A server with one file, which answers `status` and remembers what it was asked."""
+    """A server with one file, which answers `status` and remembers its requests."""
 
     def __init__(self, body: bytes):
         self.body, self.status, self.seen = body, 200, []
@@ -323,7 +323,7 @@ def test_prompts_of_schemas_letter_by_letter():
 
 
 def test_prompts_of_language_modelling_letter_by_letter():
-    """Contexts are stripped everywhere, the prompt without its continuation also behind the delimiter."""
+    """Contexts are stripped everywhere, the prompt without its continuation also after the delimiter."""
     two = task("language_modeling", ENDINGS[:2], shots=1, delimiter="\nEnd: ")
     solved = "run and then\nEnd: run again\n\nhop and then\nEnd:"
     assert prompts(two, 0) == [solved, f"{solved} hop again"]
@@ -352,7 +352,7 @@ def pieces(tokenizer: Tokenizer, texts: list[ScoredText]) -> list[tuple[str, str
 
 
 def test_what_is_scored(tiny_tokenizer):
-    """The rest behind a common beginning, however early options differ; for schemas a common end."""
+    """The rest after a common beginning, however early options differ; for schemas a common end."""
     rows = scored_texts(task("multiple_choice", ANIMALS), 1, tiny_tokenizer, 100)
     expected = [("<|bos|>What purrs? the ", animal) for animal in ("dog", "cat", "owl")]
     assert pieces(tiny_tokenizer, rows) == expected
@@ -415,7 +415,7 @@ class Bigram:
 
 
 def follows(tokenizer: Tokenizer, *pairs: str) -> Tensor:
-    """Logits that put the second letter of each pair first behind the first one; of later pairs less."""
+    """Logits that put the second letter of each pair right after the first one; of later pairs less."""
     table = torch.zeros(tokenizer.vocab_size, tokenizer.vocab_size)
     for rank, pair in enumerate(pairs):
         first, second = (tokenizer.encode(letter)[0] for letter in pair)
@@ -531,7 +531,7 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
 
 
 def test_language_modelling_needs_every_token(tiny_tokenizer):
-    """The continuation is what the model itself says, then the same with its last token changed."""
+    """The continuation is the model's own greedy one, then the same with its last token changed."""
     context = 64
     model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context))
     rows = []
@@ -602,7 +602,7 @@ def save_base(tokenizer: Tokenizer, context: int) -> None:
 COMMAND = {"eval_tokens": 64, "device_batch_size": 2, "max_tokens": 4, "device": "cpu", "dtype": "float32"}
 
 
-def test_the_command_writes_core_beside_the_rest(bundle, base, tiny_tokenizer, capsys):
+def test_the_command_writes_core_with_the_rest(bundle, base, tiny_tokenizer, capsys):
     save_base(tiny_tokenizer, 128)
     base_eval.main(base_eval.Config(**COMMAND, core=str(bundle), core_examples=3, samples=1, stories=1))
     written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())

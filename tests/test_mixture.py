@@ -71,7 +71,7 @@ def test_a_small_weight_is_still_drawn():
     assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
 
 
-def test_an_empty_task_is_told():
+def test_an_empty_task_is_one_line():
     with pytest.raises(UserError, match="there are no examples"):
         Mixture([Numbers("a", 0)], [1])
 
@@ -96,7 +96,7 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
+    ("flag", "problem"),
     [
         ("", "empty"),
         (" , ", "empty"),
@@ -111,8 +111,8 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
         ("/nowhere.jsonl", "no such task or file"),
     ],
 )
-def test_a_wrong_flag_is_told_in_one_line(flag, says):
-    with pytest.raises(UserError, match=says) as error:
+def test_a_wrong_flag_is_one_line(flag, problem):
+    with pytest.raises(UserError, match=problem) as error:
         parse_tasks(flag)
     assert "\n" not in str(error.value) and str(error.value).startswith("--tasks")
 
@@ -216,8 +216,8 @@ def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
 def test_a_train_question_is_never_a_test_question():
     for name in ("addition", "arithmetic"):
         train, test = (open_task(TaskSpec(name, None, 1.0), split) for split in ("train", "test"))
-        asked = {train.example(i).question[0]["content"] for i in range(3000)}
-        assert not asked & {test.example(i).question[0]["content"] for i in range(500)}
+        questions = {train.example(i).question[0]["content"] for i in range(3000)}
+        assert not questions & {test.example(i).question[0]["content"] for i in range(500)}
 
 
 def test_the_built_in_mixture_opens_offline():

@@ -1,6 +1,6 @@
 """The tasks that come from datasets, from files of one's own, and the spelling ones: rendering, grading, damage.
 
-Each grader is held against what a model could write: every reference must pass, every corrupted one fail.
+Each grader is tried on replies that a model could write: every reference must pass, every corrupted one fail.
 """
 
 import gzip
@@ -151,7 +151,7 @@ def spoiled_number(reply: list[Part], change: int) -> list[Part]:
     return [*before, {"type": "text", "text": f"{body}#### {wrong}"}]
 
 
-@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not beside this checkout")
+@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not next to this checkout")
 def test_gsm8k_whole(tmp_path):
     rng = random.Random(0)
     task = Gsm8k("test", str(DATA / "gsm8k"))
@@ -228,10 +228,10 @@ MMLU_DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("row", "says"), MMLU_DAMAGE)
-def test_mmlu_damaged(tmp_path, row, says):
+@pytest.mark.parametrize(("row", "problem"), MMLU_DAMAGE)
+def test_mmlu_damaged(tmp_path, row, problem):
     task = Mmlu("test", str(write(tmp_path / "test.jsonl", [row])))
-    assert says in complaint(lambda: task.example(0))
+    assert problem in complaint(lambda: task.example(0))
 
 
 def arc_row(labels: str, answer: str) -> dict:
@@ -271,10 +271,10 @@ ARC_DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("row", "says"), ARC_DAMAGE)
-def test_arc_damaged(tmp_path, row, says):
+@pytest.mark.parametrize(("row", "problem"), ARC_DAMAGE)
+def test_arc_damaged(tmp_path, row, problem):
     task = ArcEasy("test", str(write(tmp_path / "test.jsonl", [row])))
-    assert says in complaint(lambda: task.example(0))
+    assert problem in complaint(lambda: task.example(0))
 
 
 def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
@@ -318,7 +318,7 @@ def test_humaneval_rendering(half):
 RIGHT = [
     f"```python\n{WHOLE}\n```",
     f"Here it is:\n\n```py\n{WHOLE}\n```\nIt rounds down.",
-    f"```\n{WHOLE}",  # cut off behind the code
+    f"```\n{WHOLE}",  # cut off after the code
     WHOLE,
     "```python\ndef half(x):\n    return math.floor(x / 2)\n```",  # without the import
     "```python\n    return math.floor(x / 2)\n```",  # a body alone
@@ -359,7 +359,7 @@ def test_humaneval_puts_what_is_missing_before_the_reply():
     assert complete_program(prompt, "half", "if x:\n    pass") == (
         "import math\n\ndef other(): ...\n\ndef half(x):\n    if x:\n        pass\n"
     )
-    # A function of a similar name is not the one asked for.
+    # A function of a similar name is another one.
     other = complete_program("def half(x):\n", "half", "def half_of(x):\n    pass")
     assert other == "def half(x):\n    def half_of(x):\n        pass\n"
 
@@ -381,7 +381,7 @@ def test_humaneval_has_no_train_split(half, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (DATA / "humaneval").is_dir(), reason="the real HumanEval is not beside this checkout")
+@pytest.mark.skipif(not (DATA / "humaneval").is_dir(), reason="the real HumanEval is not next to this checkout")
 def test_humaneval_whole():
     task = HumanEval("test", str(DATA / "humaneval"))
     examples = [task.example(index) for index in range(len(task))]
@@ -421,18 +421,18 @@ def test_letter_count_rendering():
 
 @pytest.mark.parametrize("kind", [Spelling, LetterCount])
 def test_held_out_words_are_in_the_test_split_only(kind):
-    asked = {}
+    requested = {}
     for split in ("train", "test"):
         task = kind(split)
         examples = check(task) if split == "test" else [task.example(index) for index in range(3000)]
-        asked[split] = set()
+        requested[split] = set()
         for example in examples:
             found = re.search(r"The word ([a-z]+) is spelled", text_of(example.messages[1]["content"]))
             assert found and re.search(rf"\b{found[1]}\b", example.messages[0]["content"])
-            asked[split].add(found[1])
-    assert asked["train"] == set(spelling.words("train")) and asked["test"] == set(spelling.words("test"))
-    assert all(held_out("word", word) for word in asked["test"]) and len(asked["test"]) > 40
-    assert not any(held_out("word", word) for word in asked["train"]) and len(asked["train"]) > 600
+            requested[split].add(found[1])
+    assert requested["train"] == set(spelling.words("train")) and requested["test"] == set(spelling.words("test"))
+    assert all(held_out("word", word) for word in requested["test"]) and len(requested["test"]) > 40
+    assert not any(held_out("word", word) for word in requested["train"]) and len(requested["train"]) > 600
 
 
 def test_spelling_grades():
@@ -482,11 +482,11 @@ def test_every_form_is_the_same_conversation(row):
 def test_what_a_form_keeps():
     system = {"role": "system", "content": "Be brief."}
     assert messages_of({"conversations": [{"from": "system", "value": "Be brief."}, *FORMS[4]]}) == [system, *HELLO]
-    asked = {"role": "user", "content": "Add.\n\n1 and 2"}
-    assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == asked
+    requested = {"role": "user", "content": "Add.\n\n1 and 2"}
+    assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == requested
     parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
-    masked = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
-    assert messages_of({"messages": masked}) == masked
+    mrequested = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
+    assert messages_of({"messages": mrequested}) == mrequested
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
@@ -537,10 +537,10 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "says"), BAD_ROWS)
-def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, says):
+@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
+def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
-    assert complaint(lambda: Conversations("train", str(path))).startswith(f"{path} line 3 {says}")
+    assert complaint(lambda: Conversations("train", str(path))).startswith(f"{path} line 3 {problem}")
     path.write_text('{"messages": \n')
     assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
 
@@ -591,7 +591,7 @@ def test_every_form_is_the_same_pair(row):
     assert pair_of(row) == Pair([HELLO[0]], BETTER, WORSE)
 
 
-def test_a_system_message_of_its_own_stands_before_the_question():
+def test_a_system_message_comes_before_the_question():
     system = {"role": "system", "content": "Be brief."}
     row = {"system": "Be brief.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     assert pair_of(row) == Pair([system, HELLO[0]], BETTER, WORSE)
@@ -615,11 +615,11 @@ BAD_PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "says"), BAD_PAIRS)
-def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, says):
+@pytest.mark.parametrize(("row", "problem"), BAD_PAIRS)
+def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
-    said = complaint(lambda: Preferences("train", str(path)))
-    assert said.startswith(f"{path} line 3 is no preference pair: ") and says in said
+    line = complaint(lambda: Preferences("train", str(path)))
+    assert line.startswith(f"{path} line 3 is no preference pair: ") and problem in line
 
 
 def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):

@@ -1,6 +1,6 @@
 """The datasets that have a name here: where each hub keeps them, at which revision, under which licence.
 
-Nothing in these tables was tried from a connected machine yet; how sure we are of an entry stands above it.
+Nothing in these tables was tried from a connected machine yet; the evidence for an entry is above it.
 Any other `org/name` of a hub works too (hub.py): its parquet files in order, a `text` column.
 """
 
