@@ -11,8 +11,10 @@ Legend: N tokens, n tokens of a chunk, W width, V vocab.
 import torch
 from torch import Tensor
 
-IGNORE = -1  # a target with this value counts for nothing
-LARGEST_UNSHIFTED = 50  # exp(50) x 32,768 and exp(-50) are well inside the range of fp32
+# A target with this value counts for nothing: padding, and tokens that the model is not trained to write.
+IGNORE = -1
+# Logits up to this cap need no shift before exp: exp(50) x 32,768 and exp(-50) are well inside the range of fp32.
+LARGEST_UNSHIFTED = 50
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -26,6 +28,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, cap: f
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
     and weight. If every target is ignored, the sum and its gradients are 0.
     """
+    # Without a gradient the plain form does the same with less work.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, cap, chunk_tokens)  # type: ignore[no-any-return]
     return token_losses(hidden, weight, targets, cap, chunk_tokens).sum()
@@ -98,7 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        (grad,) = grads  # of the sum, a scalar
+        # Of the sum, a scalar: 1 / targets of the step where the mean is trained on.
+        (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         grad_weight = (grad_weight * grad).to(ctx.weight_dtype)

@@ -31,7 +31,9 @@ from nanochat.kernels.torch_ import TorchKernels
 from nanochat.shell.cli import UserError, explainers
 from nanochat.shell.log import warn
 
+# In the order in which `auto` looks for them: an accelerator before the CPU.
 KINDS = ("npu", "cuda", "cpu")
+# torch.distributed's library of collectives for each.
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
 # Nominal dense bf16 FLOP/s by device name, for MFU; the first pattern that matches counts. A name that is not listed
@@ -81,12 +83,15 @@ class Device:
 
     kind: str  # "npu", "cuda" or "cpu"
     module: ModuleType  # torch.npu, torch.cuda or torch.cpu
-    dtype: torch.dtype  # of matrix products: bfloat16, or float32 where that is requested or faster
-    rank: int
-    local_rank: int
+    # Of matrix products: bfloat16 where the hardware computes in it, float32 elsewhere or on request. Parameters and
+    # sums stay in fp32.
+    dtype: torch.dtype
+    rank: int  # among all processes
+    local_rank: int  # among those of this host; also the index of this process's device
     world_size: int
     name: str  # as the runtime reports it, e.g. "Ascend910B3"
-    peak_flops: float | None  # dense FLOP/s in `dtype`; None where unknown
+    # Dense FLOP/s in `dtype`, the yardstick of MFU; None where unknown.
+    peak_flops: float | None
 
     @property
     def torch_device(self) -> torch.device:
@@ -106,6 +111,8 @@ class Device:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Matrix products in `dtype`; sums and parameters stay in fp32."""
+        # autocast picks the dtype per operator, so that norms, softmax and losses keep fp32 (source: Micikevicius et
+        # al. 2018, Mixed Precision Training). bf16 has the range of fp32, so that no loss scaling is needed.
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.kind, dtype=self.dtype)
@@ -118,13 +125,10 @@ class Device:
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator held, on a CPU the most the process held."""
         if self.kind == "cpu":
+            # getrusage reports bytes on macOS, KiB on Linux.
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return self.module.max_memory_allocated()
-
-    def total_memory(self) -> int | None:
-        """Bytes of device memory; None for a CPU."""
-        return None if self.kind == "cpu" else self.module.get_device_properties(self.local_rank).total_memory
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators on the host and on this device."""
@@ -356,6 +360,7 @@ def _store_of_this_start() -> Store | None:
 def shutdown(device: Device) -> None:
     """Leave the process group together with the others."""
     if dist.is_initialized():
+        # A rank that leaves early breaks the collectives of those that still compute.
         device.synchronize()
         dist.barrier()
         dist.destroy_process_group()
@@ -399,7 +404,8 @@ def _available(kind: str) -> bool:
 
 
 def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
-    if kind == "cpu":  # without these instructions bf16 is emulated, far slower than fp32
+    if kind == "cpu":
+        # Without these instructions bf16 is emulated, far slower than fp32. x86 lists "flags", Arm "Features".
         flags = set(_cpu_info("flags").split() + _cpu_info("Features").split())
         return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
     if kind == "cuda":
@@ -412,10 +418,10 @@ def _keep_freed_memory() -> None:
     again, which costs a training step 5 to 10% of its time (docs/measurements.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none
     if mallopt is not None:
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of the options, from malloc.h
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
-        mallopt(top_pad, 1 << 28)
+        # The options' numbers are those of malloc.h.
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: blocks below 1 GiB are kept, not mapped one by one
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: return memory only when 2 GiB lie unused
+        mallopt(-2, 1 << 28)  # M_TOP_PAD: grow by 256 MiB at a time
 
 
 def _cpu_name() -> str:

@@ -284,7 +284,6 @@ import os
 from nanochat.shell import cli
 from nanochat import device
 found = device.init("npu:0", "float32")
-assert found.total_memory() == 64 << 30
 assert device.explain(ValueError("other")) is None
 assert "HCCL_EXEC_TIMEOUT" in device.explain(RuntimeError("HcclAllreduce, error code is 9"))
 def refused(**environment):
