@@ -131,10 +131,7 @@ class KVCache:
     rows: Tensor
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
-    # Nothing is written yet: a prompt attends to itself and need not be read back from the cache.
-    is_empty: bool = True
-    # Later positions are clamped to it. The engine's slots use it: a padded chunk, or an idle row that is decoded
-    # along with the others, writes its padding there instead of outside the cache.
+    # Later positions are clamped to it: a padded piece of a prompt writes its padding there, not outside the cache.
     max_position: int | None = None
 
     @classmethod
@@ -179,10 +176,6 @@ class KVCache:
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
         """For each window in use a mask (B, 1, T, attended_len)."""
-        if self.max_position is not None:
-            # An idle row may lie beyond attended_len. Its query must still attend to some key: a softmax over none is
-            # NaN, and NaN spreads to other rows.
-            positions = positions.clamp(max=self.attended_len - 1)
         # How far each key lies before its query. Beyond a row's end it is negative, which hides what is not written.
         distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
         causal = distance >= 0

@@ -272,7 +272,6 @@ class Slots:
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = engine.model.new_cache(size, _round_up(capacity, CACHE_STEP), engine.device.dtype)
-        self.cache.is_empty = False
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
         # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.

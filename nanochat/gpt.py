@@ -208,13 +208,12 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """The new tokens attend to each other, and with a cache to the tokens before them."""
         cache = context.cache
-        # The cache receives the new keys and values first, so that a token also attends to itself there.
-        if cache is not None:
-            assert context.positions is not None
-            cache.write(self.layer, k, v, context.positions)
-        if cache is None or not context.masks:
+        if cache is None:
             return self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
-        # Then the queries attend to everything the cache holds of their rows.
+        # The cache receives the new keys and values first, so that a token also attends to itself there. Then the
+        # queries attend to everything the cache holds of their rows.
+        assert context.positions is not None
+        cache.write(self.layer, k, v, context.positions)
         keys, values = cache.read(self.layer)  # (B, K, S, D)
         q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
         y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
@@ -479,9 +478,7 @@ class GPT(nn.Module):
         # Packed rows: the documents of a row do not attend to each other.
         if segments is not None:
             context.segments = Segments(segments, self.kernels.prepare_mask)
-        # A prompt into an empty cache is a whole row: it attends to itself without reading the cache. A single token
-        # reads the cache even then: a recorded decode step is the same whatever the cache holds.
-        if cache is not None and positions is not None and not (cache.is_empty and T > 1):
+        if cache is not None and positions is not None:
             windows = [self.config.window(layer) for layer in range(self.config.n_layer)]
             for window, mask in cache.masks(positions, windows).items():
                 context.masks[window] = self.kernels.prepare_mask(mask)

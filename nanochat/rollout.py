@@ -1,6 +1,14 @@
-"""Samples of a policy for reinforcement learning: questions in, sampled replies with rewards and advantages out.
+"""Samples for reinforcement learning: questions in, replies with rewards and advantages out. A step of scripts/chat_rl:
 
-Legend: Q questions, G samples a question, S = Q x G samples.
+    1. sample      G replies to each of Q questions, by the policy as it is now       `sample_replies`
+    2. reward      each task rewards its replies, such as 1 for a right answer        `Task.reward`
+    3. compare     an advantage for each reply: its reward against its question's     `group_advantages`
+    4. learn       tokens of replies with a positive advantage become likelier        `policy_batch`, losses.py
+
+Nothing here learns a value function: the other replies to the same question are the baseline
+(source: Shao et al. 2024, DeepSeekMath, which calls it GRPO).
+
+Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +32,10 @@ from nanochat.tasks.task import Example, Task
 
 @dataclass(frozen=True)
 class Samples:
-    """S replies, those to one question side by side."""
+    """S replies; those to one question are neighbours."""
 
     ids: list[list[int]]  # question and reply
-    masks: list[list[int]]  # 1 under each token that the policy chose
+    masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
     rewards: np.ndarray  # (Q, G)
     replies: list[str]  # as text with the marks, to look at
 
@@ -114,22 +122,30 @@ def _from_all_ranks(own: list[_Reply] | None, device: Device) -> list[_Reply]:
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
-    """How much better each sample is than its question's others: rewards (Q, G) less their mean, and
-    `by_deviation` divided by their standard deviation (source: Shao et al. 2024, GRPO). A group of equals gets 0."""
+    """How much better each reply is than the other replies to its question: rewards (Q, G) -> advantages (Q, G)."""
+    # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
+    # in which all replies are equally good teaches nothing.
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    # GRPO also divides by the group's standard deviation. Dr. GRPO (Liu et al. 2025) does not: the division gives
+    # questions that are nearly always right or nearly always wrong a larger weight.
     if by_deviation:
-        advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)
+        advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)  # a group of equals stays 0
     return advantages
 
 
 def policy_batch(rows: PackedBatch, samples: Samples, advantages: np.ndarray, device: Device) -> PolicyBatch:
-    """A micro-batch (a part of the packed samples, on the device) with its samples' advantages (Q, G)."""
+    """A micro-batch of the packed samples, on the device, with the advantage of each target's sample."""
+    # One number for each sample: its advantage (Q, G) -> (S,), and 1 / its number of targets, for losses that give
+    # every sample the same weight however long it is.
+    by_sample = torch.from_numpy(advantages).float().flatten()
     lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
-    by_sample = device.to_device(torch.stack((torch.from_numpy(advantages).float().flatten(), 1 / lengths)))
-    if not samples.ids:  # a rank without a question has a row of padding, which is of no sample
-        by_sample = by_sample.new_zeros(2, 1)
-    of_targets = (rows.targets != IGNORE) * by_sample[:, rows.source]  # (2, N, T)
-    return PolicyBatch(rows, of_targets[0], of_targets[1])
+    per_sample = device.to_device(torch.stack((by_sample, 1 / lengths)))  # (2, S)
+    if not samples.ids:
+        per_sample = per_sample.new_zeros(2, 1)  # no questions: the batch is one row of padding, which has no sample
+    # Spread them over the tokens; `source` (N, T) names the sample of each token.
+    is_target = rows.targets != IGNORE
+    per_token = is_target * per_sample[:, rows.source]  # (2, N, T)
+    return PolicyBatch(rows, per_token[0], per_token[1])
 
 
 @torch.no_grad()
@@ -140,11 +156,12 @@ def logp_of(model: torch.nn.Module, rows: PackedBatch, device: Device) -> torch.
 
 
 def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Device) -> float:
-    """Nats a token that the model has moved away from the reference, on the samples, over all ranks."""
-    totals = torch.zeros(2, device=device.torch_device)
+    """How far the model has moved from the reference, on the samples of all ranks: KL divergence, nats per token."""
+    totals = torch.zeros(2, device=device.torch_device)  # nats, tokens
     for batch in batches:
         assert batch.reference_logp is not None
-        moved = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
-        totals += torch.stack((moved, (batch.rows.targets != IGNORE).sum().float()))
-    total, targets = sum_over_ranks(totals, device).tolist()
-    return total / max(targets, 1.0)
+        kl = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
+        tokens = (batch.rows.targets != IGNORE).sum().float()
+        totals += torch.stack((kl, tokens))
+    nats, tokens = sum_over_ranks(totals, device).tolist()
+    return nats / max(tokens, 1.0)

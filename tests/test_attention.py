@@ -161,7 +161,6 @@ def test_rows_copied_from_one_begin_alike_and_part() -> None:
     cached_attention(cache.view(1, 2), *(x[:, :4] for x in (q, k, v)), 0)
     cache.copy_rows(torch.tensor([1, 1, 1]), torch.tensor([0, 2, 3]), 4)
     cache.position.fill_(4)
-    cache.is_empty = False
     ends = [torch.randn(4, 2, heads, 4) for heads in (4, 2, 2)]
     out = cached_attention(cache, *ends, 0)
     for row in range(4):

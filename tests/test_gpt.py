@@ -111,7 +111,6 @@ def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tu
     for tokens in prompt.split(chunks, dim=1):
         last = model(tokens, cache=cache)[:, -1]
         cache.position += tokens.size(1)
-        cache.is_empty = False
     logits = [last]
     while len(out) < new:
         out.append(logits[-1].argmax(dim=-1))

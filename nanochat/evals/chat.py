@@ -1,12 +1,11 @@
-"""Chat evaluation: how many of a task's questions a model answers rightly.
+"""Chat evaluation: how many of a task's questions a model answers correctly.
 
-A generative task's replies are written by the engine, tool and all, and graded by the task. A choice task takes one
-forward pass: of the question's letters, its answer is the one that the model finds likeliest as the reply's first
-token. ChatCORE is the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source:
-nanochat).
+A generative task: the engine generates replies, with the tool, and the task grades them. A choice task takes one
+forward pass: of the question's letters, the likeliest one as the first token of the reply is the answer. ChatCORE is
+the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source: nanochat).
 
-Whole batches are dealt out to the ranks: what shares a batch, and with it every reply, is the same at any number of
-ranks, sampled and in bf16 too.
+Ranks take whole batches, so that a batch, and with it every reply, is the same at any number of ranks, sampled and in
+bf16 too.
 
 Legend: B rows, T tokens, C width, L letters, V vocab.
 """
@@ -96,60 +95,62 @@ def evaluate(
 
     `engine` generates with the model's weights, `batch_rows` prompts at once, `samples` replies to each question;
     the accuracy is the mean over all of them (pass@1). Also returned: the first replies to up to `keep` questions,
-    in the order of the examples, of those that came to this rank. The result is the same on every rank.
+    in the order of the examples, of those that this rank graded. The result is the same on every rank.
     Raises UserError: when the task is a dialogue, has no examples, or letters that are not one token each.
     """
     if task.kind == "dialogue":
         raise UserError(f"--tasks {task.name}: a dialogue has no right answer to grade")
     if not len(task):
         raise UserError(f"--tasks {task.name}: there are no examples in it")
-    begin = time.monotonic()
-    device, tokenizer, is_choice = engine.device, engine.tokenizer, task.kind == "choice"
+    began = time.monotonic()
+    device = engine.device
+    is_choice = task.kind == "choice"
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
     examples = [task.example(index) for index in order[:max_examples]]
-    prompts = [render_prompt(tokenizer, example.question) for example in examples]
-    letters = [_letter_ids(task, example, tokenizer) if is_choice else [] for example in examples]
+    prompts = [render_prompt(engine.tokenizer, example.question) for example in examples]
+    letters = [_letter_ids(task, example, engine.tokenizer) for example in examples] if is_choice else []
 
-    # The longest come first: where memory runs out, it does so at once.
-    copies = 1 if is_choice else samples
-    room = model.config.sequence_len - (0 if is_choice else 1)  # a reply needs a token of its own
-    fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= room]
-    rows = [place for place in sorted(fitting, key=lambda place: -len(prompts[place])) for _ in range(copies)]
-    batches = [rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows)]
+    # Batches of examples, by number, the longest prompts first: where memory runs out, it does so at once.
+    replies_each = 1 if is_choice else samples
+    room = model.config.sequence_len - (0 if is_choice else 1)  # a generated reply needs a token of its own
+    fitting = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
+    fitting.sort(key=lambda number: -len(prompts[number]))
+    rows = [number for number in fitting for _ in range(replies_each)]
+    batches = [rows[first : first + batch_rows] for first in range(0, len(rows), batch_rows)]
 
+    # Reply and grade, every world_size-th batch.
     graded: list[tuple[int, Graded]] = []
-    for number in range(device.rank, len(batches), device.world_size):
-        batch = batches[number]
-        asked = [prompts[place] for place in batch]
+    for place in range(device.rank, len(batches), device.world_size):
+        batch = batches[place]
+        batch_prompts = [prompts[number] for number in batch]
+        replies: list[list[Part]]
         if is_choice:
-            preferred = preferred_letters(model, asked, [letters[place] for place in batch], device)
-            replies = [
-                [{"type": "text", "text": examples[place].letters[letter]}]
-                for place, letter in zip(batch, preferred, strict=True)
-            ]
+            preferred = preferred_letters(model, batch_prompts, [letters[number] for number in batch], device)
+            chosen = [examples[number].letters[letter] for number, letter in zip(batch, preferred, strict=True)]
+            replies = [[{"type": "text", "text": letter}] for letter in chosen]
         else:
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
-            seeds = [seed_of(sampling.seed, number * batch_rows + row) for row in range(len(batch))]
+            seeds = [seed_of(sampling.seed, place * batch_rows + row) for row in range(len(batch))]
             settings = [replace(sampling, seed=seed) for seed in seeds]
-            sequences, _ = engine.generate(asked, max_tokens=max_tokens, sampling=settings)
-            replies = [parse_reply(tokenizer, ids) for ids in sequences]
-        for place, reply in zip(batch, replies, strict=True):
-            example = examples[place]
-            graded.append((place, Graded(example.question, reply, task.grade(example, reply))))
+            sequences, _ = engine.generate(batch_prompts, max_tokens=max_tokens, sampling=settings)
+            replies = [parse_reply(engine.tokenizer, ids) for ids in sequences]
+        for number, reply in zip(batch, replies, strict=True):
+            example = examples[number]
+            graded.append((number, Graded(example.question, reply, task.grade(example, reply))))
 
+    # Add up over the ranks. A question that does not fit counts as wrong.
     correct = torch.tensor(sum(one.correct for _, one in graded), dtype=torch.float32, device=device.torch_device)
     right = int(sum_over_ranks(correct, device).item())
-    questions = len(examples)
-    low, high = wilson_interval(right / copies, questions)  # a mean over samples
+    total = len(examples) * replies_each
+    low, high = wilson_interval(right / replies_each, len(examples))  # of the questions: a mean over samples
     result = Result(
-        kind=task.kind, correct=right, total=questions * copies, questions=questions,
-        accuracy=right / (questions * copies), low=low, high=high, baseline=task.baseline,
-        too_long=questions - len(fitting), seconds=time.monotonic() - begin,
+        kind=task.kind, correct=right, total=total, questions=len(examples), accuracy=right / total, low=low, high=high,
+        baseline=task.baseline, too_long=len(examples) - len(fitting), seconds=time.monotonic() - began,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
-    for place, one in sorted(graded, key=lambda pair: pair[0]):
-        first_replies.setdefault(place, one)
+    for number, one in sorted(graded, key=lambda pair: pair[0]):
+        first_replies.setdefault(number, one)
     return result, list(first_replies.values())[:keep]
 
 
@@ -170,12 +171,12 @@ def _letter_ids(task: Task, example: Example, tokenizer: Tokenizer) -> list[int]
 def preferred_letters(
     model: GPT, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[int]], device: Device
 ) -> list[int]:
-    """Which of its letters, given as token ids, the model finds likeliest behind each prompt, by their places."""
+    """The index of the likeliest of each prompt's letters (token ids) as the next token."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     tokens, choices = _padded(prompts, 0), _padded(letters, -1)  # (B, T), (B, L)
     tokens, choices, lengths = (device.to_device(tensor) for tensor in (tokens, choices, lengths))
     with device.autocast():
-        hidden = model.hidden(tokens)  # (B, T, C); no token sees the padding behind it
+        hidden = model.hidden(tokens)  # (B, T, C); no token attends to the padding after it
         logits = model.logits(hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1])  # (B, V)
     scores = logits.gather(1, choices.clamp(min=0)).masked_fill(choices < 0, -torch.inf)  # (B, L)
     return scores.argmax(dim=-1).tolist()
@@ -188,7 +189,7 @@ def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
     return padded
 
 
-# ---------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------- reports
 
 
 def chat_core(scores: Iterable[tuple[float, float]]) -> float:
