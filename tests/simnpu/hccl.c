@@ -95,11 +95,9 @@ enum kind {
     ALL_REDUCE,
     REDUCE,
     REDUCE_SCATTER,
-    REDUCE_SCATTER_V,
     BROADCAST,
     SCATTER,
     ALL_GATHER,
-    ALL_GATHER_V,
     ALL_TO_ALL,
     ALL_TO_ALL_V,
     BARRIER,
@@ -113,11 +111,9 @@ static const char *const KIND[KINDS] = {
     [ALL_REDUCE] = "all_reduce",
     [REDUCE] = "reduce",
     [REDUCE_SCATTER] = "reduce_scatter",
-    [REDUCE_SCATTER_V] = "reduce_scatter_v",
     [BROADCAST] = "broadcast",
     [SCATTER] = "scatter",
     [ALL_GATHER] = "all_gather",
-    [ALL_GATHER_V] = "all_gather_v",
     [ALL_TO_ALL] = "all_to_all",
     [ALL_TO_ALL_V] = "all_to_all_v",
     [BARRIER] = "barrier",
@@ -706,27 +702,6 @@ HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclData
     return collective(comm, &call, bytes * comm->ranks);
 }
 
-HcclResult HcclReduceScatterV(void *send, const void *send_counts, const void *send_offsets, void *receive,
-                              uint64_t count, HcclDataType type, HcclReduceOp operation, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(REDUCE_SCATTER_V, type))
-        return HCCL_E_PARA;
-    if (refuse_reduction(REDUCE_SCATTER_V, type, operation))
-        return HCCL_E_NOT_SUPPORT;
-    size_t size = TYPE[type].size;
-    uint64_t all = 0;
-    struct call call = {
-        REDUCE_SCATTER_V, type, operation, 0, true, comm->ranks, {0}, {0}, {receive}, {count * size}};
-    for (uint32_t rank = 0; rank < comm->ranks; rank++) {
-        call.from[rank] = (const char *)send + ((const uint64_t *)send_offsets)[rank] * size;
-        call.from_bytes[rank] = ((const uint64_t *)send_counts)[rank] * size;
-        all += call.from_bytes[rank];
-    }
-    return collective(comm, &call, all);
-}
-
 HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm, void *stream) {
     (void)stream;
     if (!comm)
@@ -780,24 +755,6 @@ HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType
     return collective(comm, &call, bytes * comm->ranks);
 }
 
-HcclResult HcclAllGatherV(void *send, uint64_t count, void *receive, const void *receive_counts,
-                          const void *receive_offsets, HcclDataType type, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(ALL_GATHER_V, type))
-        return HCCL_E_PARA;
-    size_t size = TYPE[type].size;
-    uint64_t all = 0;
-    struct call call = {.kind = ALL_GATHER_V, .type = type, .parts = 1, .from = {send}, .from_bytes = {count * size}};
-    for (uint32_t rank = 0; rank < comm->ranks; rank++) {
-        call.into[rank] = (char *)receive + ((const uint64_t *)receive_offsets)[rank] * size;
-        call.into_bytes[rank] = ((const uint64_t *)receive_counts)[rank] * size;
-        all += call.into_bytes[rank];
-    }
-    return collective(comm, &call, all);
-}
-
 HcclResult HcclAlltoAll(const void *send, uint64_t send_count, HcclDataType send_type, const void *receive,
                         uint64_t receive_count, HcclDataType receive_type, HcclComm comm, void *stream) {
     (void)stream;
@@ -835,26 +792,6 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
         sent += call.from_bytes[rank];
     }
     return collective(comm, &call, sent);
-}
-
-/* The matrix says how much each rank sends to each; the messages stand one behind the other in both buffers. */
-HcclResult HcclAlltoAllVC(const void *send, const void *send_count_matrix, HcclDataType send_type, const void *receive,
-                          HcclDataType receive_type, HcclComm comm, void *stream) {
-    if (!comm)
-        return HCCL_E_PTR;
-    const uint64_t *matrix = send_count_matrix;
-    uint64_t send_counts[MAX_RANKS], receive_counts[MAX_RANKS];
-    uint64_t send_offsets[MAX_RANKS] = {0}, receive_offsets[MAX_RANKS] = {0};
-    for (uint32_t rank = 0; rank < comm->ranks; rank++) {
-        send_counts[rank] = matrix[comm->rank * comm->ranks + rank];
-        receive_counts[rank] = matrix[rank * comm->ranks + comm->rank];
-        if (rank + 1 < comm->ranks) {
-            send_offsets[rank + 1] = send_offsets[rank] + send_counts[rank];
-            receive_offsets[rank + 1] = receive_offsets[rank] + receive_counts[rank];
-        }
-    }
-    return HcclAlltoAllV(send, send_counts, send_offsets, send_type, receive, receive_counts, receive_offsets,
-                         receive_type, comm, stream);
 }
 
 HcclResult HcclBarrier(HcclComm comm, void *stream) {

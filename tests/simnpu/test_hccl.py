@@ -307,14 +307,7 @@ def every_reduction(me: Rank) -> int:
         out = blank(name, count)
         code = group.reduce_scatter(mine, out, size(count), number, operation)
         check(f"reduce_scatter {what}", code, out, np.split(whole, me.ranks)[me.rank])
-
-        counts = np.arange(me.ranks, dtype=np.uint64) * np.uint64(count) // np.uint64(me.ranks)  # rank 0 gets nothing
-        offsets = np.cumsum(counts) - counts
-        out = blank(name, int(counts[me.rank]))
-        code = group.reduce_scatter_v(mine, counts, offsets, out, size(out.size), number, operation)
-        start = int(offsets[me.rank])
-        check(f"reduce_scatter_v {what}", code, out, whole[start : start + out.size])
-        checks += 5
+        checks += 4
     return checks
 
 
@@ -341,13 +334,6 @@ def every_movement(me: Rank) -> int:
         code = group.all_gather(mine, out, size(mine.size), number)
         check(f"all_gather {what}", code, out, np.concatenate(inputs))
 
-        counts = np.array([rank * count for rank in range(me.ranks)], np.uint64)
-        offsets = np.cumsum(counts) - counts
-        out = blank(name, int(counts.sum()))
-        code = group.all_gather_v(mine, size(int(counts[me.rank])), out, counts, offsets, number)
-        expected = np.concatenate([inputs[rank][: int(counts[rank])] for rank in range(me.ranks)])
-        check(f"all_gather_v {what}", code, out, expected)
-
         out = blank(name, mine.size)
         code = group.all_to_all(mine, size(count), number, out, size(count), number)
         expected = np.concatenate([np.split(array, me.ranks)[me.rank] for array in inputs])
@@ -364,19 +350,7 @@ def every_movement(me: Rank) -> int:
         send_offsets, receive_offsets = (np.cumsum(counts) - counts for counts in (send_counts, receive_counts))
         code = group.all_to_all_v(mine, send_counts, send_offsets, number, out, receive_counts, receive_offsets, number)
         check(f"all_to_all_v {what}", code, out, expected)
-
-        out = blank(name, expected.size)
-        code = me.library.HcclAlltoAllVC(
-            ctypes.c_void_p(mine.ctypes.data),
-            ctypes.c_void_p(matrix.astype(np.uint64).ctypes.data),
-            number,
-            ctypes.c_void_p(out.ctypes.data),
-            number,
-            group.handle,
-            None,
-        )
-        check(f"all_to_all_vc {what}", code, out, expected)
-        checks += 7
+        checks += 5
     assert group.barrier() == SUCCESS
     return checks
 
@@ -387,7 +361,8 @@ def every_collective(me: Rank) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ranks", "piece"), [(4, "4096"), (2, "4194304")])  # many pieces a message, one piece
 def test_every_collective(library: str, ranks: int, piece: str) -> None:
-    reductions, movements = (len(REDUCIBLE) * 4 - 2) * 3 * 5, len(MOVABLE) * 3 * 7
+    reductions = (len(REDUCIBLE) * 4 - 2) * 3 * 4
+    movements = len(MOVABLE) * 3 * 5
     results = run(library, every_collective, ranks, SIMNPU_HCCL_PIECE=piece)
     assert results == [(reductions, movements)] * ranks
 
