@@ -360,7 +360,7 @@ def test_a_mistake_of_ours_is_a_500_that_reveals_nothing_and_logs_no_prompt(capf
 def test_an_error_names_the_field(ask: Any):
     for change, param in (
         ({"temperature": 3}, "temperature"),
-        ({"repetition_penalty": 100}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
         ({"temperature": "warm"}, "temperature"),
         ({"n": 0}, "n"),
         ({"messages": []}, "messages"),

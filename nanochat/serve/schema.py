@@ -7,14 +7,14 @@ field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignor
 """
 
 import secrets
-from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Message, check_messages
 from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import Range
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
@@ -115,17 +115,25 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
-class RequestBody(Strict):
-    """The fields that both routes share."""
+OPENAI_RANGES = {"temperature": Range(0, 2), "seed": Range(-(2**63), 2**64 - 1)}
+SETTINGS = get_type_hints(SamplingParams, include_extras=True)  # such as `Annotated[float, Range(0, 1)]`
 
-    # The fields of `SamplingParams`, within OpenAI's ranges: a new setting is one line here.
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=1e-9, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, lt=100)
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    # What to generate, and how to send it.
+
+def _sampling_field(name: str) -> tuple[Any, Any]:
+    """An optional field with the range of the setting, or OpenAI's."""
+    kind, own_range = get_args(SETTINGS[name])
+    limits: Range = OPENAI_RANGES.get(name) or own_range
+    return kind | None, Field(None, ge=limits.low, le=limits.high)
+
+
+# A new field of `SamplingParams` needs no line here.
+sampling_fields: dict[str, Any] = {name: _sampling_field(name) for name in SETTINGS}
+SamplingFields = create_model("SamplingFields", __base__=Strict, **sampling_fields)
+
+
+class RequestBody(SamplingFields):
+    """The fields that both routes share: the sampling settings, and these."""
+
     model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
@@ -160,9 +168,8 @@ class RequestBody(Strict):
 
     def sampling(self) -> SamplingParams:
         """The settings of the body, the others at their defaults; a random seed where it has none."""
-        requested = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
-        settings = {name: value for name, value in requested.items() if value is not None}
-        settings["seed"] = secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
+        settings = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+        settings["seed"] = settings.get("seed", secrets.randbits(SEED_BITS)) % 2**SEED_BITS
         return SamplingParams(**settings)
 
     @property
