@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nanochat.data import hub as hubs
 from nanochat.data.catalog import DATASETS
 from nanochat.data.files import BlockFile, ParquetFile, TextFile, list_files, open_file, text_cut
 from nanochat.shell.cli import UserError
@@ -99,6 +98,8 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, seed:
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
+    from nanochat.data import hub as hubs  # runs on local text do without it
+
     column = DATASETS[data].text_column if data in DATASETS else "text"
     try:
         files = hubs.fetch(data, hub, shards)
