@@ -151,6 +151,7 @@ class Saver:
 
         Raises UserError: when the disk cannot hold it, or when the save before this one failed.
         """
+        # One save at a time: two copies of the state would need twice the memory. An earlier failure is raised here.
         self.wait()
         device = self.device
         final = step_path(self.folder, step)
@@ -169,6 +170,7 @@ class Saver:
                 if needed_bytes * 1.02 > shutil.disk_usage(self.folder).free:
                     raise OSError(errno.ENOSPC, "too little room for a checkpoint")
                 unfinished_path(final).mkdir()
+        # The other ranks write into this folder. A barrier is safe here: this is the thread that trains.
         if device.world_size > 1:
             dist.barrier()
 
@@ -180,6 +182,7 @@ class Saver:
         share = {name: _to_host(tensor) for name, tensor in share.items()}
         device.synchronize()  # the copies run asynchronously
 
+        # What a reader must know before it builds a model: its sizes, its tokenizer, how many ranks wrote a share.
         meta = {
             "version": FORMAT_VERSION,
             "step": step,
@@ -211,6 +214,7 @@ class Saver:
         """Rank 0: the model, its share of the training state, the index, the manifest, the rename."""
         folder = unfinished_path(snapshot.folder)
         files = write_model(folder, snapshot.weights, snapshot.tokenizer, snapshot.meta)
+        # The other ranks write their shares at the same time.
         name = storage.share_name(0)
         files[name] = storage.write_tensors(folder / name, snapshot.share)
         all_entries = [snapshot.entries]
@@ -218,6 +222,7 @@ class Saver:
             files[storage.share_name(rank)] = report["file"]
             all_entries.append(report["entries"])
         files["training.json"] = storage.write_json(folder / "training.json", storage.merge(all_entries))
+        # All ranks are done: only now may the folder get its name, and only this rank gives it.
         commit(folder, snapshot.folder, files)
         self.on_saved(snapshot.folder)
         self._retire(snapshot.folder)
@@ -277,6 +282,7 @@ class Saver:
         if not self._is_whole(saved_step):
             warn(f"{final} is damaged as soon as it is saved: older steps are all kept, look at the disk")
             return
+        # A step after the one just saved is from before a resume that fell back; it is left alone.
         whole_steps = 0
         for step in reversed(steps(self.folder)):  # the newest first
             if whole_steps < self.keep_last:
@@ -361,6 +367,7 @@ def verify(step_folder: Path) -> dict[str, Any]:
         meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
         version = meta.get("version")
         ranks = meta.get("world_size", 0)
+        # A manifest that leaves out a file must not pass: these have to be in it.
         needed = {"model.safetensors", "meta.json", "tokenizer.json"}
         if version == FORMAT_VERSION and ranks:
             needed.add("training.json")
@@ -426,7 +433,8 @@ def load_training(
     """
     if not meta["world_size"] or meta["version"] != FORMAT_VERSION:
         raise UserError(f"{step_folder} holds weights only: it cannot be resumed; train from it with --source")
-    own = {}  # what each rank saved for itself
+    # What each rank saved for itself is small, and all ranks read all of it. The index has the shapes.
+    own = {}
     try:
         index = json.loads((step_folder / "training.json").read_text(encoding="utf-8"))
         storage.check(index)
@@ -436,6 +444,8 @@ def load_training(
         storage.read(step_folder, index, own)
     except UNREADABLE as error:
         raise DamagedCheckpoint(f"{step_folder} is damaged ({error})") from error
+    # The optimizer's state is large: each rank reads its own part. An error here is a mismatch, not damage: the state
+    # is of another model or optimizer.
     state = {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
     storage.read(step_folder, index, state)
     loader_states = []
@@ -472,7 +482,7 @@ def load_model(
         if isinstance(source, Path) and not verified:
             verify(folder)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
         model = GPT(GPTConfig(**meta["model"]), device.kernels)
         load_weights(model, folder)
     except DamagedCheckpoint as error:

@@ -75,8 +75,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         dtype = DTYPES[dtype_name(tensor)]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
 
+    # Each tensor is written from where it is in memory; there is no second copy of the state.
     def parts() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little")
         yield text
@@ -210,6 +211,7 @@ def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
 
     Raises ValueError: when the index has no such tensor, or the files are not what it describes.
     """
+    # First compare all names, shapes and dtypes: a state of another model changes nothing here.
     writers = set()
     for name, tensor in state.items():
         entry = index.get(name)
@@ -231,6 +233,7 @@ def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
 
 def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -> None:
     """Copy what a chunk in a file and the part of the tensor that this process holds have in common."""
+    # Boxes overlap where they overlap in every dimension: from the later start to the earlier end.
     held_offset, held_size = held_box(tensor)
     from_chunk = []
     to_held = []
@@ -243,6 +246,7 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
             return  # nothing in common
         from_chunk.append(slice(first - start, end - start))
         to_held.append(slice(first - held_start, end - held_start))
+    # Only the overlap is read. It is checked against the index before it is copied.
     stored = file.get_slice(name)
     if stored.get_shape() != chunk["size"]:
         raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another shape than training.json")
