@@ -74,6 +74,7 @@ class PolicyBatch:
 
 def reinforce_loss(model: Any, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
     """-A log p: mean over a sample's tokens, then over samples."""
+    # Every token has its sample's advantage: the one reward is for the whole reply, and no critic divides it up.
     objective = batch.advantages * token_logp(model, batch.rows)
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
 
@@ -85,6 +86,7 @@ def grpo_loss(
     logp = token_logp(model, batch.rows)
     objective = clipped_objective(logp, batch, clip_low, clip_high)
     if kl:
+        # Inside the objective, and not inside the reward as in RLHF: the advantages stay those of the task.
         assert batch.reference_logp is not None
         objective = objective - kl * kl_estimate(logp, batch.reference_logp)
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
@@ -126,6 +128,7 @@ def token_logp(model: Any, rows: PackedBatch) -> Tensor:
 def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_high: float) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old: no gain from moving a probability further than the
     clip, while a loss counts in full (source: Schulman et al. 2017, PPO)."""
+    # Before the first update r is 1 and only its gradient matters: log p minus itself, detached, gives exactly that.
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     ratio = torch.exp(logp - old)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -173,6 +176,8 @@ def dpo_loss(
     assert batch.reference_logp is not None
     rewards = beta * (logp - batch.reference_logp)  # (P, 2)
     margin = rewards[:, 0] - rewards[:, 1]
+    # The model of Bradley and Terry: the chosen reply wins with probability sigmoid(margin), in which the reward is the
+    # gain itself, so that no reward model is trained.
     right = torch.nn.functional.logsigmoid(margin)
     wrong = torch.nn.functional.logsigmoid(-margin)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -202,6 +207,7 @@ def _sum_over_pairs(
 ) -> tuple[Tensor, Tensor]:
     """The sum over the pairs that count, and their number. losses (P,), rewards and logp (P, 2)."""
     targets = reply_targets(batch)
+    # Padding may hold pairs without a target; they weigh nothing in the sum, and nothing in what it is divided by.
     counts = (targets.amin(dim=1) > 0).float()  # (P,)
     if sft_weight:
         losses = losses - sft_weight * logp[:, 0] / targets[:, 0].clamp(min=1)

@@ -82,7 +82,7 @@ def main(config: Config) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
-    # Built without memory, sharded, and only then given memory: no rank ever holds what is not its own.
+    # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)
     shard(model, layout, device, config.activation_checkpointing)
@@ -132,6 +132,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
+            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
@@ -144,6 +145,7 @@ def main(config: Config) -> None:
             if run.should_leave:
                 break
 
+            # ---- one step: its batch in as many micro-batches as fit the memory one by one
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
             stats = train_step(

@@ -126,6 +126,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
+            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
@@ -141,6 +142,7 @@ def main(config: Config) -> None:
             if run.should_leave:
                 break
 
+            # ---- one step
             pairs = draw(train, step * examples, examples)
             pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
             stats = train_step(

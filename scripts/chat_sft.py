@@ -88,6 +88,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
+            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
@@ -99,6 +100,8 @@ def main(config: Config) -> None:
             if run.should_leave:
                 break
 
+            # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
+            # run needs no position in the data
             rows, rendered = draw(train, step * examples, examples)
             mine = rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
             stats = train_step(

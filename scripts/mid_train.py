@@ -87,6 +87,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
+            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
@@ -98,6 +99,7 @@ def main(config: Config) -> None:
             if run.should_leave:
                 break
 
+            # ---- one step: its batch in as many micro-batches as fit the memory one by one
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
             stats = train_step(

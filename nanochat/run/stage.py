@@ -64,7 +64,7 @@ class Start:
     began: float  # time.time() when the command started
     device: Device
     layout: Layout
-    model: GPT  # sharded as the layout says
+    model: GPT  # sharded by the layout
     tokenizer: Tokenizer
     tag: str  # name of the checkpoints' folder
     pretraining: dict[str, Any]  # what the base model read: data, tokens, batch_tokens
@@ -344,4 +344,4 @@ class Run:
             own = error
         if not self.faults.agree(own is not None):
             return None
-        return own or UserError("another rank could not save the last checkpoint: its line says why")
+        return own or UserError("another rank could not save the last checkpoint: see its error line")

@@ -3,7 +3,7 @@
 Every script ends with `run(main, Config)`. The dataclass's fields are the flags, the comment after a field is its help,
 and the field's annotation states which values it takes (`Range`) and whether a resumed run may change it (`Frozen`).
 
-Exit codes: 0 done, 1 the run failed (one line says what to do next), 2 bad flags. `NANOCHAT_TRACEBACK=1` shows the
+Exit codes: 0 done, 1 the run failed (one line names the next step), 2 bad flags. `NANOCHAT_TRACEBACK=1` shows the
 whole traceback of a failure. `NANOCHAT_BASE_TRAIN="--depth=2"`, and the like for every script, appends flags to those
 of the command line.
 """
@@ -38,7 +38,7 @@ class Interrupted(Exception):
     """A stop was requested while this was under way: it has no result, on any rank."""
 
 
-# ---------------------------------------------------------------------- what an annotation says of a flag
+# ---------------------------------------------------------------------- what an annotation states about a flag
 
 
 @dataclass(frozen=True)
