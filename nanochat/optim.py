@@ -112,6 +112,7 @@ class Optimizer:
         self._awaited = {share.parameter for share in self._queue}
         self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in self._awaited]
 
+    # Autograd calls this on its own thread, as soon as a parameter's gradient is complete.
     @torch.no_grad()
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         assert parameter in self._awaited, "a gradient was added to after it was sent"
@@ -128,6 +129,8 @@ class Optimizer:
         Returns the squared norm of this rank's share, 0-D. Its sum over all ranks is that of the whole gradient, and
         is not finite if any gradient of any rank is not.
         """
+        # Send what the hooks have not sent: all gradients without `send_as_ready`, else those that no loss reached and
+        # those queued after them.
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -136,7 +139,8 @@ class Optimizer:
         self._started = 0
         for share in self._queue:
             share.receive_gradient()
-        # What several ranks hold counts once: on the first rank, and in the first replica.
+        # The ranks' results will be added up. What several ranks hold must count once: on the first rank, and in the
+        # first replica.
         first = self.layout.rank == 0
         counted = [share.grad for share in self._queue if share.grad.numel() and (share.is_part or first)]
         if not counted or self.layout.replica:
@@ -159,8 +163,11 @@ class Optimizer:
         `targets`, a 0-D fp32 tensor on the device, is the count over all ranks that the sums are divided by.
         `ok`, likewise, is 1 to update and 0 to leave every parameter and every state byte as it is.
         """
+        # A step without a target is skipped by `ok`; the clamp keeps its numbers finite. Where FSDP2 has divided by the
+        # number of ranks, divide by so much less.
         divisor = targets.clamp(min=1.0) / self._divided_by
         settings = _Settings(divisor, ok, lr_scale, momentum, weight_decay_scale)
+        # Muon comes first in the recipe's groups: its new weights travel while AdamW updates the tables.
         for rule in self._rules:
             rule.update(settings)
             for share in rule.shares.values():  # they travel while the next group computes
@@ -196,6 +203,8 @@ class _Share:
     def __init__(self, parameter: nn.Parameter, layout: Layout, is_large: bool):
         self.parameter = parameter
         self.layout = layout
+        # Under ddp a large parameter is replicated and split, a small one replicated only. Under fsdp FSDP2 has split
+        # the parameter itself. On one process it is neither.
         self.is_replicated = layout.ranks > 1 and not layout.sharded
         self.is_split = self.is_replicated and is_large
         self.is_part = self.is_split or layout.sharded  # other ranks have the other rows
@@ -235,7 +244,9 @@ class _Share:
         self.grad = self.grad.new_empty(0)  # the update has used it
         if not self.is_split:
             return
-        mine = _pad(self.weight().clone(), self.most)  # not the memory that is written to
+        # Gather straight into the parameter, from a copy of this rank's rows: a collective must not read the memory
+        # that it writes to. Padded rows need a detour by way of a tensor of their own.
+        mine = _pad(self.weight().clone(), self.most)
         whole = local(self.parameter)
         if self.is_padded:
             whole = self.gathered = mine.new_empty(self.most * self.layout.ranks, *mine.shape[1:])
@@ -305,6 +316,7 @@ class _AdamW(_Rule):
 
     def update(self, settings: _Settings) -> None:
         group = self.group
+        # Bias correction divides by 1 - beta ** steps: a skipped step must not count.
         self.steps += settings.ok
         shares = {name: share for name, share in self.shares.items() if share.grad.numel()}  # others have no row
         # torch's one fused kernel: it divides by grad_scale, and touches nothing when found_inf is 1.
@@ -384,7 +396,9 @@ class _Muon(_Rule):
         self.layout = layout
         self.dtype = dtype
         self.shares = {name: _Share(parameter, layout, is_large=True) for name, parameter in group.parameters}
-        matrices: dict[tuple[int, int], list[_Rows]] = {}  # by shape
+        # Collect matrices by shape. q, k and v are one parameter, so that one product computes them, but three matrices
+        # to Muon: the size of one must not decide the update of another.
+        matrices: dict[tuple[int, int], list[_Rows]] = {}
         for name, parameter in group.parameters:
             start = 0
             for rows in group.row_splits or (parameter.size(0),):
@@ -395,6 +409,7 @@ class _Muon(_Rule):
         self.stacks = [self._make_stack(shape, of_shape) for shape, of_shape in matrices.items()]
 
     def _make_stack(self, shape: tuple[int, int], matrices: list[_Rows]) -> _Stack:
+        # The state of a stack is one tensor, cut along the matrices: rank r has those that it owns.
         rows, columns = shape
         owned = matrices[self.layout.share(len(matrices))]
         neurons = (rows, 1) if rows >= columns else (1, columns)  # a second moment for each, on the longer side
@@ -435,6 +450,7 @@ class _Muon(_Rule):
         stack.momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
         update = grad.lerp_(stack.momentum, settings.momentum)
 
+        # The products may run in bf16: the iteration bears its rounding (source: Jordan et al. 2024).
         update = orthogonalize(update, self.dtype).float()
 
         # Neurons of an orthogonal update still differ in size. Divide each by its running second moment, then restore
@@ -471,6 +487,7 @@ class _DistributedMuon(_Muon):
         self.routes = {stack: _Route(stack, layout) for stack in self.stacks}
 
     def _gradient(self, stack: _Stack) -> Tensor:
+        # 1. This rank's rows leave for the owners; the rows of its own matrices arrive, and are put in their places.
         route = self.routes[stack]
         rows = [part.gradient() for part in route.held]
         arrived = self._exchange(rows, stack.shape[1], route.held_counts, route.owned_counts)
@@ -480,6 +497,7 @@ class _DistributedMuon(_Muon):
         return grad
 
     def _apply(self, stack: _Stack, update: Tensor, size: Tensor, rate: Tensor, decay: float) -> None:
+        # 3. The same ways back: the update's rows leave this owner, and those of this rank's shares arrive.
         route = self.routes[stack]
         rows, columns = stack.shape
         with_size = torch.cat((update, size.expand(-1, rows, 1)), dim=2)  # (owned, rows, columns + 1)

@@ -57,6 +57,7 @@ class Layout:
         process."""
         if self.mesh is None:
             return rows
+        # The last dimension of the mesh shards, the one before it (replicas) repeats. The stride is that of the whole.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(rows, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
@@ -76,6 +77,7 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
             raise UserError(f"--replicate {replicate} is a whole model on each process: use --parallel ddp")
     if device.world_size == 1:
         return Layout()  # nothing to shard
+    # Ranks are numbered host by host, so that neighbours share a host and its fast links.
     ranks = device.world_size // replicate
     if replicate == 1:
         mesh = init_device_mesh(device.kind, (ranks,), mesh_dim_names=("shard",))
