@@ -58,7 +58,7 @@ class Row:
     prompt: Sequence[int]  # token ids, begin token first
     max_tokens: int  # new tokens at most, the tool's among them
     sampling: SamplingParams
-    number: int = 0  # of its prompt, for whoever generates several
+    number: int = 0  # the index of its prompt among those that are generated together
     answers_calls: bool = True  # False: a tool call gets no answer
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
@@ -103,7 +103,7 @@ class Engine:
         self.call_end = tokenizer.encode_special("<|python_end|>")
         self.answer_start = tokenizer.encode_special("<|output_start|>")
         self.answer_end = tokenizer.encode_special("<|output_end|>")
-        # A reply ends with any special token but those of a call: the end of the message or document, and the marks
+        # A reply ends with any special token except those of a call: the end of the message or document, and the marks
         # that only the user, the system or the tool may write.
         self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
 
@@ -112,16 +112,22 @@ class Engine:
     def _snapshot(self, model: GPT) -> GPT:
         if model.is_packed:  # by another engine
             return model
+        # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         if is_sharded(model):
             model = self._gathered(model)
+        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
+        # (docs/measurements.md).
         if self.device.packs_weights:
             return model.kernels.pack(copy.deepcopy(model).to(self.device.dtype)).eval()
+        # In fp32 the snapshot would be equal to the model, so the engine shares its weights.
         if self.device.dtype == torch.float32:
             return model.eval()
+        # Decoding a few rows is bound by reading the weights once per token, not by arithmetic.
         return copy.deepcopy(model).to(self.device.dtype).eval()  # bf16 halves the bytes that a decoded token reads
 
     def _gathered(self, model: GPT) -> GPT:
         """A whole copy of a sharded model; one parameter at a time is whole in fp32."""
+        # A model on "meta" has shapes and no memory: no fp32 copy is ever there as a whole.
         with torch.device("meta"):
             copied = GPT(model.config, model.kernels).to(self.device.dtype)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
@@ -167,6 +173,7 @@ class Engine:
             raise UserError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
         waiting: deque[Row] = deque()
         for number, (prompt, params) in enumerate(zip(prompts, settings, strict=True)):
+            # The rotary tables end with the context, so prompt and reply together must fit into it.
             room = min(max_tokens, context - len(prompt))
             if room > 0:
                 waiting.append(Row(prompt, room, params, number))
@@ -211,12 +218,14 @@ class Engine:
         a request to the server does.
         """
         params = SamplingParams(**sampling)
+        # With one seed for all, the samples would be copies of each other.
         samples = [replace(params, seed=params.seed + number) for number in range(num_samples)]
         sequences, masks = self.generate([tokens] * num_samples, max_tokens=max_tokens, sampling=samples)
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
 
     def advance(self, row: Row, token: int, forced: bool) -> tuple[str, str | None]:
         """Count a new token in; returns its kind and, where the row ends with it, the reason. See NewToken."""
+        # The marks around the tool's answer end the reply where the model writes them, but not where they are forced.
         if forced:
             kind = "python_output"
         elif token in self.stop_ids:
@@ -228,6 +237,15 @@ class Engine:
 
     def _follow_call(self, row: Row, token: int) -> str:
         """Keep track of a tool call that the model writes; at its end, queue the tool's answer. Returns the kind."""
+        # The row's state after each token of "It is <|python_start|> 2+3 <|python_end|>" (a text is one token here):
+        #
+        #     token             tool_call   forced_tokens                          kind
+        #     It is             None        -                                      text
+        #     <|python_start|>  []          -                                      python
+        #     2+3               [2+3]       -                                      python
+        #     <|python_end|>    None        <|output_start|> 5 <|output_end|>      python
+        #
+        # The next three steps take the queued tokens instead of what the model chooses.
         if token == self.call_start:
             row.tool_call = []
         elif row.tool_call is None:
@@ -252,12 +270,23 @@ def _copy_weights(copied: GPT, model: GPT) -> None:
 # ---------------------------------------------------------------------- the decoder
 
 
+# Three rows decode in a cache of 4 slots; ^ is the begin token. Before a step:
+#
+#     slot   in the cache   position   last
+#      0     ^ a b x           4        y      its prompt is "^ a b", and it has generated x and y
+#      1     ^ c d             3        e      its prompt is "^ c d e", and it has just been admitted
+#      2     ^ f p q r         5        s      its prompt is "^ f", and it has generated p, q, r and s
+#      3                                       free: the next prompt is read here
+#
+# The step feeds y, e and s, stores their keys and values at positions 4, 3 and 5, and samples one new token for each
+# row. If row 0 ends with its token, row 2 moves to slot 0, and the next step computes slots 0 and 1 alone.
+
+
 class Slots:
     """The decoder: a cache of `size` slots, in which running rows advance together, a token at a time.
 
     The running rows occupy the first slots without gaps: slot i holds `rows[i]`, and a step computes the rows that run
-    and no others. Prompts are read into the slots after them. A prompt's last token is not read with the rest: it
-    is the first one decoded, and its logits are those of the reply's first token.
+    and no others. Prompts are read into the slots after them.
 
     Rows do not affect one another. In fp32 on a CPU that is exact by construction: a packed product computes a row with
     the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by itself, and pieces and
@@ -276,6 +305,7 @@ class Slots:
         self.cache.max_position = capacity - 1
         # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # the token to feed next
+        # A random number for every token to come, drawn when the row is admitted.
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
         self.seen = torch.zeros(size, config.vocab_size, dtype=torch.bool, device=device)  # for the repetition penalty
@@ -285,6 +315,7 @@ class Slots:
     @staticmethod
     def bytes_per_slot(engine: Engine) -> int:
         c = engine.model.config
+        # Twice, for keys and values; one vector of head_dim per layer, token and key head.
         values = 2 * c.n_layer * _round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
         return values * engine.device.dtype.itemsize
 
@@ -296,12 +327,21 @@ class Slots:
         # Distinct prompts, longest first: at each chunk, those that have tokens left are then neighbours.
         prompts = sorted({tuple(row.prompt) for row in rows}, key=len, reverse=True)
         slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
+        # With pieces of 256 tokens, 32 prompts are read at once.
         group = max(1, PREFILL_TOKENS // min(self.prefill_chunk, len(prompts[0])))
         for start in range(0, len(prompts), group):
             some = prompts[start : start + group]
+            # A prompt's last token is not read with the rest: it is the first one decoded, and its logits are those of
+            # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
             for filled in range(0, len(some[0]) - 1, self.prefill_chunk):
-                pieces = [prompt[filled:-1][: self.prefill_chunk] for prompt in some if len(prompt) - 1 > filled]
+                pieces = []
+                for prompt in some:
+                    piece = prompt[filled:-1][: self.prefill_chunk]
+                    if piece:
+                        pieces.append(piece)
                 self.prefill(first + start, pieces, filled)
+        # RL and `generate_batch` sample one prompt many times. Rows of an equal prompt begin with the same slot, and
+        # `admit` copies it for all but one.
         for row in rows:
             row.slot = slot_of[tuple(row.prompt)]
         self.admit(rows)
@@ -342,6 +382,7 @@ class Slots:
             return
         to_device = self.engine.device.to_device
         first, end = len(self.rows), len(self.rows) + len(rows)
+        # Rows go to the slots after the running ones, wherever their prompts were read.
         self._copy_cache([row.slot for row in rows], list(range(first, end)), max(len(row.prompt) for row in rows))
         self.last[first:end] = to_device(torch.tensor([row.prompt[-1] for row in rows]))
         self.cache.position[first:end] = to_device(torch.tensor([len(row.prompt) - 1 for row in rows]))
@@ -356,6 +397,7 @@ class Slots:
                 noise[place, begin : begin + row.max_tokens] = drawn
         self.noise[first:end] = to_device(noise)
 
+        # The repetition penalty counts the prompt's tokens too; the slot's last row may have left its own.
         for slot, row in enumerate(rows, first):
             row.slot = slot
             if row.sampling.repetition_penalty != 1:
@@ -366,15 +408,14 @@ class Slots:
 
     @torch.inference_mode()
     def release(self, ended: Collection[Row]) -> None:
-        """Let rows go, wherever they are; the last running rows move into the gaps.
-
-        A move copies the row's keys and values once, which is about what one token of the row reads; a gap would cost
-        that much at every token from then on.
-        """
+        """Let rows go, wherever they are; the last running rows move into the gaps."""
+        # A move copies the row's keys and values once, which is about what one token of the row reads. A gap would cost
+        # that much at every token from then on.
         ended = set(ended)
         gaps = [row.slot for row in self.rows if row in ended]
         if not gaps:
             return
+        # n rows stay, in slots 0 to n - 1 from now on. As many rows lie above as there are gaps below.
         kept = [row for row in self.rows if row not in ended]
         gaps = [slot for slot in gaps if slot < len(kept)]
         movers = [row for row in kept if row.slot >= len(kept)]
@@ -389,6 +430,7 @@ class Slots:
         sources = [row.slot for row in rows]
         self._copy_cache(sources, slots, max(len(row.prompt) + row.made for row in rows))
         source, target = self._index(sources), self._index(slots)
+        # The right side is a copy, so a target may be another row's source.
         for tensor in (self.last, self.cache.position, self.noise, self.table, self.seen):
             tensor[target] = tensor[source]
         for row, slot in zip(rows, slots, strict=True):
@@ -429,7 +471,9 @@ class Slots:
         tokens = sample(logits, self._settings, noise, seen)  # (B,)
         self.last[:B] = tokens
 
-        # 3. The one wait for the device. Logprobs travel with the tokens: ids below 2**24 are exact in fp32.
+        # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs
+        #    travel with the tokens in one table, because a second copy would be a second wait. Ids below 2**24 are
+        #    exact in fp32.
         likely: Sequence[Sequence[float]] = [()] * B
         if logprobs < 0:
             chosen = tokens.tolist()
@@ -459,8 +503,9 @@ class Slots:
             cache = self.cache.view(0, B)
             self._attend_up_to(cache, max(len(row.prompt) + row.made for row in self.rows))
             return self._forward(cache)
-        # A recorded token has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
-        # power of two: few records are made, and each is replayed often. What a slot without a row computes is not
+        # Recorded, a token takes 9 launches instead of 280 (depth 12, simulated NPU, docs/measurements.md).
+        # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
+        # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
         # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
         rounded = min(1 << (B - 1).bit_length(), self.size)
         if rounded not in self._recorded:
@@ -471,6 +516,7 @@ class Slots:
 
     def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
+        # Everything here is a tensor operation on the device, position included, so that it can be recorded.
         noise = self.noise[:B].gather(1, cache.position[:, None])  # (B, 1)
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
         cache.position.add_(1).clamp_(max=cache.max_position)  # a slot without a row stays inside
@@ -483,9 +529,11 @@ class Slots:
 
     def _copy_cache(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` keys and values of slots into other slots; both lists may overlap."""
+        # A row that is in its slot already needs no copy, which is the usual case for a new prompt.
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
         if pairs:
-            source, target = self._index([pair[0] for pair in pairs]), self._index([pair[1] for pair in pairs])
+            source = self._index([source for source, _ in pairs])
+            target = self._index([target for _, target in pairs])
             self.cache.copy_rows(source, target, tokens)
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
@@ -493,8 +541,7 @@ class Slots:
 
 
 class Recorded:
-    """A function of tensors that stay in place: it runs as usual the first time, which sets up everything lazy; the
-    second call records its launches, and from then on they are replayed as one."""
+    """A function of tensors that stay in place, whose launches are recorded and replayed as one."""
 
     def __init__(self, device: Device, function: Callable[[], Any]):
         self.device = device
@@ -503,6 +550,8 @@ class Recorded:
 
     def __call__(self) -> Any:
         self.calls += 1
+        # The first call runs as usual, which sets up everything lazy. The second one records, and from then on the
+        # recording is replayed. It reads and writes the same memory each time: the result's tensors are overwritten.
         if self.calls == 1:
             return self.function()
         if self.calls == 2:
@@ -512,4 +561,4 @@ class Recorded:
 
 
 def _round_up(tokens: int, step: int) -> int:
-    return -(-tokens // step) * step
+    return -(-tokens // step) * step  # // rounds down, and down from -tokens is up from tokens
