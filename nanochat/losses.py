@@ -51,6 +51,8 @@ def find(table: dict[str, Loss], name: str) -> Loss:
 
 def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
     """Supervised fine-tuning: nats of the targets that the mask left."""
+    # The same loss as in pretraining, on fewer targets. The model reads the user's tokens and the tools' results but
+    # does not learn to write them: their targets are IGNORE, which gives no loss and no gradient.
     return model(rows.inputs, rows.targets, segments=rows.segments), (rows.targets != IGNORE).sum()
 
 
@@ -70,12 +72,28 @@ class PolicyBatch:
 
 # The policy losses differ in how far a probability may move from where it was sampled (the clip), and in what the mean
 # is taken over. With A the advantage, p the probability of a token, r = p / p_old and |o| a sample's length:
+#
+#     loss        a token's objective         weight of a token             divided by
+#     reinforce   A log p                     1 / |o|                       samples
+#     grpo        min(r A, clip(r) A) - KL    1 / |o|                       samples
+#     dapo        min(r A, clip(r) A)         1                             tokens of all samples
+#     dr_grpo     min(r A, clip(r) A)         1 / max_tokens                samples
+#
+# Each loss is minus the objective. A step raises the probability of a token with a positive A and lowers that of a
+# token with a negative A. A token with A = 0 does not move: a group of samples with equal rewards teaches nothing.
+#
+# The weights matter where lengths differ. Take one sample of 2 tokens and one of 8. With 1 / |o| each sample counts
+# once: a token of the short one weighs 1/2, a token of the long one 1/8. In dapo every token weighs 1/10 of the mean.
 
 
 def reinforce_loss(model: Any, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
     """-A log p: mean over a sample's tokens, then over samples."""
     # Every token has its sample's advantage: the one reward is for the whole reply, and no critic divides it up.
+    # objective = A log p, so gradient = A grad log p
+    # The gradient on the token's own logit is A (1 - p): an unlikely token moves most, a certain one not at all.
+    # Nothing bounds the move, so this loss fits one update from each set of samples.
     objective = batch.advantages * token_logp(model, batch.rows)
+    # sample_share is 1 / |o| and sums to 1 over a sample: the second sum counts the samples.
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
 
 
@@ -83,10 +101,14 @@ def grpo_loss(
     model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """-(min(r A, clip(r) A) - kl KL(p || p_reference)): mean over a sample's tokens, then over samples."""
+    # objective = min(r A, clip(r, 0.8, 1.2) A) with the default clip
+    # "Group relative": A compares a sample's reward with the mean of its group, the samples of one question. The group
+    # replaces the value model of PPO, which is about as large as the policy.
     logp = token_logp(model, batch.rows)
     objective = clipped_objective(logp, batch, clip_low, clip_high)
     if kl:
-        # Inside the objective, and not inside the reward as in RLHF: the advantages stay those of the task.
+        # objective = min(r A, clip(r) A) - kl KL: the KL pulls every token back towards the reference, even a token
+        # with A = 0. Inside the objective, and not inside the reward as in RLHF: the advantages stay those of the task.
         assert batch.reference_logp is not None
         objective = objective - kl * kl_estimate(logp, batch.reference_logp)
     return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
@@ -95,9 +117,13 @@ def grpo_loss(
 def dapo_loss(
     model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.28
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A): mean over all tokens, so that long samples weigh more. The upper clip is wider, which lets
-    unlikely tokens grow."""
+    """-min(r A, clip(r) A): mean over all tokens."""
+    # objective = min(r A, clip(r, 0.8, 1.28) A)
+    # The upper clip is wider, because it holds unlikely tokens down: from p = 0.01 a clip of 1.2 allows 0.012 at most,
+    # from p = 0.5 it allows 0.6.
     objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
+    # The mean over all tokens makes long samples weigh more. A long wrong reply is then pushed down in full, where
+    # grpo divides its push by its length.
     targets = batch.rows.targets != IGNORE
     return -(objective * targets).sum(), targets.sum()
 
@@ -105,9 +131,13 @@ def dapo_loss(
 def dr_grpo_loss(
     model: Any, batch: PolicyBatch, *, max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A): sum over a sample's tokens / max_tokens, mean over samples. The constant in place of |o|
-    does not reward a wrong sample for being long."""
+    """-min(r A, clip(r) A): sum over a sample's tokens / max_tokens, mean over samples."""
+    # objective = min(r A, clip(r, 0.8, 1.2) A)
     objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
+    # The constant max_tokens takes the place of |o|. Division by |o| makes each token of a long wrong reply cheap, so
+    # a model learns to be wrong at length. The second difference is in the advantages: A is not divided by the
+    # group's deviation, a division that makes much of rare failures. In the demo this gains as much as grpo and forgets
+    # least of the other tasks (docs/measurements.md, "What RL learns and what it forgets").
     targets = batch.rows.targets != IGNORE
     return -(objective * targets).sum() / max_tokens, batch.sample_share.sum()
 
@@ -128,9 +158,16 @@ def token_logp(model: Any, rows: PackedBatch) -> Tensor:
 def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_high: float) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old: no gain from moving a probability further than the
     clip, while a loss counts in full (source: Schulman et al. 2017, PPO)."""
-    # Before the first update r is 1 and only its gradient matters: log p minus itself, detached, gives exactly that.
+    # How far is each token from where it was sampled? r = p / p_old = exp(log p - log p_old). Before the first update r
+    # is 1 and only its gradient matters: log p minus itself, detached, gives exactly that.
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     ratio = torch.exp(logp - old)
+    # What min(r A, clip(r, 0.8, 1.2) A) does to one token. Where the clip wins, the objective is constant: no gradient.
+    #
+    #     A = +1   r = 1.5   min( 1.5,  1.2) =  1.2   already raised enough: no gradient
+    #     A = +1   r = 0.5   min( 0.5,  0.8) =  0.5   fell, although it was good: raised again
+    #     A = -1   r = 0.5   min(-0.5, -0.8) = -0.8   already lowered enough: no gradient
+    #     A = -1   r = 1.5   min(-1.5, -1.2) = -1.5   rose, although it was bad: lowered again
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
 
@@ -138,6 +175,9 @@ def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_hi
 def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
     """A non-negative, unbiased estimate of KL(policy || reference) at each sampled token: q/p - 1 - log(q/p)
     (source: Schulman 2020, Approximating KL divergence)."""
+    # The plain estimate log(p/q) has the right mean but is negative for many tokens. Adding q/p - 1, whose mean is 0,
+    # makes it non-negative and less noisy: x - 1 - log x is 0 at x = 1 and positive elsewhere. With p = 0.5, q = 0.25:
+    # 0.5 - 1 + ln 2 = 0.19 nats. expm1(d) is e^d - 1 without its rounding near 0, where most tokens are.
     difference = reference_logp - logp
     return torch.expm1(difference) - difference
 
@@ -172,12 +212,23 @@ def dpo_loss(
     `sft_weight` adds the chosen reply's mean cross-entropy (source: Pang et al. 2024, Iterative RPO). To `stats` (5,)
     the sums of PAIR_STATS are added; a reply's reward is beta x its gain, a tie counts half as accurate.
     """
+    # Gain of each reply: how much more likely it is now than under the reference, in nats. Only differences count, so
+    # a reply that was likely from the start has no advantage.
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
     rewards = beta * (logp - batch.reference_logp)  # (P, 2)
     margin = rewards[:, 0] - rewards[:, 1]
-    # The model of Bradley and Terry: the chosen reply wins with probability sigmoid(margin), in which the reward is the
-    # gain itself, so that no reward model is trained.
+    # The model of Bradley and Terry: the chosen reply wins with probability sigmoid(margin). The reward is the gain
+    # itself, so that no reward model is trained.
+    #
+    #     loss = -log sigmoid(beta (gain of chosen - gain of rejected))
+    #
+    #     gains  0 and  0: margin 0,   loss 0.69: ln 2, the loss of every pair before the first update
+    #     gains +2 and -3: margin 0.5, loss 0.47: with beta = 0.1
+    #
+    # The gradient is sigmoid(-margin) times beta: a pair that the model already separates hardly moves it. Nothing
+    # keeps the chosen reply's own probability up. At too high a rate both replies become less likely and stories get
+    # worse (docs/measurements.md, "Rates for DPO").
     right = torch.nn.functional.logsigmoid(margin)
     wrong = torch.nn.functional.logsigmoid(-margin)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -188,10 +239,14 @@ def ipo_loss(
     model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 0.0, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(difference of the gains - 1 / (2 beta))^2; a gain, and so the rewards in `stats`, is a mean over the reply's
-    tokens here, or long replies would be far from any margin."""
+    tokens here."""
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
+    # A mean, because the margin below is one number for all pairs: the sum of a long reply would be far from any.
     gains = (logp - batch.reference_logp) / reply_targets(batch).clamp(min=1)  # (P, 2)
+    # loss = (gain of chosen - gain of rejected - 1 / (2 beta))^2: a regression to a margin of 5 at beta = 0.1.
+    # DPO rewards a larger margin without end, and overfits pairs whose order is certain. Here a margin beyond the
+    # target is a loss again.
     losses = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square()
     return _sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
 
@@ -210,10 +265,11 @@ def _sum_over_pairs(
     # Padding may hold pairs without a target; they weigh nothing in the sum, and nothing in what it is divided by.
     counts = (targets.amin(dim=1) > 0).float()  # (P,)
     if sft_weight:
+        # The mean cross-entropy of the chosen reply holds its probability up.
         losses = losses - sft_weight * logp[:, 0] / targets[:, 0].clamp(min=1)
     if stats is not None:
         chosen, rejected = rewards.detach().unbind(dim=1)
-        accurate = (torch.sign(chosen - rejected) + 1) / 2
+        accurate = (torch.sign(chosen - rejected) + 1) / 2  # 1, 0, or 0.5 for a tie
         stats += (counts * torch.stack((counts, accurate, chosen - rejected, chosen, rejected))).sum(dim=1)
     return (losses * counts).sum(), counts.sum()
 
@@ -235,7 +291,9 @@ def reply_targets(batch: PairBatch) -> Tensor:
 
 
 def _by_reply(values: Tensor, batch: PairBatch) -> Tensor:
-    """Sums (P, 2) of values (N, T) that are 0 where there is no target. index_add would sum in a changing order."""
+    """Sums (P, 2) of values (N, T) that are 0 where there is no target."""
+    # One mask for each reply, then a plain sum. index_add would do it without the masks, but adds in a changing order:
+    # two runs of one seed would differ in their last digits.
     numbers = torch.arange(2 * batch.pairs, device=values.device)
     own = batch.rows.source == numbers[:, None, None]  # (2P, N, T)
     return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(-1, 2)

@@ -12,11 +12,22 @@ from nanochat.gpt import GPT, GPTConfig
 
 WIDTH_PER_LAYER = 64  # every model has the same shape: its width is 64 times its depth
 HEAD_DIM = 128
+# The reference, once through all the rules below. Depth 12, 32,768 tokens in the vocabulary, rows of 2,048:
+#
+#     width        12 x 64                                              768, which is 6 heads of 128
+#     N            12 layers x 12 x 768^2 + a head of 768 x 32,768      110 million
+#     FLOPs        6 N + 12 x 768 x 12 layers x 2,048 keys              0.89 billion a token
+#     D            12 N                                                 1.32 billion tokens
+#     B                                                                 524,288 tokens
+#     steps        D / B                                                2,520
+#
+# Depth 20 has 4 times the N (435 million), so 4 times the D (5.2 billion) and twice the B (1,048,576).
 REFERENCE_WIDTH = 768  # of depth 12
 REFERENCE_BATCH = 524_288  # tokens: the best batch at depth 12 ...
 REFERENCE_RATIO = 12  # ... when it trains for so many tokens a scaling parameter
 BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.13738)
-# Bounds where the rules leave the sizes that they were found at.
+# Bounds where the rules leave the sizes that they were found at: the demo's batch of 4,096 tokens is 128 times smaller
+# than the reference's.
 SMALLEST_BY_BATCH = 0.5  # of the reference rates, however small the batch
 LARGEST_DECAY = 0.1  # of a weight in one step: runs of less than about 100 steps reach it
 
@@ -34,6 +45,8 @@ def model_config(
     An MLP of `relu2` has two matrices of 4 x width. One of `swiglu` has three of 8/3 x width, which are as many
     parameters (source: Shazeer 2020, GLU variants improve Transformer).
     """
+    # One dial: a model grows in depth and width together, so that each rule below has one variable. Depth 12 has 6
+    # heads; depth 5 has 320 of width, which is 2.5 heads: it gets 3, and a width of 384.
     n_head = math.ceil(depth * WIDTH_PER_LAYER / head_dim)
     width = n_head * head_dim
     mlp_width = 4 * width
@@ -67,6 +80,8 @@ def scaling_parameters(config: GPTConfig) -> int:
     Embedding tables are looked up, so they cost memory but no FLOPs (source: nanochat, whose ratio of D to N counts
     these parameters).
     """
+    # At depth 12, in millions: a layer has 1.77 (q, k, v) + 0.59 (output) + 4.72 (MLP) = 7.08, and 12 layers have 84.9.
+    # The head has 25.2. Together N = 110.1.
     qkv = config.width * config.head_dim * (config.n_head + 2 * config.n_kv_head)
     attention_output = config.width * config.head_dim * config.n_head
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
@@ -76,11 +91,11 @@ def scaling_parameters(config: GPTConfig) -> int:
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Training FLOPs a token, forward and backward (source: Chowdhery et al. 2022, PaLM, appendix B).
-
-    A parameter costs a multiplication and an addition forward, and twice that backward: 6. Attention adds 12 for
-    each channel and each key in the window: two products, again 6 each. Keys that causality masks count as well.
-    """
+    """Training FLOPs a token, forward and backward (source: Chowdhery et al. 2022, PaLM, appendix B)."""
+    # A parameter costs a multiplication and an addition forward, and twice that backward: the gradient of its input and
+    # its own. That makes 6.
+    # Attention adds 12 for each channel and each key in the window: two products, q k and the weighted sum of values,
+    # again 6 each. Keys that causality masks count as well: the convention of the paper, so that MFU compares.
     T = config.sequence_len
     keys = 0  # over all layers
     for layer in range(config.n_layer):
@@ -90,7 +105,9 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def training_tokens(config: GPTConfig, ratio: float) -> int:
-    """D = ratio x N. Hoffmann et al. 2022 (Chinchilla) find 20 to be compute-optimal; for this recipe it is 8 to 12."""
+    """D, the tokens to train for."""
+    # D = ratio x N: a fixed budget of FLOPs is spent best when data grows as fast as the model. Hoffmann et al. 2022
+    # (Chinchilla) find a ratio of 20; for this recipe it is 8 to 12.
     return int(ratio * scaling_parameters(config))
 
 
@@ -100,11 +117,10 @@ def reference_tokens() -> int:
 
 
 def batch_tokens(config: GPTConfig, tokens: int) -> int:
-    """B for a horizon of `tokens`, as a power of two.
-
-    A longer run ends at a lower loss, where gradients are noisier, and affords a larger batch: B grows as D ** 0.383,
-    through the reference.
-    """
+    """B for a horizon of `tokens`, as a power of two."""
+    # A longer run ends at a lower loss, where gradients are noisier, and affords a larger batch: B grows as D ** 0.383,
+    # through the reference. A run 8 times as long has a batch 8 ** 0.383 = 2.2 times as large, rounded to 2 times: a
+    # power of two divides evenly over rows, micro-batches and ranks.
     batch = REFERENCE_BATCH * (tokens / reference_tokens()) ** BATCH_EXPONENT
     return 2 ** round(math.log2(batch))
 
@@ -138,21 +154,25 @@ class Rates:
 
 def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
     """The reference's rates, carried to this model, its batch and its horizon (both in tokens)."""
-    # A batch four times as large has half the noise in its gradient, and allows steps twice as long (source: Malladi
+    # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
     # root alone would give the matrices 0.0018, where 0.01 and 0.02 are best (docs/measurements.md).
     by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
-    # In a wider model every output adds up more inputs, so AdamW's equal steps add up to more. Muon's orthogonal
+    # Width. In a wider model every output adds up more inputs, so AdamW's equal steps add up to more. Muon's orthogonal
     # updates keep their size (source: nanochat).
+    # At depth 20, with B twice and the width 1.67 times the reference's: by_batch is 1.41 and by_width 0.77.
     by_width = (config.width / REFERENCE_WIDTH) ** -0.5
     matrix = 0.02 * by_batch
-    # A run forgets its early weights at the speed rate x decay: keep rate x decay x steps (source: Wang and Aitchison
-    # 2024, arXiv 2405.13698).
+    # Horizon. A run forgets its early weights at the speed rate x decay: keep rate x decay x steps (source: Wang and
+    # Aitchison 2024, arXiv 2405.13698). At depth 20: 0.2 / 1.41 x 2,520 / 4,980 steps = 0.07. Without weight decay the
+    # demo ends at 0.2082 bits per byte, with it at 0.2000 (docs/measurements.md).
     steps = tokens / batch
     reference_steps = reference_tokens() / REFERENCE_BATCH
     weight_decay = 0.2 / by_batch * reference_steps / steps
     return Rates(
         matrix=matrix,
+        # A step of the embedding sees few of its rows, and a norm removes their size (gpt.py): it takes the largest
+        # rate. The head's rows see every token: they take a small one.
         embedding=0.3 * by_width * by_batch,
         value_embedding=0.15 * by_width * by_batch,
         head=0.008 * by_width * by_batch,
