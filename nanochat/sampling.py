@@ -25,6 +25,16 @@ GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp3
 TOP_P_FIRST = 64  # likeliest tokens that top_p considers before it considers more
 
 
+# What `sample` does with one row of four tokens at top_k 3 and top_p 0.7, when its noise is 0.7:
+#
+#     token                   a     b     c     d
+#     softmax of the logits  0.50  0.30  0.15  0.05
+#     after top_k = 3        0.53  0.32  0.16  0        the logit of d is -inf, so the others sum to 1 again
+#     after top_p = 0.7      0.53  0.32  0     0        a alone does not reach 0.7, a and b do
+#     cumulative sum         0.53  0.84  0.84  0.84
+#     0.7 x 0.84 = 0.59      it falls after 0.53 and before 0.84: the row draws b
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one row are chosen. A setting that has its default value changes nothing."""
@@ -33,9 +43,7 @@ class SamplingParams:
     top_k: Annotated[int, Range(0)] = 0  # keep the k likeliest tokens; 0: all
     top_p: Annotated[float, Range(1e-9, 1)] = 1.0  # keep the fewest likeliest tokens that reach this probability
     min_p: Annotated[float, Range(0, 1)] = 0.0  # keep tokens with this share of the likeliest one's probability
-    repetition_penalty: Annotated[float, Range(0.01, 100)] = (
-        1.0  # above 1: tokens of prompt and reply become less likely
-    )
+    repetition_penalty: Annotated[float, Range(0.01, 100)] = 1.0  # above 1: tokens seen so far become less likely
     seed: Annotated[int, Range(0, 2**64)] = 0  # the same seed and prompt give the same reply
 
     @property
@@ -43,7 +51,9 @@ class SamplingParams:
         return self.temperature <= GREEDY_BELOW
 
 
-# The settings that `sample` reads from a table with a row for each sequence, by column, with their neutral values.
+# Rows of one batch have settings of their own: one is greedy, the next uses top_p. `sample` computes all rows together,
+# so it reads a table with a row for each sequence and a column for each of these settings. A row with the neutral value
+# keeps its logits.
 NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if field.name != "seed"}
 
 
@@ -61,6 +71,7 @@ class RowSettings:
     @staticmethod
     def numbers(params: SamplingParams) -> list[float]:
         """One row of the table."""
+        # All settings as fp32 in one table: one copy to the device per admitted row, instead of one per setting.
         row = {name: float(getattr(params, name)) for name in NEUTRAL}
         row["temperature"] = max(row["temperature"], GREEDY_BELOW)  # a greedy row's quotient is not read, but finite
         return list(row.values())
@@ -80,18 +91,21 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
     """
     V = logits.size(-1)
 
-    # Repetition penalty, before everything else: it moves a logit away from +inf on either side of zero.
-    # Source: Keskar et al. 2019, CTRL.
+    # Repetition penalty, before everything else: a logit of 4 becomes 2 at a penalty of 2, and one of -4 becomes -8. To
+    # divide both would make the second token likelier. Source: Keskar et al. 2019, CTRL.
     if "repetition_penalty" in settings.in_use:
         penalty = settings["repetition_penalty"]
         penalized = (logits / penalty).where(logits > 0, logits * penalty)
         logits = penalized.where(seen, logits)
 
-    # Greedy rows take the likeliest token and ignore the rest.
+    # Greedy rows take the likeliest token and ignore the rest. In a mixed batch their choice is made here, before the
+    # other settings change the logits, and put in place at the end.
     if settings.all_greedy:
         return logits.argmax(dim=-1)
     greedy_choice = logits.argmax(dim=-1) if settings.any_greedy else None
 
+    # Temperature: with probabilities 0.8 and 0.2, a temperature of 0.5 squares their ratio (0.94 and 0.06), and a
+    # temperature of 2 takes its root (0.67 and 0.33).
     if "temperature" in settings.in_use:
         logits = logits / settings["temperature"]
 
@@ -99,12 +113,15 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
     if "top_k" in settings.in_use:
         top_k = settings["top_k"]
         best = logits.topk(min(settings.largest_top_k, V), dim=-1).values
+        # Row by row the k-th of the sorted logits. Where top_k is 0 the index is clamped, and its result is not used.
         last_kept = best.gather(-1, (top_k.long() - 1).clamp(0, best.size(-1) - 1))  # (B, 1)
         logits = logits.masked_fill((logits < last_kept) & (top_k > 0), -math.inf)
     probabilities = logits.softmax(dim=-1)
 
     # top_p and min_p each drop the tokens below a probability of their own; the greater of the two decides.
     # Sources: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p).
+    # top_p cuts the unreliable tail, which is long where the model is unsure. min_p scales with the likeliest token: at
+    # 0.1 a token needs 9% where the likeliest has 90%, and 1% where it has 10%.
     if "top_p" in settings.in_use:
         least = _least_of_top_p(probabilities, settings["top_p"])
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
@@ -112,7 +129,8 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
         least = settings["min_p"] * probabilities.amax(dim=-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
 
-    # The noise falls into one token's part of the cumulative sum. That costs a fifth of torch.multinomial, which draws
+    # The noise falls into one token's part of the cumulative sum. The sum is below 1 after tokens were dropped, so the
+    # noise is scaled by it. That costs a fifth of torch.multinomial, which draws
     # a random number for every token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a
     # token without probability, which adds nothing to the sum, is never drawn.
     mass = probabilities.cumsum(dim=-1)
@@ -123,26 +141,32 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
 
 
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest probability that each row (B, V) keeps, (B, 1); 0 where top_p is off.
-
-    A CPU sorts a whole vocabulary in milliseconds, so it looks at the likeliest tokens first. Elsewhere the sort is
-    fast, and the question whether it is needed would be a wait for the device.
-    """
+    """The smallest probability that each row (B, V) keeps, (B, 1); 0 where top_p is off."""
     V = probabilities.size(-1)
     off = top_p >= 1
+    # A CPU sorts a whole vocabulary in milliseconds, so it looks at the likeliest 64 tokens first, then at 512, and so
+    # on, until they reach top_p in every row. Elsewhere the sort is fast, and to look would be a wait for the device.
     width = min(TOP_P_FIRST, V) if probabilities.is_cpu else V
     while True:
         ordered = probabilities.topk(width, dim=-1).values
         mass = ordered.cumsum(dim=-1)
-        if width == V or bool(((mass[:, -1:] >= top_p) | off).all()):
+        if width == V:
+            break
+        enough = (mass[:, -1:] >= top_p) | off  # (B, 1)
+        if bool(enough.all()):
             break
         width = min(8 * width, V)
-    kept = (mass - ordered) < top_p  # the mass of the likelier ones; the likeliest token is always kept
+    # A token is kept while the likelier ones do not reach top_p together. For the likeliest their mass is 0, so it is
+    # always kept.
+    kept = (mass - ordered) < top_p
     return ordered.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).masked_fill(off, 0.0)
 
 
 # ---------------------------------------------------------------------- seeds and noise
 
+# SplitMix64 is a counter and a hash: number i is the hash of start + i x GAMMA. There is no state to carry from number
+# to number, so any of them can be computed alone. GAMMA is 2^64 divided by the golden ratio, made odd: the counter
+# passes through all 2^64 values before it repeats.
 MASK = 2**64 - 1  # arithmetic below is that of 64-bit unsigned integers
 GAMMA = 0x9E3779B97F4A7C15  # the step of SplitMix64's counter
 
@@ -160,17 +184,20 @@ def uniforms(seed: int, count: int) -> np.ndarray:
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
+    # The upper 23 bits as a fraction: fp32 holds 24 bits, so no number is rounded up to 1.
     return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
 
 
 def seed_of(seed: int, *numbers: int) -> int:
     """A 64-bit seed for the whole numbers under a seed: a step's, a question's, a sample's."""
+    # Chained, and not added: seed_of(s, 1, 2) and seed_of(s, 2, 1) differ.
     for number in numbers:
         seed = _mix((_mix(seed * GAMMA & MASK) + (number + 1) * GAMMA) & MASK)
     return seed
 
 
 def _mix(bits: int) -> int:
+    # Shifts carry high bits down, products carry low bits up: a change of one bit changes about half of all bits.
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & MASK
     return bits ^ (bits >> 31)
