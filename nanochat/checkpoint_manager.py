@@ -521,12 +521,15 @@ def find_source(
             return _newest_whole(folder, source)
         chosen = step_path(folder, step)
         if not chosen.is_dir():
-            raise UserError(f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}")
+            raise UserError(
+                f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}; without one, the newest"
+            )
     else:
         chosen = Path(source).expanduser()
         if not (chosen / "manifest.json").is_file():
             raise UserError(
-                f"{source!r} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder (step_<n>)"
+                f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
+                "(.../step_<n>): name one of them"
             )
     try:
         verify(chosen)
@@ -539,7 +542,7 @@ def _newest_whole(folder: Path, stage: str) -> Path:
     found = newest(folder)
     if found is not None:
         return found[0]
-    other_tags = sorted(path.name for path in _tags(stage))
+    other_tags = sorted(path.name for path in _tags(stage) if path != folder)
     hint = f", or name one of the tags {', '.join(other_tags)}" if other_tags else ""
     raise UserError(f"there is no whole checkpoint in {folder}: {_how_to_train(stage)}{hint}")
 

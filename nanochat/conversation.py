@@ -32,7 +32,7 @@ Part = dict[str, str]  # {"type": str, "text": str}
 #       1           1           1          1               0          0         0        1          1
 #
 # The mask has a 1 under each token that the assistant chooses: its text, its calls with their marks, and the end of its
-# turn. It has a 0 under what others write: the system, the user, the tool. To learn the tool's results would teach the
+# turn. It has a 0 under what others write: the system, the user, the tool. Learning the tool's results would teach the
 # model to make them up. `<|assistant_start|>` has a 0 because every prompt ends with it.
 #
 # Special tokens are inserted by id. Spelled out in a message they are plain text (tokenizer.py), so no message can end
@@ -112,7 +112,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
     for message in messages:
         role = message["role"]
         parts = [part for part in parts_of(message["content"]) if part["text"]]
-        # A message with `"train": false` is context only. Nor is an empty reply learned from: it would teach the model
+        # A message with `"train": false` is context only. So is an empty reply: learning from it would teach the model
         # to end its turn at once.
         learned = role == "assistant" and bool(parts) and message.get("train", True)
         ids.append(tokenizer.encode_special(f"<|{role}_start|>"))

@@ -9,8 +9,8 @@ releases rows while others run. A step:
     3. hand out  the one wait for the device: which rows have ended, and which called the tool
     4. release   rows that have ended leave, and the others close the gaps
 
-A reply depends on its prompt, its settings and its seed alone, whatever rows are next to it: exactly so in fp32 on a
-CPU, elsewhere but for the rounding of products of other shapes.
+A reply depends on its prompt, its settings and its seed alone, not on the rows next to it. In fp32 on a CPU that is
+exact. Elsewhere the number of rows changes the shapes of the products, and with them their rounding.
 
 The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the row is forced to continue with
 `<|output_start|> 5 <|output_end|>`, and the model resumes after that.
@@ -324,18 +324,19 @@ class Slots:
     def fill(self, rows: Sequence[Row]) -> None:
         """Read the prompts of new rows and admit the rows. Equal prompts are read once and copied."""
         first = len(self.rows)
-        # Distinct prompts, longest first: at each chunk, those that have tokens left are then neighbours.
+        # Each distinct prompt gets one slot, the longest first. The prompts that still have tokens at some chunk are
+        # then the first ones, in neighbouring slots, and one `prefill` reads a piece of each.
         prompts = sorted({tuple(row.prompt) for row in rows}, key=len, reverse=True)
         slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
         # With pieces of 256 tokens, 32 prompts are read at once.
         group = max(1, PREFILL_TOKENS // min(self.prefill_chunk, len(prompts[0])))
         for start in range(0, len(prompts), group):
-            some = prompts[start : start + group]
+            together = prompts[start : start + group]
             # A prompt's last token is not read with the rest: it is the first one decoded, and its logits are those of
             # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
-            for filled in range(0, len(some[0]) - 1, self.prefill_chunk):
+            for filled in range(0, len(together[0]) - 1, self.prefill_chunk):
                 pieces = []
-                for prompt in some:
+                for prompt in together:
                     piece = prompt[filled:-1][: self.prefill_chunk]
                     if piece:
                         pieces.append(piece)
@@ -377,7 +378,7 @@ class Slots:
 
     @torch.inference_mode()
     def admit(self, rows: Sequence[Row]) -> None:
-        """Start rows whose prompts are in the cache, at `row.slot`, but for their last token."""
+        """Start rows whose prompts, all but the last token, are in the cache at `row.slot`."""
         if not rows:
             return
         to_device = self.engine.device.to_device

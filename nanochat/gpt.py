@@ -85,11 +85,13 @@ class GPTConfig:
             object.__setattr__(self, "head_dim", self.width // self.n_head)
         if self.mlp_width == 0:
             object.__setattr__(self, "mlp_width", 4 * self.width)
-        # Shapes that cannot be.
+        # Refuse impossible shapes.
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs of channels")
+            raise ValueError(
+                f"head_dim {self.head_dim} is odd: rotary positions turn pairs of channels, use an even one"
+            )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
 
@@ -221,7 +223,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Each token on its own: widen, bend, narrow. Two thirds of a block's parameters are here."""
+    """Each token by itself: widen, apply a nonlinearity, narrow. Two thirds of a block's parameters are here."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -236,7 +238,7 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
         else:
-            # Squared, so that the slope grows with the input: a ReLU that is also a gate of itself.
+            # Squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
             x = F.relu(x).square()
         return self.output(x)
 

@@ -31,13 +31,13 @@ class Loss:
 
     function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
     source: str  # authors, year, title
-    by_deviation: bool = False  # RL: a group's advantages are divided by their standard deviation
+    by_deviation: bool = False  # RL: divide a group's advantages by the standard deviation of its rewards
 
     def takes(self, setting: str) -> bool:
         return setting in inspect.signature(self.function).parameters
 
     def bind(self, **settings: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The function with those of the settings that it takes; None leaves its own default."""
+        """The function with the settings that it takes filled in; a setting of None keeps the function's default."""
         taken = {name: value for name, value in settings.items() if value is not None and self.takes(name)}
         return functools.partial(self.function, **taken)
 
@@ -50,7 +50,7 @@ def find(table: dict[str, Loss], name: str) -> Loss:
 
 
 def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Supervised fine-tuning: nats of the targets that the mask left."""
+    """Supervised fine-tuning: the sum of the cross-entropy in nats over the targets that the mask keeps."""
     # The same loss as in pretraining, on fewer targets. The model reads the user's tokens and the tools' results but
     # does not learn to write them: their targets are IGNORE, which gives no loss and no gradient.
     return model(rows.inputs, rows.targets, segments=rows.segments), (rows.targets != IGNORE).sum()

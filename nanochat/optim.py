@@ -211,10 +211,10 @@ class _Share:
         self.grad = torch.empty(0)  # this share's, between `reduce` and `step`
         self.work: dist.Work | None = None
         self.gathered: Tensor | None = None
-        # The collectives need equal shares. Rows that the ranks do not divide are padded with zeros.
+        # The collectives need equal shares. If the rows do not divide evenly, zeros pad them to ranks x `most` rows.
         rows = parameter.size(0)
         self.rows = layout.share(rows) if self.is_split else slice(0, rows)
-        self.most = layout.shares(rows)[0].stop
+        self.most = layout.shares(rows)[0].stop  # rows of the largest share, which is the first
         self.is_padded = self.most * layout.ranks != rows
 
     def weight(self) -> Tensor:
@@ -412,7 +412,8 @@ class _Muon(_Rule):
         # The state of a stack is one tensor, cut along the matrices: rank r has those that it owns.
         rows, columns = shape
         owned = matrices[self.layout.share(len(matrices))]
-        neurons = (rows, 1) if rows >= columns else (1, columns)  # a second moment for each, on the longer side
+        # One second moment per row of a tall matrix, and per column of a wide one.
+        neurons = (rows, 1) if rows >= columns else (1, columns)
         name, parameter = self.group.parameters[0]
         states = {
             "momentum": torch.zeros(len(owned), rows, columns, device=parameter.device),
@@ -445,8 +446,9 @@ class _Muon(_Rule):
         # A skipped step's gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
         grad = torch.where(settings.ok > 0, grad / settings.targets, 0.0)
 
-        # Momentum with Nesterov's look-ahead: from the gradient, most of the way to the new average. In a skipped
-        # step the average moves with a weight of 0, and so does the second moment below.
+        # First the running average of the gradients, then Nesterov's look-ahead: the update lies between the gradient
+        # and the new average, at `momentum` of the way. In a skipped step `ok` is 0, so that neither the average nor
+        # the second moment below changes.
         stack.momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
         update = grad.lerp_(stack.momentum, settings.momentum)
 

@@ -54,9 +54,9 @@ def sample_replies(
     """`samples` replies to each question, each rewarded by its task. All ranks call it together and get all replies.
 
     At most `rows` replies run at once on a rank. `sampling` names fields of SamplingParams. What a reply draws depends
-    on `seed`, its question's number and its own number, not on the rank that samples it nor on what runs next to it
-    (but for the rounding of products of other shapes). A reply that `max_tokens` or the context cuts off keeps what it
-    has; its task decides what that is worth.
+    on `seed`, its question's number and its own number, not on the rank that samples it. Its neighbours change at most
+    the rounding, because they change the shapes of the products. A reply that `max_tokens` or the context cuts off
+    keeps what it has; its task decides what that is worth.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
     tokenizer, device = engine.tokenizer, engine.device
@@ -104,7 +104,8 @@ def sample_replies(
     replies = sorted(_from_all_ranks(own, device), key=lambda reply: reply.numbers)
     rewards = np.zeros((len(questions), samples))
     for reply in replies:
-        rewards[reply.numbers] = reply.reward
+        question, sample = reply.numbers
+        rewards[question, sample] = reply.reward
     return Samples(
         ids=[prompts[reply.numbers[0]] + reply.tokens for reply in replies],
         masks=[[0] * len(prompts[reply.numbers[0]]) + reply.mask for reply in replies],

@@ -26,7 +26,7 @@ import tiktoken
 
 from nanochat.shell.cli import UserError
 
-# Marks that are no text. The model learns from them where a document begins, and who is speaking in a chat.
+# Marks that are not text. The model learns from them where a document begins, and who is speaking in a chat.
 #
 # Text never becomes one of them. `encode` treats its text as plain bytes, even if that spells out "<|user_end|>"; only
 # `encode_special`, and the `prepend` and `append` of `encode`, give special ids. So whatever users type, they cannot

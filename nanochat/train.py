@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def for_run(cls, steps: int, **changes: Any) -> "Schedule":
-        """The default shape; warm-ups are cut to a tenth and a fifth of a short run."""
+        """The default shape. In a short run the rate warms up for a tenth of the steps, the momentum for a fifth."""
         short = {"warmup_steps": min(40, steps // 10), "momentum_steps": min(300, steps // 5)}
         return cls(steps, **{**short, **changes})
 
@@ -86,8 +86,8 @@ class Progress:
 class Meter:
     """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device.
 
-    A host that reads a loss waits until the device has computed it, and meanwhile launches nothing. What every step
-    adds therefore stays on the device, and is read once a log line.
+    A host that reads a loss waits until the device has computed it, and meanwhile launches nothing. The counts of
+    every step therefore stay on the device, and are read once per log line.
     """
 
     def __init__(self, progress: Progress, device: Device, token_flops: int | None = None):
@@ -105,9 +105,10 @@ class Meter:
         self.clock_tokens = self.progress.tokens
 
     def add(self, stats: "StepStats", tokens: int) -> None:
-        """A step of so many tokens over all ranks was launched."""
+        """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
         self.skipped += 1 - stats.finite
-        # A finite step ends a row of bad ones, but not once there were three: the next log line must find them.
+        # A finite step resets the count of bad steps in a row. Once the count is three it stays: the run must end, and
+        # only the next log line reads the count.
         good = (stats.finite > 0) & (self.bad_in_a_row < 3)
         self.bad_in_a_row = (self.bad_in_a_row + 1).masked_fill_(good, 0)
         self.progress.step += 1

@@ -31,26 +31,26 @@ class Config(TrainFlags):
     depth: Positive = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Positive = 128  # channels of an attention head
     max_seq_len: Positive = 2048  # tokens of context
-    window_pattern: str = "L"  # a letter a layer: S sees a quarter of the context, L all of it, e.g. SSSL
+    window_pattern: str = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
     mlp: Literal["relu2", "swiglu"] = "relu2"  # squared ReLU, or SwiGLU of two thirds the width: as many parameters
     logit_cap: Annotated[float, Range(0, 1e4)] = 15.0  # soft cap of the logits; 0 for none
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
-    target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens a scaling parameter
+    target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
     device_batch_size: Positive = 16  # rows a device computes at once
-    total_batch_size: Positive | None = None  # tokens a step over all devices; default: a power law of the horizon
-    gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches a step
-    # optimizer; rates are by rule unless set
-    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # of the matrices
-    matrix_lr: Rate | None = None  # of the matrices
-    embedding_lr: Rate | None = None  # of the token embedding
-    value_embedding_lr: Rate | None = None  # of the value embeddings
-    head_lr: Rate | None = None  # of the output head
-    weight_decay: Rate | None = None  # of the matrices
-    warmdown_fraction: Fraction = 0.65  # of the run, at its end, over which rates fall
+    total_batch_size: Positive | None = None  # tokens per step, over all devices; default: grows with the horizon
+    gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches per step
+    # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
+    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
+    matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
+    embedding_lr: Rate | None = None  # learning rate of the token embedding; default: by rule
+    value_embedding_lr: Rate | None = None  # learning rate of the value embeddings; default: by rule
+    head_lr: Rate | None = None  # learning rate of the output head; default: by rule
+    weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
+    warmdown_fraction: Fraction = 0.65  # last part of the run, in which the rates fall
     # evaluation, device
     eval_every: Count = 250  # steps between evaluations; 0: only at the end
-    eval_tokens: Positive = 1_048_576  # of validation text
+    eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
 
@@ -128,11 +128,11 @@ def main(config: Config) -> None:
     print0(f"step: {how}; kernels: {device.kernels}")
     val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    micro: list[Batch] = []  # the last step's; no step, no checkpoint
+    micro: list[Batch] = []  # the micro-batches of the last step; the last one knows the position that `save` stores
 
     with run:
         for step in run.steps():
-            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
+            # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
@@ -145,12 +145,12 @@ def main(config: Config) -> None:
             if run.should_leave:
                 break
 
-            # ---- one step: its batch in as many micro-batches as fit the memory one by one
+            # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
             micro = [next(loader) for _ in range(accumulation)]
             batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
             stats = train_step(
-                # Step 0 runs eagerly: its loss is there before the compiler is done, and a resumed run, which
-                # never is at step 0, rounds like one straight through.
+                # Step 0 runs eagerly, so the first loss is printed before the compiler is done. Every later step is
+                # compiled. A checkpoint is from step 1 or later, so a resumed run rounds like an uninterrupted one.
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
@@ -174,8 +174,9 @@ def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
     if rest == 0 and requested in (None, count):
         return count
     nearest = requested or max(1, round(config.total_batch_size / micro_tokens))
+    wanted = "a multiple of" if requested is None else f"{requested} x"
     raise UserError(
-        f"--total_batch_size {config.total_batch_size} is not {requested or 'a multiple of'} x {micro_tokens} tokens "
+        f"--total_batch_size {config.total_batch_size} is not {wanted} {micro_tokens} tokens "
         f"(device_batch_size x max_seq_len x processes): use {nearest * micro_tokens}, or another --device_batch_size"
     )
 

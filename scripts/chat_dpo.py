@@ -23,7 +23,7 @@ class Config(StageFlags):
     source: str = "sft"  # a stage, or a checkpoint's folder; frozen, it is the reference too
     # horizon and batch
     num_iterations: Positive = 100  # steps
-    target_examples_per_step: Frozen[Positive] = 32  # pairs a step over all devices
+    target_examples_per_step: Frozen[Positive] = 32  # pairs per step, over all devices
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
     loss: Frozen[str] = "dpo"  # dpo, ipo: a row of PAIR_LOSSES in nanochat/losses.py
@@ -31,8 +31,8 @@ class Config(StageFlags):
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)]] = 0.0  # share of pairs taken for the wrong way round (dpo)
     sft_weight: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # of the chosen reply's own cross-entropy
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # of all learning rates, as a multiple of pretraining's
-    warmdown_fraction: Fraction = 1.0  # of the run, at its end, over which rates fall
+    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
+    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation
     eval_every: Count = 50  # steps between evaluations; 0: only at the end
     eval_examples: Positive = 256  # held-out pairs

@@ -20,7 +20,7 @@ class Config(StageFlags):
     source: str = "sft"  # a stage, or a checkpoint's folder
     # samples
     num_iterations: Positive = 60  # steps
-    examples_per_step: Frozen[Positive] = 16  # questions a step over all devices
+    examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # of a reply
     temperature: Frozen[float] = 1.0  # of the samples; the loss is that of temperature 1
@@ -34,8 +34,8 @@ class Config(StageFlags):
     clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # how far it may rise; default 0.2, for dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 0.05  # of all learning rates, as a multiple of pretraining's
-    table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # on top, of the embeddings' and the head's: less noise there
+    lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
+    table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # scales embeddings and head again: less noise there
     # evaluation, logging, device
     eval_every: Count = 20  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 200  # held-out questions, one reply each
@@ -83,7 +83,8 @@ def main(config: Config) -> None:
     held_out = open_mixture(tasks, "test", config.hub, config.seed)
     steps = config.num_iterations
     examples = config.examples_per_step
-    rates = scaling.rates(model.config, 1, 1).scaled(config.lr_scale, config.table_lr_scale)
+    # Rewards make noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
+    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
@@ -129,18 +130,19 @@ def main(config: Config) -> None:
                         run.logger.message(f"held-out reward at the beginning: {reward_before:.3f}")
                     run.log_evaluation(eval_reward=reward_after)
             if run.should_save:
-                rewards = {"reward_before": reward_before, "reward_after": reward_after}
-                run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in rewards.items()})
+                # The step's number decides which questions come next: only the two rewards need saving.
+                held_out_rewards = {"reward_before": reward_before, "reward_after": reward_after}
+                run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in held_out_rewards.items()})
             if run.should_leave:
                 break
 
-            # ---- sample: every rank samples some of the replies and then has all of them
+            # ---- sample: each rank samples some of the replies, then the ranks exchange them
             samples = None
             with run.interruptible("sampling"):
                 questions = draw(train, step * examples, examples)
                 samples = sample(questions, config.num_samples, seed_of(config.seed, step))
             if samples is None:
-                continue  # a signal ended the sampling; the next turn saves and leaves
+                continue  # a signal ended the sampling; the next pass through the loop saves and leaves
 
             # ---- learn: pack the replies into rows, each rank computes its share of them
             advantages = rollout.group_advantages(samples.rewards, by_deviation=loss.by_deviation)

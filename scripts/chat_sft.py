@@ -20,11 +20,11 @@ class Config(StageFlags):
     source: str = "mid"  # a stage, or a checkpoint's folder
     # horizon and batch
     num_iterations: Positive = 200  # steps
-    target_examples_per_step: Frozen[Positive] = 32  # conversations a step over all devices
+    target_examples_per_step: Frozen[Positive] = 32  # conversations per step, over all devices
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 0.2  # of all learning rates, as a multiple of pretraining's
-    warmdown_fraction: Fraction = 1.0  # of the run, at its end, over which rates fall
+    lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
+    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation, device
     eval_examples: Positive = 256  # held-out conversations
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays

@@ -20,10 +20,10 @@ class Config(StageFlags):
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: a tenth of the base model's tokens
     device_batch_size: Positive = 16  # rows a device computes at once
-    total_batch_size: Positive | None = None  # tokens a step over all devices; default: the base model's
+    total_batch_size: Positive | None = None  # tokens per step, over all devices; default: the base model's
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 0.5  # of all learning rates, as a multiple of pretraining's
-    warmdown_fraction: Fraction = 0.8  # of the run, at its end, over which rates fall
+    lr_scale: Annotated[float, Range(0, 100)] = 0.5  # multiplies all learning rates of pretraining
+    warmdown_fraction: Fraction = 0.8  # last part of the run, in which the rates fall
     # evaluation, device
     eval_every: Count = 150  # steps between evaluations; 0: only at the end
     eval_tokens: Positive = 262_144  # of held-out conversations

@@ -32,12 +32,12 @@ from nanochat.tokenizer import Tokenizer
 
 CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other gets a common multiple
 
-# What a shard keeps waiting to choose the best fit from. More would fit better, but a small corpus would then wait in
-# the buffers for whole epochs.
+# How many documents of a shard wait, so that best fit has a choice. More would fit better, but then documents of a
+# small corpus would wait for whole epochs.
 BUFFER_ROWS = 8  # rows' worth of tokens at most
 BUFFER_DOCUMENTS = 64  # at most
-TOKENIZE_DOCUMENTS = 32  # at once: the threads of one call share them
-PREFETCH_BATCHES = 4
+TOKENIZE_DOCUMENTS = 32  # documents per call of the tokenizer, whose threads share them
+PREFETCH_BATCHES = 4  # micro-batches that are ready before the device needs them
 
 Document = str | np.ndarray  # a text, or its int32 tokens
 
@@ -88,7 +88,7 @@ class LoaderState:
             for key in tensors:
                 if not key.endswith(".position"):
                     continue
-                name = key.removesuffix(".position")  # "shard.<number>"; older checkpoints have another word
+                name = key.removesuffix(".position")  # "shard.<number>"; the first word differs in older checkpoints
                 number = int(name.split(".")[1])
                 block, document = tensors[key].tolist()
                 lengths = tensors[f"{name}.lengths"].numpy()
@@ -143,8 +143,9 @@ class Loader:
         self._batch_rows = batch_rows
         self._row_tokens = row_tokens
 
-        # This rank's first row is the first one from `first` on that is rank modulo world_size. A batch ends on the
-        # same multiple of world_size on every rank, `_offset` less than the rank's own next row.
+        # Rows are numbered over all ranks, and `first` is the first row that no rank has packed. This rank's next row
+        # is the smallest one from `first` on with row mod world_size = rank. It is `first` + `_offset`, so a saved
+        # position subtracts `_offset` again: then all ranks store the same number.
         first = state.row if state else 0
         self._offset = (rank - first) % world_size
         self._row = first + self._offset
@@ -162,7 +163,7 @@ class Loader:
             self._thread.start()
         item = self._queue.get()
         if isinstance(item, BaseException):
-            self._queue.put(item)  # the thread has ended: a second call must not wait for ever
+            self._queue.put(item)  # the thread has ended: put the error back, so that a second call raises it too
             raise item
         return item
 
@@ -197,7 +198,7 @@ class Loader:
         positions = {number: shard.state() for number, shard in self._shards.items()}
         state = LoaderState(self._row - self._offset, positions, self._shard_count)
 
-        # The epoch is that of the shard that is least far.
+        # An epoch is over when the slowest shard has finished it.
         epoch = 0
         if self._source.block_count:
             read = min(shard.block * self._shard_count + number for number, shard in self._shards.items())
@@ -209,7 +210,12 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int =
     """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
     texts = [document for document in documents if isinstance(document, str)]
     encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
-    return [np.array(next(encoded), dtype=np.int32) if isinstance(d, str) else d for d in documents]
+    tokenized = []
+    for document in documents:
+        if isinstance(document, str):
+            document = np.array(next(encoded), dtype=np.int32)  # `encoded` has the texts in the same order
+        tokenized.append(document)
+    return tokenized
 
 
 class _Source:
@@ -227,7 +233,7 @@ class _Source:
     def read(self, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block`."""
         index = shard + block * self.shard_count
-        if self.block_count is not None:  # else it never ends, and there is nothing to shuffle
+        if self.block_count is not None:  # a corpus without an end cannot be shuffled as a whole
             epoch, place = divmod(index, self.block_count)
             index = int(self._order(epoch, self.block_count)[place])
         return self.corpus.read_block(index)
@@ -258,7 +264,7 @@ class _Shard:
         return ShardState(self.block, self.document, tuple(self.waiting))
 
     def fill(self, row: np.ndarray) -> None:
-        """Fill a row (T + 1,) to its last place, by best fit."""
+        """Fill a row (T + 1,) completely, by best fit."""
         used = 0
         while used < len(row):
             self._refill(BUFFER_ROWS * len(row))

@@ -33,8 +33,8 @@ class PackedBatch:
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """One rank's share in micro-batches of `rows` rows, on the device.
 
-        Row i goes to rank i mod world_size. Every rank gets as many micro-batches, because each joins the others'
-        collectives; rows without a target fill up the last ones.
+        Row i goes to rank i mod world_size. All ranks get the same number of micro-batches, because each joins the
+        others' collectives; rows without a target fill up the last ones.
         """
         count = -(-len(self) // (rows * world_size))  # rounded up
         missing = count * rows * world_size - len(self)
@@ -81,8 +81,8 @@ def pack_pairs(
     """Pack S sequences of which 2i and 2i + 1 are a pair: one rank's share in micro-batches of `rows` rows.
 
     A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
-    Every rank gets as many micro-batches; some may be padding alone. Each has the number of its pairs, at least 1, and
-    its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
+    All ranks get the same number of micro-batches; some may be padding alone. Each comes with the number of its pairs,
+    at least 1. Its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
 
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """

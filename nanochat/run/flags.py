@@ -30,11 +30,11 @@ class TrainFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice to save memory
-    hang_seconds: Positive = 600  # without progress on some rank, after which every rank ends and names it
+    hang_seconds: Positive = 600  # when a rank makes no progress for so long, every rank ends and names it
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    seed: Frozen[Seed] = 0  # of everything random: new weights, the data's order, samples
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
+    seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class StageFlags(TrainFlags):
 
     # model and data
     source: str = "base"  # a stage, or a checkpoint's folder
-    source_tag: str | None = None  # of the source; default: --model_tag, or else the one written last
-    source_step: int | None = None  # default: the newest
+    source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
+    source_step: int | None = None  # step of the source; default: the newest
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl file; default: by what the base model has read
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 1.0  # of all learning rates, as a multiple of pretraining's
+    lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
 
 
 def refuse_changed_flags(saved: dict[str, Any], config: TrainFlags, step_folder: Path) -> list[str]:

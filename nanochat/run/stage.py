@@ -139,7 +139,7 @@ class Run:
         self.start = start
         self.device = start.device
         self.optimizer = optimizer
-        self.last = steps
+        self.last = steps  # the run ends when so many steps are finished
         self.fingerprints = fingerprints
         self.folder = checkpoint_dir(stage, start.tag)
         self.progress = Progress()
@@ -298,13 +298,13 @@ class Run:
             **source, "pretraining": start.pretraining, "fingerprints": self.fingerprints, **meta,
         }  # fmt: skip
         with self.faults.phase("saving", self.saver.patience_seconds):
-            self._last_save_failed()  # it was reported; this one may do better
+            self._last_save_failed()  # wait for it; a failure was reported already, and this save may succeed
             self.saved = self.saver.save(self.progress.step, start.model, start.tokenizer, meta, training)
         self._saved_step = self.progress.step
         self.meter.restart()
 
     def finish(self, summary: str = "") -> None:
-        """After the `with` block, when all is on the disk. Leaves the process where a signal stopped the run."""
+        """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run."""
         devices.shutdown(self.device)
         if self.stopped:
             self.faults.leave(self.saved)

@@ -87,14 +87,14 @@ class AccessMiddleware:
             await error_response(failure)(scope, receive, send_with_headers)
 
     def check(self, scope: Scope) -> ApiError | None:
-        """Why this request is refused; None: it is not."""
+        """Returns the error to refuse this request with, or None to let it through."""
         # The size of the head. connection.py bounds it earlier; this check also holds under gunicorn.
         lengths = [len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]]
         if len(scope["path"]) + len(scope["query_string"]) + sum(lengths) > MAX_HEAD:
             return ApiError(431, f"the request's headers: over {MAX_HEAD:,} bytes")
 
-        # The Host. A page elsewhere can point a name of its own at this machine (DNS rebinding) and would then be of
-        # the same origin as the server; the name gives it away.
+        # The Host. A foreign site can point its own host name at this machine (DNS rebinding). Its page then counts as
+        # the same origin as the server, but its requests still carry the foreign name.
         headers = Headers(scope=scope)
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has more than one Host header")

@@ -41,8 +41,8 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
         check_length(model, sum(_characters(message) for message in messages))
         return render_prompt(model.tokenizer, messages)
 
-    # Drop the oldest turns until the requested reply fits, though it counts as at most half the context, and as an
-    # eighth where the client requested no length. The system message and the last question stay.
+    # Drop the oldest turns until there is room for the reply: for as many tokens as the client requested, but at most
+    # half the context, or for an eighth of it without a request. The system message and the last question stay.
     question = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
     check_length(model, sum(_characters(message) for message in question))
     reserved = min(body.requested_tokens or model.context // 8, model.context // 2)

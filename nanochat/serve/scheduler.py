@@ -269,7 +269,7 @@ class Scheduler:
         # The states. `slots.rows` are the running ones; the device's thread alone touches all but `waiting`.
         self.waiting: deque[_Row] = deque()
         self.reading: _Row | None = None
-        self.read: list[_Row] = []
+        self.read: list[_Row] = []  # prompt is read, not yet running
 
         # Over what other threads touch: `waiting`, and these.
         self.changed = threading.Condition()
@@ -285,9 +285,9 @@ class Scheduler:
         self.finished: Counter[str] = Counter()
         self.first_token = _Times()
         self.per_token = _Times()
-        self.step_seconds = 0.0  # running means: of a turn that reads nothing,
-        self.prompt_token_seconds = 0.0  # of a token of a prompt,
-        self.request_seconds = 0.0  # of a request
+        self.step_seconds = 0.0  # running mean of a turn that reads no prompt
+        self.prompt_token_seconds = 0.0  # running mean per token of a prompt
+        self.request_seconds = 0.0  # running mean of a request, from `submit` to its end
 
     # ------------------------------------------------------------------ any thread
 
@@ -421,8 +421,8 @@ class Scheduler:
         # 1. Cancelled requests leave, whatever state they are in.
         self._drop_cancelled()
 
-        # 2. Prompts of new requests are read, or requests whose prompts are read join: never both where others wait
-        #    for their next token, so that a turn stays within two steps (docs/measurements.md has the stalls).
+        # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
+        #    running a turn never does both, so that it takes about two steps at most (docs/measurements.md).
         computed = 0
         if self.read and self.slots.rows:
             self._admit()
@@ -455,7 +455,7 @@ class Scheduler:
             self._finish(row, "cancelled")
 
     def _read_prompts(self) -> int:
-        """Read on in the oldest prompts; returns the number of tokens computed."""
+        """Continue with the oldest prompts; returns the number of tokens computed."""
         budget = self._patience() if self.slots.rows else self.slots.prefill_chunk
         left = budget
         while left > 0:
@@ -473,7 +473,7 @@ class Scheduler:
         return budget - left
 
     def _next_waiting(self) -> _Row | None:
-        """Give the oldest waiting request a slot after all others that are in use; None where there is neither."""
+        """Give the oldest waiting request the slot after the last one in use; None if no slot or request is left."""
         slot = 1 + max((row.slot for row in self._in_slots()), default=-1)
         with self.changed:
             if slot >= self.slots.size or not self.waiting:
