@@ -469,7 +469,7 @@ class Slots:
         seen = self.seen[:B]
         if "repetition_penalty" in self._settings.in_use:
             seen.scatter_(1, self.last[:B, None], True)
-        tokens = sample(logits, self._settings, noise, seen)  # (B,)
+        tokens = sample(logits, self._settings, noise, seen, self.engine.model.kernels.top_p_first)  # (B,)
         self.last[:B] = tokens
 
         # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs
@@ -502,6 +502,7 @@ class Slots:
         B = len(self.rows)
         if not self.engine.graphs:
             cache = self.cache.view(0, B)
+            cache.max_position = None  # every row runs, and a running row is inside its slot: nothing to clamp
             self._attend_up_to(cache, max(len(row.prompt) + row.made for row in self.rows))
             return self._forward(cache)
         # Recorded, a token takes 9 launches instead of 280 (depth 12, simulated NPU, docs/measurements.md).
@@ -520,7 +521,9 @@ class Slots:
         # Everything here is a tensor operation on the device, position included, so that it can be recorded.
         noise = self.noise[:B].gather(1, cache.position[:, None])  # (B, 1)
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
-        cache.position.add_(1).clamp_(max=cache.max_position)  # a slot without a row stays inside
+        cache.position.add_(1)
+        if cache.max_position is not None:
+            cache.position.clamp_(max=cache.max_position)  # a slot without a row stays inside
         return self.engine.model.logits(hidden[:, 0]), noise
 
     def _attend_up_to(self, cache: KVCache, tokens: int) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp32
-TOP_P_FIRST = 64  # likeliest tokens that top_p considers before it considers more
 
 
 # What `sample` does with one row of four tokens at top_k 3 and top_p 0.7, when its noise is 0.7:
@@ -82,7 +81,7 @@ class RowSettings:
         return self.table[:, column : column + 1]
 
 
-def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -> Tensor:
+def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor, top_p_first: int = 0) -> Tensor:
     """Choose one token for each row, each by its own settings, from logits (B, V) in fp32; returns (B,).
 
     `noise` (B, 1) in [0, 1) decides; `seen` (B, V) is True for the tokens that the repetition penalty is for. What a
@@ -123,7 +122,7 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
     # top_p cuts the unreliable tail, which is long where the model is unsure. min_p scales with the likeliest token: at
     # 0.1 a token needs 9% where the likeliest has 90%, and 1% where it has 10%.
     if "top_p" in settings.in_use:
-        least = _least_of_top_p(probabilities, settings["top_p"])
+        least = _least_of_top_p(probabilities, settings["top_p"], top_p_first)
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     if "min_p" in settings.in_use:
         least = settings["min_p"] * probabilities.amax(dim=-1, keepdim=True)
@@ -140,13 +139,13 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor) -
     return greedy_choice.where(settings["temperature"][:, 0] <= GREEDY_BELOW, drawn)
 
 
-def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor, first: int) -> Tensor:
     """The smallest probability that each row (B, V) keeps, (B, 1); 0 where top_p is off."""
     V = probabilities.size(-1)
     off = top_p >= 1
-    # A CPU sorts a whole vocabulary in milliseconds, so it looks at the likeliest 64 tokens first, then at 512, and so
-    # on, until they reach top_p in every row. Elsewhere the sort is fast, and to look would be a wait for the device.
-    width = min(TOP_P_FIRST, V) if probabilities.is_cpu else V
+    # With `first` 64, look at the likeliest 64 tokens, then at 512, and so on, until they reach top_p in every row.
+    # Only a CPU does that (kernels/cpu.py): it sorts slowly, and elsewhere a look at the result waits for the device.
+    width = min(first, V) if first else V
     while True:
         ordered = probabilities.topk(width, dim=-1).values
         mass = ordered.cumsum(dim=-1)

@@ -25,6 +25,8 @@ class TorchKernels:
     device_type: str | None = None
     # Logits that the fused loss holds at a time, 512 MiB in fp32: an accelerator wants few and large launches.
     loss_chunk_elements = 1 << 27
+    # top_p looks at so many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
+    top_p_first = 0
 
     def __str__(self) -> str:
         return self.name
