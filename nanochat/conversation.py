@@ -73,10 +73,10 @@ def text_of(content: str | Sequence[Part]) -> str:
 def check_messages(messages: Any) -> None:
     """Raises ValueError: for anything that is not a conversation; names the message and what is wrong with it."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError("a conversation is a list of messages, and not an empty one")
+        raise ValueError("a conversation is a non-empty list of messages")
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ValueError(f"message {number} is no object with role and content")
+            raise ValueError(f"message {number} is not an object with role and content")
         _check_message(number, message)
 
     has_system = messages[0]["role"] == "system"
@@ -86,7 +86,7 @@ def check_messages(messages: Any) -> None:
     for number, message in enumerate(turns):
         expected = "user" if number % 2 == 0 else "assistant"
         if message["role"] != expected:
-            raise ValueError(f"message {number + has_system} is by {message['role']}, where {expected} is due")
+            raise ValueError(f"message {number + has_system} is by {message['role']}, where {expected} is expected")
 
 
 def _check_message(number: int, message: dict) -> None:

@@ -298,7 +298,7 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
     name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
     if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
-        raise UserError(f"--dtype bfloat16: {name} does not do bfloat16; use --dtype float32")
+        raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
     use_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
 
     if world_size > 1 and not dist.is_initialized():

@@ -120,7 +120,7 @@ def main(config: Config) -> None:
             failures = [check for check in checks if not check.ok]
             results["stories"] = len(checks)
             results["stories_passed"] = len(checks) - len(failures)
-            first_failure = f"; the first that does not: {failures[0].problems[0]}" if failures else ""
+            first_failure = f"; the first problem: {failures[0].problems[0]}" if failures else ""
             print0(f"\nstories: {results['stories_passed']} of {len(checks)} hold together{first_failure}")
         if config.source in STAGES:
             folder = run_dir(config.source, tag)

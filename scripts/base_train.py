@@ -108,7 +108,7 @@ def main(config: Config) -> None:
     rates = dataclasses.replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
+    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model_config)

@@ -250,7 +250,7 @@ class Chat:
             case "/save":
                 save(rest, [*self.system, *self.turns])
             case _:
-                raise UserError(f"{command} is no command: /help lists them; a space before it makes it a text")
+                raise UserError(f"{command} is not a command: /help lists them; a space before it makes it a text")
 
     def set(self, name: str, value: str) -> None:
         """Change one setting. Raises UserError: when there is none of this name, or the value is out of range."""

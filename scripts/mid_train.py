@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens ({accumulation} micro-batches)")
+    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)

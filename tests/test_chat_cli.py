@@ -364,7 +364,7 @@ def test_set(talk, sums, prompts):
         ("/set max_tokens 0", "--max_tokens 0: at least 1"),
         ("/set seed -1", "--seed -1"),
         ("/set colour red", "/set colour: no such setting; there are max_tokens, temperature, top_k"),
-        ("/frobnicate", "/frobnicate is no command: /help lists them"),
+        ("/frobnicate", "/frobnicate is not a command: /help lists them"),
         ("/save", "/save: name a file"),
         ("/save /nowhere/at/all.jsonl", "No such file or directory"),
         ("/save ~nobody-of-that-name/x", "/save ~nobody-of-that-name/x"),
@@ -381,7 +381,7 @@ def test_help_names_every_command(talk, sums):
     help_text = talk("/help")[1]
     for command in ("/new", "/undo", "/retry", "/system", "/set", "/save", "/quit"):
         assert command in help_text
-        assert "is no command" not in "".join(talk("hello", command))
+        assert "is not a command" not in "".join(talk("hello", command))
 
 
 # ---------------------------------------------------------------------- Ctrl-C

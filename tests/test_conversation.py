@@ -129,12 +129,12 @@ def test_special_tokens_in_a_text_stay_text(tokenizer):
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([], "not an empty one"),
+        ([], "a non-empty list"),
         ("hello", "list of messages"),
-        ([1], "message 0 is no object"),
+        ([1], "message 0 is not an object"),
         ([{"role": "robot", "content": "x"}], "'robot'"),
         ([{"role": "user"}], "no content"),
-        ([{"role": "assistant", "content": "x"}], "message 0 is by assistant, where user is due"),
+        ([{"role": "assistant", "content": "x"}], "message 0 is by assistant, where user is expected"),
         ([SUM[1], SUM[1]], "message 1 is by user"),
         ([SUM[0]], "nothing else"),
         ([SUM[0], SUM[0]], "message 1 is by system"),

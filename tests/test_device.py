@@ -187,7 +187,7 @@ def test_what_is_not_here_is_told_in_one_line(vendors: Any, arguments: tuple[str
 
 def test_too_many_processes_or_too_much_precision_is_told(vendors: Any) -> None:
     vendors(cuda=Vendor("cuda", "Tesla T4", has_bfloat16=False))
-    with pytest.raises(UserError, match="Tesla T4 does not do bfloat16; use --dtype float32"):
+    with pytest.raises(UserError, match="Tesla T4 has no bfloat16; use --dtype float32"):
         init("cuda", "bfloat16")
     with pytest.raises(UserError, match="--device cuda:2: there are 2, counted from 0"):
         init("cuda:2")

@@ -235,7 +235,7 @@ def test_ranks_that_stand_at_one_step_are_all_told_with_their_places():
     codes, seconds, text = outcome(hang_in_own_code)
     assert codes == [1, 1] and HANG_SECONDS / 2 < seconds < 10
     with one_line(text) as line:
-        assert "all ranks stand in step 44 (training)" in line and "--resume" in line
+        assert "all ranks hang in step 44 (training)" in line and "--resume" in line
         assert re.search(r"rank 1 on \S+ in test_faults.py:\d+ hang_in_own_code", line)
         assert "rank 0" in line and "nothing moved for 1.5 s" in line
 

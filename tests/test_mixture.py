@@ -101,7 +101,7 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
         ("", "empty"),
         (" , ", "empty"),
         ("storys", "did you mean stories"),
-        ("stories:x", "weight 'x' is no number"),
+        ("stories:x", "weight 'x' is not a number"),
         ("stories:0", "above 0"),
         ("stories:-1", "above 0"),
         ("stories:nan", "above 0"),

@@ -97,7 +97,7 @@ def test_a_row_without_its_field_is_named(tmp_path):
     opened = open_records([path], {"question": str})
     assert complaint(lambda: opened[1]) == f"{path} line 2 has no 'question' that is a text: its fields are ask"
     assert complaint(lambda: opened[2]) == f"{path} line 3 has no 'question' that is a text: its fields are question"
-    assert complaint(lambda: opened[3]) == f"{path} line 4 is no object with question"
+    assert complaint(lambda: opened[3]) == f"{path} line 4 is not an object with question"
     path = write(tmp_path / "a.parquet", [{"question": "one"}, {"question": None}])
     assert complaint(lambda: open_records([path], {"question": str})[1]).startswith(f"{path} row 2 has no 'question'")
     assert "has no column 'answer': its columns are question" in complaint(
@@ -167,7 +167,7 @@ def test_a_split_of_a_task_from_a_path(tmp_path):
         lambda: open_split("gsm8k", "test", str(tmp_path), "hf")
     )
     # One file for both splits would grade on what was learned.
-    assert "is by its name not the test split" in complaint(
+    assert "is not the test split by its name" in complaint(
         lambda: open_split("gsm8k", "test", str(tmp_path / "train.jsonl"), "hf")
     )
     assert (

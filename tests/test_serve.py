@@ -375,6 +375,7 @@ def test_an_error_names_the_field(ask: Any):
     ):
         answer = ask("POST", CHAT, json={**HELLO, **change})
         assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, change
+    assert "at most 16" in error_of(ask("POST", CHAT, json={**HELLO, "stop": ["x"] * 17}))["message"]
     assert "stream_options" in error_of(ask("POST", CHAT, json={**HELLO, "stream_options": {}}))["message"]
 
 

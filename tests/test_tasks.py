@@ -224,7 +224,7 @@ MMLU_DAMAGE = [
     (SKY | {"answer": 0, "choices": ["red", "blue"]}, "line 1 has not 4 texts to choose from"),
     (SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]}, "line 1 has not 4 texts to choose from"),
     (SKY | {"answer": 0, "question": None}, "line 1 has no 'question' that is a text"),
-    (["a", "list"], "line 1 is no object with question, choices, answer"),
+    (["a", "list"], "line 1 is not an object with question, choices, answer"),
 ]
 
 
@@ -520,20 +520,20 @@ def test_a_folder_with_splits_of_its_own(tmp_path):
 
 
 BAD_ROWS = [
-    ({"messages": []}, "is no conversation: a conversation is a list of messages, and not an empty one"),
-    ({"messages": [HELLO[1]]}, "is no conversation: message 0 is by assistant, where user is due"),
-    ({"messages": [HELLO[0], HELLO[0]]}, "is no conversation: message 1 is by user, where assistant is due"),
-    ({"messages": [{"role": "bot", "content": "Hi"}]}, "is no conversation: message 0 has the role 'bot'"),
-    ({"messages": [HELLO[0], {"role": "assistant"}]}, "is no conversation: message 1 (assistant) has no content"),
-    ({"messages": ["Hello", "Hi!"]}, "is no conversation: message 0 is no object with role and content"),
-    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "is no conversation: message 0 has the role ['x']"),
-    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "is no conversation: message 0 has the role 'tool'"),
-    ({"instruction": "Add."}, "is no conversation: message 1 (assistant) has no content"),
-    ({"text": "Hello"}, "is no conversation: no form that is known (with text); these are:"),
-    ({}, "is no conversation: no form that is known (with nothing)"),
-    ("Hello", "is no conversation: no form that is known (but str)"),
-    ([HELLO[0]], "is no conversation: nobody answers"),
-    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is no conversation: nobody answers"),
+    ({"messages": []}, "is not a conversation: a conversation is a non-empty list of messages"),
+    ({"messages": [HELLO[1]]}, "is not a conversation: message 0 is by assistant, where user is expected"),
+    ({"messages": [HELLO[0], HELLO[0]]}, "is not a conversation: message 1 is by user, where assistant is expected"),
+    ({"messages": [{"role": "bot", "content": "Hi"}]}, "is not a conversation: message 0 has the role 'bot'"),
+    ({"messages": [HELLO[0], {"role": "assistant"}]}, "is not a conversation: message 1 (assistant) has no content"),
+    ({"messages": ["Hello", "Hi!"]}, "is not a conversation: message 0 is not an object with role and content"),
+    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "is not a conversation: message 0 has the role ['x']"),
+    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "is not a conversation: message 0 has the role 'tool'"),
+    ({"instruction": "Add."}, "is not a conversation: message 1 (assistant) has no content"),
+    ({"text": "Hello"}, "is not a conversation: unknown form (with text); known forms:"),
+    ({}, "is not a conversation: unknown form (with nothing)"),
+    ("Hello", "is not a conversation: unknown form (but str)"),
+    ([HELLO[0]], "is not a conversation: there is no message from"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is not a conversation: there is no message from"),
 ]
 
 
@@ -562,7 +562,9 @@ def test_smoltalk(tmp_path, name):
 def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
     task = SmolTalk("train", str(path))
-    assert complaint(lambda: task.example(1)).startswith(f"{path} line 2 is no conversation: message 0 is by assistant")
+    assert complaint(lambda: task.example(1)).startswith(
+        f"{path} line 2 is not a conversation: message 0 is by assistant"
+    )
     assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'messages' that is a list")
 
 
@@ -599,18 +601,21 @@ def test_a_system_message_comes_before_the_question():
 
 
 BAD_PAIRS = [
-    (HELLO, "no form that is known (but list); these are:"),
-    ({"messages": HELLO}, "no form that is known (with messages)"),
-    ({"chosen": HELLO}, "no form that is known (with chosen)"),
-    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "no form that is known (with prompt, chosen, rejected)"),
+    (HELLO, "unknown form (but list); known forms:"),
+    ({"messages": HELLO}, "unknown form (with messages)"),
+    ({"chosen": HELLO}, "unknown form (with chosen)"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "unknown form (with prompt, chosen, rejected)"),
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
-    ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a list of messages, and not an"),
-    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is no object"),
+    ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
+    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
     ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
     ({"chosen": HELLO, "rejected": [{"role": "user", "content": "Bye"}, WORSE]}, "do not answer the same messages"),
-    ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "of chosen, message 2 is by assistant, where user is due"),
+    (
+        {"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."},
+        "of chosen, message 2 is by assistant, where user is expected",
+    ),
     ({"prompt": "Hello", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "chosen does not end with"),
 ]
 
@@ -619,7 +624,7 @@ BAD_PAIRS = [
 def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
     line = complaint(lambda: Preferences("train", str(path)))
-    assert line.startswith(f"{path} line 3 is no preference pair: ") and problem in line
+    assert line.startswith(f"{path} line 3 is not a preference pair: ") and problem in line
 
 
 def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
@@ -646,7 +651,7 @@ def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
     write(tmp_path / "train.jsonl", [PAIR_FORMS[0], {"chosen": HELLO, "rejected": HELLO[:1]}])
     task = UltraFeedback("train", str(tmp_path / "train.jsonl"))  # a row is checked when it is read
     assert task.pair(0) == pair_of(PAIR_FORMS[0])
-    assert "line 2 is no preference pair: rejected does not end" in complaint(lambda: task.pair(1))
+    assert "line 2 is not a preference pair: rejected does not end" in complaint(lambda: task.pair(1))
 
 
 # ---- All that come from a hub ----------------------------------------------------------------------------

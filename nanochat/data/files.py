@@ -68,7 +68,7 @@ class BlockFile:
 def list_files(path: Path, suffixes: Sequence[str], *, recursive: bool, flag: str = "") -> list[Path]:
     """The file itself, or the files of a folder with one of the suffixes, sorted by path; hidden ones are left out.
 
-    Raises UserError: when there is none, or the path is no file of these kinds.
+    Raises UserError: when there is none, or the path is not a file of these kinds.
     """
     lead = f"{flag} {path}".strip()
     known = ", ".join(suffixes)

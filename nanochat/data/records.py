@@ -47,9 +47,9 @@ class Records:
         return UserError(f"{file.where(row)} {problem}")
 
     def require(self, index: int, value: Any, fields: Fields) -> None:
-        """Raises UserError: when the value, found in record `index`, is no object with the fields."""
+        """Raises UserError: when the value, found in record `index`, is not an object with the fields."""
         if not isinstance(value, dict):
-            raise self.error(index, f"is no object with {', '.join(fields)}")
+            raise self.error(index, f"is not an object with {', '.join(fields)}")
         for name, kind in fields.items():
             if not isinstance(value.get(name), kind):
                 has = ", ".join(value) or "none"
@@ -106,7 +106,7 @@ def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only:
     if not path.is_dir():
         first_word = re.split(r"[.-]", path.name.lower())[0]
         if first_word in {"train", "test"} - set(names):
-            raise UserError(f"{path} is by its name not the {names[0]} split: name the folder that has both")
+            raise UserError(f"{path} is not the {names[0]} split by its name: name the folder that has both")
         return [path]
     folders = list(dict.fromkeys([path, path / inside]))
     for folder, name in itertools.product(folders, names):

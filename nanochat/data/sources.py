@@ -104,7 +104,7 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, seed:
     try:
         files = hubs.fetch(data, hub, shards)
     except UserError as error:
-        lead = f"{flag} {data} is no file or folder here; as a hub dataset, " if is_hub_name else ""
+        lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
     return _open_files(data, files, column, False)
 
@@ -175,7 +175,7 @@ class FileCorpus:
         if text is None and isinstance(file, ParquetFile):
             return ""
         if not isinstance(text, str):
-            fields = f"its fields are {', '.join(row) or 'none'}" if isinstance(row, dict) else "it is no object"
+            fields = f"its fields are {', '.join(row) or 'none'}" if isinstance(row, dict) else "it is not an object"
             raise UserError(f'{file.where(number)} has no "{self.column}" string: {fields}')
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 

@@ -237,7 +237,7 @@ def _read_examples(path: Path, kind: str) -> list[CoreExample]:
             try:
                 examples.append(core_example(json.loads(line), kind))
             except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-                problem = f"line {number} is no example of {kind} ({type(error).__name__}: {error})"
+                problem = f"line {number} is not an example of {kind} ({type(error).__name__}: {error})"
                 raise _damaged(path, problem) from error
     return examples
 

@@ -357,7 +357,7 @@ def _stuck(beats: dict[int, Beat]) -> str:
     beat = beats[stuck[0]]
     if len(stuck) == len(beats):
         places = [f"rank {rank} on {beat.host} in {beat.place}" for rank, beat in beats.items()]
-        return f"all ranks stand in step {beat.step + 1} ({beat.phase}): {', '.join(places[:4])}"
+        return f"all ranks hang in step {beat.step + 1} ({beat.phase}): {', '.join(places[:4])}"
     waiting = next(beat.place for rank, beat in beats.items() if rank not in stuck)
     return (
         f"{_ranks(stuck)} on {beat.host} hangs in step {beat.step + 1} ({beat.phase}), in {beat.place}; "

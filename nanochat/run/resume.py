@@ -81,7 +81,7 @@ def _newest_step(folder: Path, device: Device) -> Path | None:
         checkpoint_manager.clean_up(folder)
         found = checkpoint_manager.newest(folder)
         if found is None and checkpoint_manager.steps(folder):
-            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to begin anew")
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to start over")
         return found[0].name if found else None
 
     name = decide_on_rank_zero(device, look)

@@ -83,7 +83,7 @@ class AccessMiddleware:
             print0(f"a request failed: {type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}")
             if started:
                 raise RuntimeError("a request failed after its response had begun") from None
-            failure = ApiError(500, "the server made a mistake; its log has the place")
+            failure = ApiError(500, "the server failed on this request; its log names the line")
             await error_response(failure)(scope, receive, send_with_headers)
 
     def check(self, scope: Scope) -> ApiError | None:
@@ -101,7 +101,8 @@ class AccessMiddleware:
         host = headers.get("host", "").lower()
         name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
         if self.hosts and name not in self.hosts:
-            return ApiError(403, "this server is not known by that host name: --allowed_hosts", code="host_not_allowed")
+            message = "this server is not known by that host name: add it to --allowed_hosts"
+            return ApiError(403, message, code="host_not_allowed")
 
         # The Origin: a browser names the page that sends a request. CORS is off, so it can only be our own page.
         origin = headers.get("origin")

@@ -283,15 +283,16 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
 def _first_mistake(error: ValidationError) -> ApiError:
     if error.error_count() > MAX_ERRORS:
         return ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value")
-    # Where a field may have several types, pydantic reports an error for each. The deepest one is of the type that the
-    # client most probably meant.
-    mistake = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    # Where a field may have several types, pydantic reports an error for each. The client most probably meant the type
+    # whose error is deepest or, at the same depth, is not about the type itself: `stop` of 17 texts is too long a list.
+    mistakes = error.errors(include_url=False, include_input=False)
+    mistake = max(mistakes, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if mistake["type"] == "json_invalid":
         why = mistake["msg"].partition(": ")[2]
         return ApiError(400, f"the body is not JSON: {_shortened(why)}", code="invalid_json")
     if mistake["type"] == "extra_forbidden":
         name = _shortened(str(mistake["loc"][-1]))
-        return ApiError(400, f"{name}: this server knows no such field", param=name, code="unknown_parameter")
+        return ApiError(400, f"{name}: this server has no such field", param=name, code="unknown_parameter")
     path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in FIELDS]  # without names of types
     param = ".".join(path) or None
     message = mistake["msg"].removeprefix("Value error, ")

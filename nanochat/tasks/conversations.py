@@ -55,7 +55,7 @@ class Conversations(Task):
         try:
             return messages_of(record)
         except ValueError as error:
-            raise self.records.error(number, f"is no conversation: {error}") from error
+            raise self.records.error(number, f"is not a conversation: {error}") from error
 
 
 def messages_of(record: Any) -> list[Message]:
@@ -74,13 +74,13 @@ def messages_of(record: Any) -> list[Message]:
     elif isinstance(record, list):
         messages = record
     else:
-        raise ValueError(f"no form that is known ({contents(record)}); these are: {KNOWN}")
+        raise ValueError(f"unknown form ({contents(record)}); known forms: {KNOWN}")
     messages = [plain(message) for message in messages]
     check_messages(messages)
     if messages[-1]["role"] == "user":
         messages.pop()
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("nobody answers: there is no message by the assistant")
+            raise ValueError("there is no message from the assistant")
     return messages
 
 

@@ -45,13 +45,13 @@ def read_pair(records: Records, number: int) -> Pair:
     try:
         return pair_of(record)
     except ValueError as error:
-        raise records.error(number, f"is no preference pair: {error}") from error
+        raise records.error(number, f"is not a preference pair: {error}") from error
 
 
 def pair_of(record: Any) -> Pair:
     """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
     if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
-        raise ValueError(f"no form that is known ({contents(record)}); these are: {KNOWN}")
+        raise ValueError(f"unknown form ({contents(record)}); known forms: {KNOWN}")
     chosen = _conversation(record, "chosen")
     rejected = _conversation(record, "rejected")
     if chosen[:-1] != rejected[:-1]:
@@ -85,7 +85,7 @@ def _question(record: dict[str, Any], side: str) -> list[Any]:
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         problem = "is a reply alone, and there is no prompt that is a text or a list of messages"
-        raise ValueError(f"{side} {problem}; forms that are known: {KNOWN}")
+        raise ValueError(f"{side} {problem}; known forms: {KNOWN}")
     if record.get("system"):
         prompt = [{"role": "system", "content": record["system"]}, *prompt]
     return [plain(message) for message in prompt]

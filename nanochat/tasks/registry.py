@@ -57,7 +57,7 @@ def task_class(name: str) -> type[Task]:
 def parse_tasks(text: str) -> list[TaskSpec]:
     """The entries of `NAME[=PATH][:WEIGHT],...`.
 
-    Raises UserError: for an unknown name or a weight that is no positive number.
+    Raises UserError: for an unknown name or a weight that is not a positive number.
     """
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     if not entries:
@@ -72,7 +72,7 @@ def _parse_entry(entry: str) -> TaskSpec:
     try:
         weight = float(number)
     except ValueError as error:
-        raise UserError(f"--tasks {entry}: the weight {number!r} is no number") from error
+        raise UserError(f"--tasks {entry}: the weight {number!r} is not a number") from error
     if not 0 < weight < math.inf:
         raise UserError(f"--tasks {entry}: the weight must be above 0")
     name, equals, path = rest.partition("=")

@@ -21,4 +21,4 @@ class SmolTalk(RecordTask):
         try:
             return Example(messages_of(record))
         except ValueError as error:
-            raise self.records.error(index, f"is no conversation: {error}") from error
+            raise self.records.error(index, f"is not a conversation: {error}") from error
