@@ -83,8 +83,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # 463 ms with chunks four times as large (docs/measurements.md).
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
             # Logits, capped. They are in fp32: exp turns an error of a logit into a relative error of a probability.
-            # tanh(x) = 1 - 2 / (exp(2x) + 1) lowers the price of the cap on a CPU from
-            # 95 to 30 ms of a step (docs/measurements.md).
+            # tanh(x) = 1 - 2 / (exp(2x) + 1) lowers the price of the cap on a CPU from 95 to 30 ms of a step
+            # (docs/measurements.md).
             logits = (h @ matrix.T).float()  # (n, V)
             tanh = logits
             if cap:
@@ -101,8 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 exps = torch.exp(logits)
             total = exps.sum(dim=1, keepdim=True)  # (n, 1)
 
-            # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted
-            # logits, so the shift is added to its log. Ignored targets count 0 times.
+            # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so the
+            # shift is added to its log. Ignored targets count 0 times.
             counts = (t != IGNORE)[:, None].float()  # (n, 1)
             target = t.clamp(min=0)[:, None]  # (n, 1); IGNORE is no index
             loss = loss + ((total.log() + shift - logits.gather(1, target)) * counts).sum()

@@ -36,9 +36,10 @@ KINDS = ("npu", "cuda", "cpu")
 # torch.distributed's library of collectives for each.
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
-# Nominal dense bf16 FLOP/s by device name, for MFU; the first pattern that matches counts. A name that is not listed
-# has no known peak and prints "mfu n/a". Sources: vendors' data sheets. The Ascend rows are the numbers in public use,
-# because the vendor publishes none per chip.
+# Nominal dense bf16 FLOP/s by device name. MFU is the model's FLOPs per second divided by this peak (source: Chowdhery
+# et al. 2022, PaLM). The first pattern that matches counts, so narrow patterns come before wide ones. A name that is
+# not listed has no known peak and prints "mfu n/a": a guess would look like a measurement. Sources: vendors' data
+# sheets. The Ascend rows are the numbers in public use, because the vendor publishes none per chip.
 PEAK_FLOPS = (
     (r"B300|GB300", 2.25e15),
     (r"B200|GB200", 2.25e15),
@@ -83,9 +84,14 @@ class Device:
 
     kind: str  # "npu", "cuda" or "cpu"
     module: ModuleType  # torch.npu, torch.cuda or torch.cpu
-    # Of matrix products: bfloat16 where the hardware computes in it, float32 elsewhere or on request. Parameters and
-    # sums stay in fp32.
+    # The dtype of matrix products: bfloat16 where the hardware computes in it, float32 elsewhere or on request.
+    # Parameters and sums stay in fp32.
     dtype: torch.dtype
+    # Two hosts with four devices each run eight processes:
+    #
+    #     host          A              B
+    #     rank          0  1  2  3     4  5  6  7     which share of the data a process reads
+    #     local_rank    0  1  2  3     0  1  2  3     which device of its host it uses
     rank: int  # among all processes
     local_rank: int  # among those of this host; also the index of this process's device
     world_size: int
@@ -119,6 +125,8 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
+        # An accelerator runs after the host: a call returns when its work is queued. A clock read without this wait
+        # measures the queueing alone. A CPU runs each operator before the call returns.
         if self.kind != "cpu":
             self.module.synchronize()
 
@@ -150,6 +158,8 @@ class Device:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor here. From pinned memory the copy is asynchronous: the host does not wait for it."""
+        # The system never moves pinned memory, so the device can read it by itself, at any time. From ordinary memory
+        # the host would have to copy it first, and wait.
         if self.kind == "cpu":
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
@@ -161,6 +171,7 @@ class Device:
 
         Raises UserError: when `requested` is "on" and there is no compiler.
         """
+        # What was requested decides first, then what is here, then whether compiling pays.
         missing = self._missing_compiler()
         if requested == "off":
             return function, "eager (--compile off)"
@@ -178,10 +189,12 @@ class Device:
             # two runs differed in the fifth digit by step 10 (docs/measurements.md).
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
         return torch.compile(function, dynamic=False), "compiled"
 
     def _missing_compiler(self) -> str | None:
         """What torch.compile needs and does not find."""
+        # It generates Triton kernels for an accelerator, and C++ for a CPU.
         if self.kind != "cpu":
             return None if importlib.util.find_spec("triton") else "triton"
         for name in (os.environ.get("CXX"), "g++", "clang++"):
@@ -192,6 +205,8 @@ class Device:
     @property
     def static_shapes(self) -> bool:
         """Whether decoding attends to the whole cache, in one shape, instead of to its filled part."""
+        # True: one shape, which can be recorded and replayed. False: fewer keys to read, in a shape that changes every
+        # CACHE_STEP tokens (engine.py).
         return self.kind == "npu"
 
     @property
@@ -206,6 +221,9 @@ class Device:
         Returns a call that runs all of it again in one launch, over the same tensors, and what `function` returned:
         tensors that are valid only after such a call.
         """
+        # In eager mode the host launches each operator by itself, and a small model's operators are shorter than their
+        # launches. A simulated NPU counts 280 launches for a decoded token, and 9 with a recording
+        # (docs/measurements.md). A replay runs over the same addresses, hence "over the same tensors".
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
         with self.module.graph(graph):
             result = function()
@@ -227,6 +245,7 @@ class Device:
         activities = [tool.ProfilerActivity.CPU]
         if self.kind != "cpu":
             activities.append(getattr(tool.ProfilerActivity, self.kind.upper()))
+        # The profiler sets itself up in the last of the skipped steps: its own start-up is not in the trace.
         schedule = tool.schedule(wait=max(0, skipped - 1), warmup=min(1, skipped), active=steps, repeat=1)
         return tool.profile(activities=activities, schedule=schedule, **options)
 
@@ -236,11 +255,11 @@ def kind_of(requested: str) -> str:
 
     Raises UserError: when it is none of them, or this machine has none.
     """
-    kind, _, index = requested.partition(":")
+    kind, _, index = requested.partition(":")  # "npu:1" -> "npu", "1"
     if kind not in ("auto", *KINDS) or (index and not index.isdigit()):
         raise UserError(f"--device {requested!r}: one of auto, {', '.join(KINDS)}, or one with an index such as npu:0")
     if kind == "auto":
-        return next(k for k in KINDS if _available(k))
+        return next(candidate for candidate in KINDS if _available(candidate))  # a CPU always is
     if not _available(kind):
         raise UserError(f"--device {kind}: none found here; run `python check_npu.py` to see why, or use --device cpu")
     return kind
@@ -274,6 +293,7 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
     # Our place among the processes. torchrun sets these variables; without it there is one process.
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # An index chooses the device of a single process. Under torchrun each process takes the device of its own number.
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)
     if explain not in explainers:
         explainers.append(explain)  # one line for a failed collective instead of a traceback
@@ -289,9 +309,12 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
     else:
         if kind == "npu":
             _set_npu_environment()
+        # The first call that needs the device would fail anyway, but not with a line that says what to change.
         _require_device(kind, local_rank, module.device_count(), world_size)
         module.set_device(local_rank)
-    if kind == "cuda":  # fp32 products in TF32, unless fp32 was requested for its precision
+    # TF32 rounds the inputs of an fp32 product to a fraction of 10 bits, so that tensor cores can compute it. A request
+    # for float32 is a request for its precision.
+    if kind == "cuda":
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
 
     # Precision: bf16 where the hardware computes in it. On a CPU a request is enough: it is slow there, but right.
@@ -301,6 +324,7 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
         raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
     use_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
 
+    # This waits for the other processes. It is last, so that a mistake in the flags is reported without a wait.
     if world_size > 1 and not dist.is_initialized():
         _join_process_group(kind, rank, local_rank, world_size)
     return Device(
@@ -342,11 +366,10 @@ def _join_process_group(kind: str, rank: int, local_rank: int, world_size: int) 
 
 
 def _store_of_this_start() -> Store | None:
-    """The store in torchrun's process, with keys of this start's own; None where a worker holds the store.
-
-    That store outlives the workers, and torch does not separate one start of them from the next: restarted processes
-    looked for each other at the addresses of those that had died (torch 2.13).
-    """
+    """The store in torchrun's process, with keys of this start's own; None where a worker holds the store."""
+    # The processes of a group find each other through a store: each writes its address and reads the others'. The
+    # store in torchrun's process outlives the workers, and torch does not separate one start of them from the next:
+    # restarted processes looked for each other at the addresses of those that had died (torch 2.13).
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # each host counts its own starts, so the prefixes would differ
@@ -368,9 +391,12 @@ def shutdown(device: Device) -> None:
 
 def explain(error: BaseException) -> str | None:
     """For a failed collective one line with its cause and what to do; None for other errors."""
+    # A collective fails on every rank, and only one rank has the cause: the others notice that it is gone, or wait for
+    # it until their limit. So the line says whether to look here or elsewhere.
     text = str(error)
     if not re.search(r"hccl|nccl|gloo|\bEI\d{4}", text, re.IGNORECASE):
         return None
+    # HCCL's own code and sentence, such as "EI0006: ...", if there is one; else the first line.
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if re.match(r"EI\d{4}", line)), lines[0])[:300]
     where = f"rank {os.environ.get('RANK', '0')}"
@@ -408,14 +434,15 @@ def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
         # Without these instructions bf16 is emulated, far slower than fp32. x86 lists "flags", Arm "Features".
         flags = set(_cpu_info("flags").split() + _cpu_info("Features").split())
         return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    if kind == "cuda":
+    if kind == "cuda":  # from the A100's generation on
         return module.get_device_capability()[0] >= 8
     return bool(module.is_bf16_supported())
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep large freed blocks. Otherwise it returns every activation to the system and faults it in
-    again, which costs a training step 5 to 10% of its time (docs/measurements.md)."""
+    """Have the C library keep large freed blocks."""
+    # Otherwise it returns every activation to the system, which clears the pages before it hands them out again. That
+    # costs a training step 5 to 10% of its time: 486 ms instead of 463 at depth 4 (docs/measurements.md).
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none
     if mallopt is not None:
         # The options' numbers are those of malloc.h.
@@ -429,8 +456,12 @@ def _cpu_name() -> str:
 
 
 def _cpu_info(field: str) -> str:
+    """The first core's value of a field such as "model name"; empty where Linux does not report it."""
     try:
         with Path("/proc/cpuinfo").open() as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
-    except OSError:
-        return ""
+            for line in lines:
+                if line.startswith(field):
+                    return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return ""

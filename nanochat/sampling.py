@@ -129,9 +129,9 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor, t
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
 
     # The noise falls into one token's part of the cumulative sum. The sum is below 1 after tokens were dropped, so the
-    # noise is scaled by it. That costs a fifth of torch.multinomial, which draws
-    # a random number for every token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a
-    # token without probability, which adds nothing to the sum, is never drawn.
+    # noise is scaled by it. One number for each row costs a fifth of torch.multinomial, which draws a number for every
+    # token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a token without probability,
+    # which adds nothing to the sum, is never drawn.
     mass = probabilities.cumsum(dim=-1)
     drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)
     if greedy_choice is None:
