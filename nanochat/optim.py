@@ -33,6 +33,11 @@ from nanochat.parallel.mesh import Layout
 # Polar Express: a polynomial a x + b x^3 + c x^5 a step, each the best one for what the steps before have left.
 # These five take every singular value from 1e-3 of the norm up to 1 within 15%. The safety factor of 1.02 for bf16
 # is included. Source: Amsel et al. 2025, The Polar Express (arXiv 2505.16932).
+# One singular value at a time, through the five steps:
+#
+#     0.001 -> 0.008 -> 0.033 -> 0.128 -> 0.416 -> 0.859
+#     0.100 -> 0.793 -> 1.962 -> 1.409 -> 0.585 -> 1.059
+#     0.980 -> 1.185 -> 1.284 -> 0.895 -> 1.510 -> 0.979
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -40,6 +45,19 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+# A step of Muon on 2 ranks, for 3 matrices A, B, C of 4 rows each. Rank 0 owns A and B, rank 1 owns C:
+#
+#     phase                             rank 0 has                        rank 1 has
+#     backward                          its own gradients of A, B, C      its own gradients of A, B, C
+#     1   reduce-scatter, sum           rows 0-1 of A, B, C               rows 2-3 of A, B, C
+#     2a  all-to-all to the owners      all rows of A, B                  all rows of C
+#     2b  orthogonalise                 updates of A, B                   update of C
+#     2c  all-to-all back               rows 0-1 of the updates           rows 2-3 of the updates
+#         move the weights              new rows 0-1 of A, B, C           new rows 2-3 of A, B, C
+#     3   all-gather                    new A, B, C                       new A, B, C
+#
+# AdamW skips 2a to 2c: each rank updates the rows that phase 1 gave it.
+
 # Under ddp, every rank updates smaller AdamW tensors for itself: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096
 
@@ -88,11 +106,14 @@ class Optimizer:
         self.groups = [group for group in groups if group.parameters]
         self._rules = [_make_rule(group, self.layout, dtype) for group in self.groups]
 
-        # All ranks start their collectives in one order, because backends match them by it.
-        shares = {name: share for rule in self._rules for name, share in rule.shares.items()}
+        # The queue. All ranks start their collectives in one order, because backends match them by it.
+        shares: dict[str, _Share] = {}
+        for rule in self._rules:
+            shares.update(rule.shares)
         assert len(shares) == sum(len(rule.shares) for rule in self._rules), "a parameter is in two groups"
         position = {name: i for i, name in enumerate(order)}
-        self._queue = [shares[name] for name in sorted(shares, key=lambda name: position.get(name, len(order)))]
+        names = sorted(shares, key=lambda name: position.get(name, len(order)))  # names outside `order` go last
+        self._queue = [shares[name] for name in names]
         self._started = 0  # so many of the queue are on their way
         self._awaited: set[nn.Parameter] = set()  # whose gradients the last backward has not completed yet
         self._hooks: list[RemovableHandle] = []
@@ -131,6 +152,7 @@ class Optimizer:
         """
         # Send what the hooks have not sent: all gradients without `send_as_ready`, else those that no loss reached and
         # those queued after them.
+        # The hooks go first: the next step's earlier micro-batches must not send anything.
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -145,6 +167,7 @@ class Optimizer:
         counted = [share.grad for share in self._queue if share.grad.numel() and (share.is_part or first)]
         if not counted or self.layout.replica:
             return torch.zeros((), device=self._queue[0].parameter.device if self._queue else None)
+        # One launch for all norms. FSDP2's means are too small by the number of ranks, so their squares by its square.
         norms = torch.stack(torch._foreach_norm(counted))  # pyright: ignore[reportPrivateImportUsage]
         return norms.square().sum() * self._divided_by**2
 
@@ -169,8 +192,9 @@ class Optimizer:
         settings = _Settings(divisor, ok, lr_scale, momentum, weight_decay_scale)
         # Muon comes first in the recipe's groups: its new weights travel while AdamW updates the tables.
         for rule in self._rules:
+            # Phase 2 of this group, then the start of its phase 3. The next group computes meanwhile.
             rule.update(settings)
-            for share in rule.shares.values():  # they travel while the next group computes
+            for share in rule.shares.values():
                 share.send_weight()
         for share in self._queue:
             share.receive_weight()
@@ -224,26 +248,31 @@ class _Share:
 
     def send_gradient(self) -> None:
         held = local(self.parameter)
-        # A parameter that no loss reached has a zero gradient, on every rank alike.
+        # A parameter that no loss reached has a zero gradient. This rank must send it: other ranks wait for its part.
         grad = torch.zeros_like(held) if self.parameter.grad is None else local(self.parameter.grad)
-        self.parameter.grad = None  # on its way
+        # Drop the gradient before the next one is sent, so that peak memory holds few at once. On 4 simulated NPUs the
+        # peak fell from 185.0 to 167.7 MB once gradients travelled early (docs/measurements.md).
+        self.parameter.grad = None
         self.grad = grad
         if self.is_split:
+            # 5 rows on 2 ranks: padded to 6, summed over the ranks, 3 to each rank. The last row is padding.
             padded = _pad(grad.contiguous(), self.most * self.layout.ranks)
             self.grad = padded.new_empty(self.most, *grad.shape[1:])
             self.work = reduce_scatter(self.grad, padded, group=self.layout.group, async_op=True)
         elif self.is_replicated:
+            # Too small to split: every rank receives the whole sum, and computes the same update from it.
             self.work = dist.all_reduce(grad, group=self.layout.group, async_op=True)
 
     def receive_gradient(self) -> None:
         self._wait()
         if self.is_split:
+            # Without the padding.
             self.grad = self.grad[: self.rows.stop - self.rows.start]
 
     def send_weight(self) -> None:
         self.grad = self.grad.new_empty(0)  # the update has used it
         if not self.is_split:
-            return
+            return  # every rank has made the same update, or FSDP2 gathers the weights when a layer needs them
         # Gather straight into the parameter, from a copy of this rank's rows: a collective must not read the memory
         # that it writes to. Padded rows need a detour by way of a tensor of their own.
         mine = _pad(self.weight().clone(), self.most)
@@ -302,14 +331,19 @@ class _AdamW(_Rule):
         super().__init__(group)
         self.shares = {}
         for name, parameter in group.parameters:
+            # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are not
+            # split, see SHARD_ELEMENTS.
             is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
             share = _Share(parameter, layout, is_large)
             self.shares[name] = share
+            # Two running means for each element: of its gradient, and of its gradient's square. They take twice the
+            # memory of the weights. A rank holds those of its share alone: this is what ZeRO saves.
             for moment in ("first_moment", "second_moment"):
                 key = f"adamw.{name}.{moment}"
                 group.state[key] = torch.zeros_like(share.weight())
                 if share.is_part:
                     self.whole_shapes[key] = tuple(parameter.shape)
+        # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         first_name, first_parameter = group.parameters[0]
         self.steps = torch.zeros(1, device=first_parameter.device)
         group.state[f"adamw.{first_name}.steps"] = self.steps
@@ -319,6 +353,13 @@ class _AdamW(_Rule):
         # Bias correction divides by 1 - beta ** steps: a skipped step must not count.
         self.steps += settings.ok
         shares = {name: share for name, share in self.shares.items() if share.grad.numel()}  # others have no row
+        #     m = beta1 m + (1 - beta1) g           mean of the gradient: the direction
+        #     v = beta2 v + (1 - beta2) g^2         mean of its square: the size to expect
+        #     w -= lr (m' / (sqrt(v') + eps) + decay w)
+        # where m' = m / (1 - beta1^steps), and v' alike, remove the pull of the zeros that both start from. The
+        # quotient is near +-1 for a gradient that keeps its sign, however small it is, and near 0 for one that
+        # fluctuates: each element takes steps of its own size.
+        #
         # torch's one fused kernel: it divides by grad_scale, and touches nothing when found_inf is 1.
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [share.weight() for share in shares.values()],
@@ -342,18 +383,24 @@ class _AdamW(_Rule):
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace each of N matrices (N, rows, columns) by about U V^T of its singular value decomposition U S V^T.
 
-    An update then moves the weights by as much in every direction, also where the gradient is small. An odd polynomial
-    of x acts on its singular values alone and needs nothing but products, in `dtype`. Source: Jordan et al. 2024, Muon.
+    The products run in `dtype`. Source: Jordan et al. 2024, Muon.
     """
+    # Why: a gradient has a few large singular values and many small ones. With all of them set to about 1, an update
+    # moves the weights by as much in every direction, also where the gradient is small.
+    # How: an odd polynomial a x + b (x x^T) x + c (x x^T)^2 x acts on the singular values alone: U S V^T becomes
+    # U (a S + b S^3 + c S^5) V^T. It needs nothing but matrix products, and no decomposition.
     x = matrices.to(dtype)
     is_tall = x.size(-2) > x.size(-1)
-    if is_tall:  # x x^T is the smaller of the two Gram matrices when x is wide
+    if is_tall:
+        # x x^T is the smaller of the two Gram matrices when x is wide: (768, 768) instead of (3072, 3072).
         x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # no singular value above 1
+    # The root of the sum of all squares is at least the largest singular value: after this none is above 1, where the
+    # polynomials would diverge.
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b (x x^T) + c (x x^T)^2
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a x + the polynomial x
     return x.mT if is_tall else x
 
 
@@ -387,9 +434,11 @@ class _Stack:
 class _Muon(_Rule):
     """Muon on one process (source: Jordan et al. 2024, Muon).
 
-    In the same wall time at depth 4 on pydoc, Muon reaches 1.591 bits per byte where AdamW reaches 1.629
-    (docs/measurements.md). Matrices of one shape are stacked: one orthogonalisation serves them all.
+    Matrices of one shape are stacked: one orthogonalisation serves them all.
     """
+
+    # In the same wall time at depth 4 on pydoc, Muon reaches 1.591 bits per byte where AdamW reaches 1.629
+    # (docs/measurements.md). It also has half of AdamW's state: one mean for each element, and little more.
 
     def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype):
         super().__init__(group)
@@ -429,8 +478,8 @@ class _Muon(_Rule):
         decay = self.group.weight_decay * settings.weight_decay_scale
         for stack in self.stacks:
             update, size = self._direction(stack, self._gradient(stack), settings)
-            # The rows of a wide update have norm 1, those of a tall one are shorter. This factor gives them norm 1
-            # too, so that every output moves by as much.
+            # The rows of a wide update have norm 1, those of a tall one are shorter: about 1/2 for 4C x C, where the
+            # columns have norm 1. This factor gives them norm 1 too, so that every output moves by as much.
             rows, columns = stack.shape
             rate = self.group.learning_rate * settings.lr_scale * max(1.0, rows / columns) ** 0.5
             self._apply(stack, update, size, rate * settings.ok, decay)
@@ -446,9 +495,10 @@ class _Muon(_Rule):
         # A skipped step's gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
         grad = torch.where(settings.ok > 0, grad / settings.targets, 0.0)
 
-        # First the running average of the gradients, then Nesterov's look-ahead: the update lies between the gradient
-        # and the new average, at `momentum` of the way. In a skipped step `ok` is 0, so that neither the average nor
-        # the second moment below changes.
+        # First the running average of the gradients, over about 20 steps at a momentum of 0.95: it removes the noise of
+        # single batches. Then Nesterov's look-ahead: the update lies between the gradient and the new average, at
+        # `momentum` of the way. In a skipped step `ok` is 0, so that neither the average nor the second moment below
+        # changes.
         stack.momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
         update = grad.lerp_(stack.momentum, settings.momentum)
 
@@ -461,6 +511,8 @@ class _Muon(_Rule):
         square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
         stack.second_moment.lerp_(square, (1 - self.group.betas[1]) * settings.ok)
         scale = stack.second_moment.clamp(min=1e-10).rsqrt()
+        # `square` has the mean squares of the neurons, so sums of it are squared norms up to one factor, and the factor
+        # cancels in the quotient.
         norm = square.sum((1, 2), keepdim=True)
         scaled_norm = (square * scale.square()).sum((1, 2), keepdim=True)
         update *= scale * (norm / scaled_norm.clamp(min=1e-10)).sqrt()
@@ -530,6 +582,9 @@ class _Route:
         self.held_counts: list[int] = []  # how many of each owner
         self.owned: list[tuple[int, slice]] = []  # indices into (owned, rows, columns), sorted by the rows' holder
         self.owned_counts: list[int] = []  # how many rows of each holder
+        # In the example of 3 matrices on 2 ranks, rank 0 has:
+        #     held    rows 0-1 of A and B for owner 0, of C for owner 1          held_counts  [4, 2]
+        #     owned   rows 0-1 of A and B from rank 0, rows 2-3 from rank 1      owned_counts [4, 4]
         for rank, run in enumerate(layout.shares(len(stack.matrices))):
             # That rank's matrices, this rank's rows.
             count = 0

@@ -47,10 +47,21 @@ class Schedule:
         return cls(steps, **{**short, **changes})
 
     def lr(self, step: int) -> float:
-        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall (a "trapezoid").
-
-        Unlike a cosine, the plateau does not depend on where the run ends (source: Hu et al. 2024, MiniCPM).
-        """
+        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall (a "trapezoid")."""
+        # A run of 1,000 steps:
+        #
+        #     1.00     _______
+        #             /       \__
+        #            /           \__
+        #           /               \__
+        #     0.02 /                   \__ 0.05
+        #          0  40     350         1,000  steps
+        #
+        # The rise: the first gradients say little, and the optimizer's running means of them are empty. It starts above
+        # 0, because a step at a rate of 0 is wasted.
+        # The plateau: unlike a cosine, it does not depend on where the run ends (source: Hu et al. 2024, MiniCPM).
+        # The fall: at a high rate the weights jump from one side of a valley of the loss to the other; small steps
+        # reach its floor.
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         # `left` is 1 on the plateau and falls to 0 at the end; the rate falls with it to `final_lr`.
@@ -60,11 +71,13 @@ class Schedule:
 
     def momentum(self, step: int) -> float:
         """Muon's momentum: a linear rise (source: Jordan et al. 2024, modded-nanogpt)."""
+        # 0.85 averages over about 7 steps, 0.95 over about 20. Early gradients change fast, so old ones mislead.
         share = min(1.0, step / self.momentum_steps) if self.momentum_steps else 1.0
         return self.momentum_start + share * (self.momentum_end - self.momentum_start)
 
     def weight_decay(self, step: int) -> float:
         """Multiple of the initial weight decay: a linear fall to zero."""
+        # Decay erases what early steps wrote. Late steps write the final weights, which nothing should erase.
         return max(0.0, 1 - step / self.steps)
 
 
@@ -106,6 +119,7 @@ class Meter:
 
     def add(self, stats: "StepStats", tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
+        # Sums on the device: the host does not know `finite` yet, and does not wait to learn it.
         self.skipped += 1 - stats.finite
         # A finite step resets the count of bad steps in a row. Once the count is three it stays: the run must end, and
         # only the next log line reads the count.
@@ -129,6 +143,7 @@ class Meter:
         if self.token_flops and self.device.peak_flops:
             mfu = self.token_flops * rate / (self.device.peak_flops * self.device.world_size)
 
+        # Start the next line's counts. `bad_in_a_row` is kept: a row of bad steps may cross a log line.
         progress.seconds += now - self.clock
         progress.skipped_steps += int(skipped)
         self.skipped.zero_()
@@ -166,6 +181,8 @@ def make_optimizer(
     roles = model.parameter_groups()
     c = model.config
     decay = rates.weight_decay
+    # Muon reads the second alone, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
+    # (source: Brown et al. 2020, GPT-3).
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
     # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself.
     qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
@@ -174,6 +191,8 @@ def make_optimizer(
     noise_eps = 1e-4
     return Optimizer(
         [
+            # Weight decay for the matrices alone. In a table it would erase the rows of rare tokens: every step shrinks
+            # them, and few steps restore them.
             ParameterGroup(matrices, roles["matrix"], rates.matrix, decay, betas),
             ParameterGroup(matrices, roles["qkv"], rates.matrix, decay, betas, row_splits=qkv_rows),
             ParameterGroup("adamw", roles["embedding"], rates.embedding),
@@ -204,12 +223,20 @@ def train_step(
     A step whose loss or gradients are not finite on any rank, or that has no target at all, changes nothing on any
     rank. The host never waits for the device here. Of a sharded model every rank must have equally many micro-batches.
     """
+    # One step of 2 micro-batches on each of 2 ranks, with 900, 700, 1,000 and 400 targets:
+    #
+    #     gradient of the step = (g1 + g2 + g3 + g4) / 3,000      each g is that of a SUM of losses
+    #
+    # A mean for each micro-batch and then a mean of the four would weigh a token of the last one 2.5 times as much as
+    # one of the third. With one sum and one count the result does not depend on how rows are dealt out.
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
 
     # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
     for batch, last in _with_last(batches):
         # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
         synchronize_gradients(model, last)
+        # Forward, with products in bf16 where the device has it. Parameters and their gradients stay in fp32: an
+        # update is often smaller than the rounding of a bf16 weight.
         with device.autocast():
             loss, targets = loss_fn(model, batch)
         if last:
@@ -230,6 +257,7 @@ def train_step(
     # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
     # divides by the number of targets, so that a token weighs the same in a full batch and in one of padding.
     optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
+    # For the log: per target, so that runs of any batch size compare. The clamp keeps a step without a target finite.
     mean = 1 / target_count.clamp(min=1.0)
     return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
 
@@ -257,6 +285,7 @@ def mean_loss(
     Of a sharded model every rank must have equally many batches. `should_stop` is called before each batch.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
+    # A stop travels with the sums: a rank that raised alone would leave the others waiting in the collective.
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, ranks that broke off
     for batch in batches:
         if should_stop():
@@ -273,5 +302,6 @@ def mean_loss(
 
 def next_token_loss(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The loss of pretraining: batch is (inputs, targets), both (B, T), IGNORE where nothing is predicted."""
+    # targets[t] is inputs[t + 1]: one row of T tokens is T predictions at once, because attention looks back only.
     inputs, targets = batch
     return model(inputs, targets), (targets != IGNORE).sum()
