@@ -268,10 +268,14 @@ def serving(engine: Any, slots: int) -> Iterator[int]:
         return LoadedModel(scheduler, engine.tokenizer, "bench", engine.model.config.sequence_len, chats=False)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(load), log_level="error"))
+        app = create_app(load)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started:
+        # The app loads on another thread; until it is done, requests are refused with 503.
+        while not (server.started and app.state.nanochat.model) and thread.is_alive():
+            if app.state.nanochat.failed:
+                raise UserError(f"the server {app.state.nanochat.failed}")
             time.sleep(0.05)
         yield listener.getsockname()[1]
         server.should_exit = True

@@ -321,12 +321,12 @@ class Run:
         if self.meter.since_good < 3:
             return line
         good = self.progress.step - self.meter.since_good
-        last_good = f"step {good - 1}" if good else "none"
+        last_good = str(good - 1) if good else "none"
         checkpoint = self._newest_checkpoint()
         hint = ", then --resume" if checkpoint else ""
         raise UserError(
-            f"the loss was not finite three steps in a row; {last_good} is the last good one, {checkpoint or 'none'} "
-            f"the last checkpoint: lower the rates{hint}"
+            f"the loss or its gradient was not finite three steps in a row; last good step: {last_good}, newest "
+            f"checkpoint: {checkpoint or 'none'}; lower the learning rates{hint}"
         )
 
     def _newest_checkpoint(self) -> Path | None:
