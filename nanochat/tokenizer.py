@@ -54,6 +54,8 @@ SPECIAL_TOKENS = (
 #
 # It is GPT-4's pattern with one change: numbers are split into ones and twos instead of threes. 1,000 tokens for
 # three-digit numbers would be a large part of a small vocabulary.
+#
+#     "Don't pay $1,234  for it!"   ->   Don | 't |  pay |  $ | 1 | , | 23 | 4 |   |  for |  it | !
 SPLIT_PATTERN = "|".join(
     (
         r"'(?i:[sdmt]|ll|ve|re)",  # the end of an English contraction: it's, we'll
@@ -85,6 +87,9 @@ class Tokenizer:
         Raises ValueError: when the tokens cannot encode every text.
         """
         # The id of a token is its rank: the encoder applies the merge of the lowest rank first, as training did.
+        # With the merges 256 = l o, 257 = e r, 258 = lo w, the word "lower" becomes the ids 258, 257:
+        #
+        #     l o w e r  ->  lo w e r  ->  lo w er  ->  low er
         ranks = {token: rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or b"" in ranks:
             raise ValueError("a token is empty or occurs twice")
@@ -131,6 +136,7 @@ class Tokenizer:
             )
         characters = 0
 
+        # The trainer reads a stream: the text never has to fit in memory.
         def pieces() -> Iterator[str]:
             nonlocal characters
             for text in texts:
@@ -146,7 +152,7 @@ class Tokenizer:
 
     def shrink(self, vocab_size: int) -> "Tokenizer":
         """The tokenizer of the first merges only: what training for fewer tokens gives."""
-        # Training is greedy: no merge depends on a later one.
+        # Training is greedy: no merge depends on a later one. So one long training gives every smaller vocabulary.
         return Tokenizer(self.tokens[: vocab_size - len(self.special_ids)], self.pattern, list(self.special_ids))
 
     def save(self, folder: str | Path) -> Path:
@@ -230,6 +236,7 @@ class Tokenizer:
 
         Raises ValueError: when an id is outside the vocabulary.
         """
+        # tiktoken names no id in its error; the search for the wrong one is worth its time only then.
         ids = list(ids)
         try:
             return self._encoding.decode_bytes(ids)

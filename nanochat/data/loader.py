@@ -128,6 +128,8 @@ class Loader:
         workers: int = 1,
         state: LoaderState | None = None,
     ):
+        # Shards of this rank. On 2 ranks, rank 0 has the shards 0, 2, 4, 6 of 8 and rank 1 the others. On 4 ranks, rank
+        # 0 has 0 and 4. In both cases row 4 is the next row of shard 4: it does not depend on the number of ranks.
         # The number of shards is a property of the run: a resumed one keeps it, or its rows would be others.
         shard_count = state.shard_count if state else math.lcm(CANONICAL_SHARDS, world_size)
         if shard_count % world_size != 0:
@@ -158,6 +160,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        # The thread starts with the first batch, so that a loader that nobody reads costs nothing.
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="loader", daemon=True)
             self._thread.start()
@@ -181,6 +184,7 @@ class Loader:
                 item = self._next_batch()
             except BaseException as error:
                 item = error
+            # A full queue makes this thread wait. The timeout lets it look at `close` meanwhile.
             while not self._stop.is_set():
                 try:
                     self._queue.put(item, timeout=0.2)
@@ -194,6 +198,8 @@ class Loader:
         for row in rows:
             self._shards[self._row % self._shard_count].fill(row)
             self._row += self._world_size
+        # The position travels with the batch. The thread is some batches ahead, so its own position would skip those
+        # when the run resumes.
         tokens = torch.from_numpy(rows)
         positions = {number: shard.state() for number, shard in self._shards.items()}
         state = LoaderState(self._row - self._offset, positions, self._shard_count)
@@ -232,6 +238,8 @@ class _Source:
 
     def read(self, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block`."""
+        # Deal the blocks out like cards: with 8 shards, shard 3 reads the blocks 3, 11, 19, ... of the shuffled order.
+        # The count runs on through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
         index = shard + block * self.shard_count
         if self.block_count is not None:  # a corpus without an end cannot be shuffled as a whole
             epoch, place = divmod(index, self.block_count)
@@ -239,6 +247,7 @@ class _Source:
         return self.corpus.read_block(index)
 
     def _order(self, epoch: int, blocks: int) -> np.ndarray:
+        # Each epoch has an order of its own, a function of seed and epoch alone: a resumed run finds it again.
         if epoch not in self._orders:
             self._orders.pop(epoch - 2, None)  # a shard that still needs it makes it again
             self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(blocks)
@@ -265,6 +274,11 @@ class _Shard:
 
     def fill(self, row: np.ndarray) -> None:
         """Fill a row (T + 1,) completely, by best fit."""
+        # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
+        #
+        #     room 10   the longest that fits is 5          waiting  3, 12
+        #     room  5   the longest that fits is 3          waiting  12
+        #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
         used = 0
         while used < len(row):
             self._refill(BUFFER_ROWS * len(row))

@@ -36,6 +36,8 @@ class PackedBatch:
         Row i goes to rank i mod world_size. All ranks get the same number of micro-batches, because each joins the
         others' collectives; rows without a target fill up the last ones.
         """
+        # 10 rows in micro-batches of 2 on 2 ranks: 4 rows at a time, so 3 micro-batches for each rank, and 2 rows of
+        # padding. Rank 0 has the rows 0 and 2, 4 and 6, 8 and padding; rank 1 has 1 and 3, 5 and 7, 9 and padding.
         count = -(-len(self) // (rows * world_size))  # rounded up
         missing = count * rows * world_size - len(self)
         fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments, 0), (self.source, 0))
@@ -54,6 +56,14 @@ def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]],
 
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
+    # Four sequences that need 7, 5, 4 and 3 places, in rows of 10:
+    #
+    #     7   a new row 0, which then has 3 free
+    #     5   a new row 1, which then has 5 free
+    #     4   row 1, which then has 1 free
+    #     3   row 0, which is then full
+    #
+    # Longest first, because the short ones fill the gaps that the long ones leave.
     rows: list[list[int]] = []  # the sequences in each row
     free: list[tuple[int, int]] = []  # (free places, row) in order, so that bisect finds the best fit
     for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
@@ -87,6 +97,8 @@ def pack_pairs(
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
     assert rows > 1 and len(ids) % 2 == 0
+    # Give each pair its micro-batch and rows. Pairs with the longest reply go first, each to the micro-batch with the
+    # most room: the pairs spread evenly, and every rank computes about as much.
     needs = [_places_of(sequence, row_tokens) for sequence in ids]
     micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
     free: list[list[int]] = []  # micro-batch -> row -> free places
@@ -104,6 +116,7 @@ def pack_pairs(
             micros[micro][row].append(i)
             free[micro][row] -= needs[i]
 
+    # Fill the micro-batches of this rank.
     empty: list[list[int]] = [[] for _ in range(rows)]
     for members in micros[rank::world_size] or [empty]:
         # Number the sequences anew: a pair's two numbers stay neighbours.
@@ -144,6 +157,11 @@ def _fill(
     rows: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int
 ) -> PackedBatch:
     """Write each row's sequences one after the other."""
+    # A row of 6 with two sequences, tokens 1 2 3 4 with the mask 0 0 1 1 and tokens 5 6 7 with the mask 0 1 1:
+    #
+    #     inputs     1  2  3  5  6  0     without each sequence's last token: nothing follows it
+    #     targets    -  3  4  6  7  -     the token after each input, IGNORE (-) where the mask is 0
+    #     segments   0  0  0  1  1  2     the padding is a segment of its own
     shape = (len(rows), row_tokens)
     inputs = np.zeros(shape, np.int64)
     targets = np.full(shape, IGNORE, np.int64)
