@@ -31,6 +31,9 @@ Part = dict[str, str]  # {"type": str, "text": str}
 #     It is  <|python_start|>  2+3  <|python_end|>  <|output_start|>  5  <|output_end|>  5.  <|assistant_end|>
 #       1           1           1          1               0          0         0        1          1
 #
+# The mask says which tokens a loss predicts: the target of a place is the next token, and it counts where that token's
+# mask is 1 (packing.py). So the place of `<|assistant_start|>` learns to write `It is`.
+#
 # The mask has a 1 under each token that the assistant chooses: its text, its calls with their marks, and the end of its
 # turn. It has a 0 under what others write: the system, the user, the tool. Learning the tool's results would teach the
 # model to make them up. `<|assistant_start|>` has a 0 because every prompt ends with it.
@@ -67,11 +70,14 @@ def parts_of(content: str | Sequence[Part]) -> list[Part]:
 
 def text_of(content: str | Sequence[Part]) -> str:
     """What a reader sees of a content: its text, without calls and their results."""
+    # "It is " + call + result + "5." -> "It is 5."
     return "".join(part["text"] for part in parts_of(content) if part["type"] == "text")
 
 
 def check_messages(messages: Any) -> None:
     """Raises ValueError: for anything that is not a conversation; names the message and what is wrong with it."""
+    # Data sets and requests are written by others. A mistake is found here, with the number of its message, and not as
+    # a KeyError in the middle of rendering.
     if not isinstance(messages, list) or not messages:
         raise ValueError("a conversation is a non-empty list of messages")
     for number, message in enumerate(messages):
@@ -79,6 +85,7 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"message {number} is not an object with role and content")
         _check_message(number, message)
 
+    # Whose turn it is follows from the place: a model trained on strict turns has never seen two of one role in a row.
     has_system = messages[0]["role"] == "system"
     turns = messages[1:] if has_system else messages
     if not turns:
@@ -95,8 +102,11 @@ def _check_message(number: int, message: dict) -> None:
         raise ValueError(f"message {number} has the role {role!r}: system, user or assistant")
     if not isinstance(content, str | list):
         raise ValueError(f"message {number} ({role}) has no content: a text, or a list of parts")
-    for part in content if isinstance(content, list) else []:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    if isinstance(content, str):
+        content = []  # a text has no parts to check
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in MARKS or not isinstance(text, str):
             raise ValueError(f"message {number} ({role}) has a part that is not type ({', '.join(MARKS)}) and text")
         if kind != "text" and role != "assistant":
@@ -111,10 +121,13 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
     mask = [0]
     for message in messages:
         role = message["role"]
+        # An empty part is left out: marks around nothing would be a call without an expression.
         parts = [part for part in parts_of(message["content"]) if part["text"]]
         # A message with `"train": false` is context only. So is an empty reply: learning from it would teach the model
         # to end its turn at once.
         learned = role == "assistant" and bool(parts) and message.get("train", True)
+        # The role's mark opens the turn. Each part is encoded by itself: the tool's result has the same tokens here as
+        # in the engine, which encodes it alone.
         ids.append(tokenizer.encode_special(f"<|{role}_start|>"))
         mask.append(0)
         for part in parts:
@@ -124,6 +137,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
         # The end of a turn is the assistant's choice too: this is where it learns to stop.
         ids.append(tokenizer.encode_special(f"<|{role}_end|>"))
         mask.append(int(learned))
+    # Training cuts the end off, because each target needs all that precedes it and nothing that follows.
     if max_tokens is None or len(ids) <= max_tokens:
         return Rendered(ids, mask, cut=False)
     return Rendered(ids[:max_tokens], mask[:max_tokens], cut=True)
@@ -135,7 +149,11 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
     # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
-    # seen exactly this. A conversation that is too long loses its oldest turns.
+    # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
+    # must follow the newest question. For example:
+    #
+    #     messages    system  user 1  reply 1  user 2  reply 2  user 3
+    #     prompt      <|bos|> system           user 2  reply 2  user 3  <|assistant_start|>
     first = 1 if messages[0]["role"] == "system" else 0
     assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
 
@@ -147,7 +165,9 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
     if max_tokens is not None and length > max_tokens:
         raise UserError(f"the message has {length} tokens, there is room for {max_tokens}: shorten it")
 
-    # As many earlier turns as fit, from the newest to the oldest. Each is a user's message and its reply.
+    # As many earlier turns as fit, from the newest to the oldest. Each is a user's message and its reply. In
+    # training no question is without its reply, so both stay or both are dropped. The first turn that does not fit ends
+    # the search: no turn is missing from the middle.
     turns: list[list[int]] = []
     for index in range(len(messages) - 3, first - 1, -2):
         turn = render(tokenizer, messages[index : index + 2]).ids[1:]
@@ -164,12 +184,17 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
 
 def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
     """The parts of an assistant's tokens, as generated after a prompt: the inverse of `render` for one message."""
+    # "It is " <|python_start|> "2+3" <|python_end|> <|output_start|> "5" <|output_end|> "5." <|assistant_end|> becomes
+    # the parts text "It is ", python "2+3", python_output "5" and text "5.".
+    #
     # A model can generate anything, so nothing here raises. A mark in the wrong place is dropped, and a call that was
     # not closed is still a call.
     opening = {tokenizer.encode_special(start): kind for kind, (start, _) in MARKS.items() if start}
     closing = {tokenizer.encode_special(end) for _, end in MARKS.values() if end}
     end = tokenizer.encode_special("<|assistant_end|>")
     special = set(tokenizer.special_ids.values())
+    # An opening mark begins a part of its type. A closing mark begins a text, and so does the reply itself. Parts that
+    # stay empty are left out at the end.
     runs: list[tuple[str, list[int]]] = [("text", [])]  # (type, tokens) of each part
     for token in ids:
         if token == end:
@@ -178,9 +203,10 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
             runs.append((opening[token], []))
         elif token in closing:
             runs.append(("text", []))
-        elif token not in special:
+        elif token not in special:  # a role's mark in the middle of a reply is no text
             _, tokens = runs[-1]
             tokens.append(token)
+    # Decoded once per part and not per token: a character may be spread over several tokens.
     return [{"type": kind, "text": tokenizer.decode(tokens)} for kind, tokens in runs if tokens]
 
 
