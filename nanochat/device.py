@@ -138,6 +138,12 @@ class Device:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return self.module.max_memory_allocated()
 
+    def total_memory(self) -> int | None:
+        """Bytes of device memory; None for a CPU. speedrun_npu.sh chooses its batch sizes by it."""
+        if self.kind == "cpu":
+            return None
+        return self.module.get_device_properties(self.local_rank).total_memory
+
     def seed(self, seed: int) -> None:
         """Seed torch's generators on the host and on this device."""
         torch.manual_seed(seed)
