@@ -212,9 +212,11 @@ class KVCache:
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""
-        positions = self.position[:, None] + torch.arange(tokens, device=self.position.device)
+        positions = self.position[:, None]  # (B, 1)
+        if tokens > 1:  # a decoded token saves two launches
+            positions = positions + torch.arange(tokens, device=self.position.device)
         if self.max_position is not None:
-            positions.clamp_(max=self.max_position)
+            positions = positions.clamp(max=self.max_position)
         return positions
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
