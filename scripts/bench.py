@@ -33,7 +33,7 @@ class Config:
     depth: Positive = 4  # layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Annotated[int, Range(2)] = 128  # channels of an attention head
     max_seq_len: Positive = 512  # tokens a row
-    vocab_size: Positive = 8192
+    vocab_size: Positive = 8192  # tokens that the model knows
     device_batch_size: Positive = 8  # rows
     optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
     steps: Positive = 20  # measured, each between two measurements of the bare product

@@ -343,8 +343,8 @@ BAD_JSON_LINES = [
     (GOOD + "{oops\n" + GOOD, "line 2 is not JSON"),
     (GOOD + "[" * 100_000 + "\n" + GOOD, "line 2 is not JSON"),
     (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
-    ("[1]\n" + GOOD, "line 1 .*no object"),
-    ('"text"\n' + GOOD, "line 1 .*no object"),
+    ("[1]\n" + GOOD, "line 1 .*object"),
+    ('"text"\n' + GOOD, "line 1 .*object"),
     ('{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300, "line 101 "),
 ]
 
