@@ -97,7 +97,8 @@ def check_messages(messages: Any) -> None:
 
 
 def _check_message(number: int, message: dict) -> None:
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ("system", "user", "assistant"):
         raise ValueError(f"message {number} has the role {role!r}: system, user or assistant")
     if not isinstance(content, str | list):

@@ -294,7 +294,8 @@ class Slots:
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
-        config, device = engine.model.config, engine.model.device
+        config = engine.model.config
+        device = engine.model.device
         capacity = capacity or config.sequence_len  # tokens that a slot holds
         self.engine = engine
         self.size = size
@@ -382,7 +383,8 @@ class Slots:
         if not rows:
             return
         to_device = self.engine.device.to_device
-        first, end = len(self.rows), len(self.rows) + len(rows)
+        first = len(self.rows)
+        end = len(self.rows) + len(rows)
         # Rows go to the slots after the running ones, wherever their prompts were read.
         self._copy_cache([row.slot for row in rows], list(range(first, end)), max(len(row.prompt) for row in rows))
         self.last[first:end] = to_device(torch.tensor([row.prompt[-1] for row in rows]))
@@ -430,7 +432,8 @@ class Slots:
         """Move running rows to other slots."""
         sources = [row.slot for row in rows]
         self._copy_cache(sources, slots, max(len(row.prompt) + row.made for row in rows))
-        source, target = self._index(sources), self._index(slots)
+        source = self._index(sources)
+        target = self._index(slots)
         # The right side is a copy, so a target may be another row's source.
         for tensor in (self.last, self.cache.position, self.noise, self.table, self.seen):
             tensor[target] = tensor[source]

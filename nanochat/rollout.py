@@ -59,7 +59,8 @@ def sample_replies(
     keeps what it has; its task decides what that is worth.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
-    tokenizer, device = engine.tokenizer, engine.device
+    tokenizer = engine.tokenizer
+    device = engine.device
     # At least one token of the context is left for the reply.
     room = engine.model.config.sequence_len - 1
     prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
@@ -82,7 +83,8 @@ def sample_replies(
     settings = [SamplingParams(**sampling, seed=seed_of(seed, *numbers)) for numbers in mine]
     own: list[_Reply] | None = []  # None: this rank was interrupted
     try:
-        tokens, masks = [], []
+        tokens = []
+        masks = []
         if mine:
             tokens, masks = engine.generate(
                 [prompts[question] for question, _ in mine],

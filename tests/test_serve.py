@@ -527,7 +527,7 @@ def test_a_client_that_leaves_frees_its_slot(count: int):
                 stream.close()
             seconds.append(until(lambda: not scheduler.running and not scheduler.waiting))
         assert scheduler.finished == {"cancelled": len(scheduler.requests)}
-    assert sorted(seconds)[-3] < 0.25  # two may meet a busy machine
+    assert max(seconds) < 0.25
 
 
 def test_overload_is_refused_at_once_and_the_server_still_responds():

@@ -1,6 +1,6 @@
 """`--profile N` of the training scripts: a trace of N steps, and torch's table of their operators.
 
-Open the trace in https://ui.perfetto.dev or chrome://tracing. torch_npu's profiler writes tables of its own next to it.
+Open the trace in https://ui.perfetto.dev or chrome://tracing. A vendor's profiler adds its own tables.
 """
 
 import shutil

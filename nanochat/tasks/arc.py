@@ -15,7 +15,9 @@ from nanochat.tasks.task import Example, choice_example, chosen_letter
 class ArcEasy(RecordTask):
     """The questions that simple methods answer."""
 
-    name, kind, baseline = "arc_easy", "choice", 0.25
+    name = "arc_easy"
+    kind = "choice"
+    baseline = 0.25
     fields = {"question": str, "choices": dict, "answerKey": str}
 
     def example(self, index: int) -> Example:

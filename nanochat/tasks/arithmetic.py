@@ -37,7 +37,9 @@ FEWER = "{name} has {a} {thing}s and gives {b} away. How many {thing}s are left?
 class Arithmetic(GeneratedTask):
     """Two- and three-digit sums, differences and products, some of them as a little story."""
 
-    name, kind, baseline = "arithmetic", "generative", 0.0
+    name = "arithmetic"
+    kind = "generative"
+    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)

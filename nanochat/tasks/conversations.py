@@ -25,7 +25,8 @@ KNOWN = '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"in
 class Conversations(Task):
     """A dialogue to learn from."""
 
-    name, kind = "conversations", "dialogue"
+    name = "conversations"
+    kind = "dialogue"
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         if path is None:

@@ -23,7 +23,9 @@ NUMBER = re.compile(r"\s*\$?\s*([-+\u2212]?)\s*\$?\s*([0-9.,]+)(?![0-9.,]|/[0-9]
 class Gsm8k(RecordTask):
     """A word problem; graded by the number after the last `####`."""
 
-    name, kind, baseline = "gsm8k", "generative", 0.0
+    name = "gsm8k"
+    kind = "generative"
+    baseline = 0.0
     fields = {"question": str, "answer": str}
 
     def example(self, index: int) -> Example:

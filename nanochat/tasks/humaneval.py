@@ -22,7 +22,9 @@ TIMEOUT_SECONDS = 10.0
 class HumanEval(RecordTask):
     """A function to complete; right when its tests pass."""
 
-    name, kind, baseline = "humaneval", "generative", 0.0
+    name = "humaneval"
+    kind = "generative"
+    baseline = 0.0
     fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
 
     def example(self, index: int) -> Example:

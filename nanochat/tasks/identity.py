@@ -32,7 +32,9 @@ SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assis
 class Identity(GeneratedTask):
     """One to three turns of small talk, sometimes after a system message; the answers are learned by heart."""
 
-    name, kind, baseline = "identity", "generative", 0.0
+    name = "identity"
+    kind = "generative"
+    baseline = 0.0
     sizes = {"train": 10_000, "test": 100}
 
     def example(self, index: int) -> Example:

@@ -17,7 +17,9 @@ LETTERS = ("A", "B", "C", "D")
 class Mmlu(RecordTask):
     """A question with four answers."""
 
-    name, kind, baseline = "mmlu", "choice", 0.25
+    name = "mmlu"
+    kind = "choice"
+    baseline = 0.25
     splits = {"train": "auxiliary_train", "test": "test"}
 
     def example(self, index: int) -> Example:

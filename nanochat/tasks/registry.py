@@ -68,7 +68,8 @@ def parse_tasks(text: str) -> list[TaskSpec]:
 def _parse_entry(entry: str) -> TaskSpec:
     rest, colon, number = entry.rpartition(":")
     if not colon:
-        rest, number = entry, "1"
+        rest = entry
+        number = "1"
     try:
         weight = float(number)
     except ValueError as error:

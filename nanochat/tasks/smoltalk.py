@@ -13,7 +13,8 @@ from nanochat.tasks.task import Example
 class SmolTalk(RecordTask):
     """A dialogue of one or more turns; checked when it is read, as there are so many."""
 
-    name, kind = "smoltalk", "dialogue"
+    name = "smoltalk"
+    kind = "dialogue"
     fields = {"messages": list}
 
     def example(self, index: int) -> Example:

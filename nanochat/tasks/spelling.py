@@ -39,7 +39,9 @@ INTEGER = re.compile(r"[0-9]+")
 class Spelling(GeneratedTask):
     """A word, letter by letter; graded by the last row of single letters."""
 
-    name, kind, baseline = "spelling", "generative", 0.0
+    name = "spelling"
+    kind = "generative"
+    baseline = 0.0
 
     def word(self, index: int) -> str:
         """Words take turns; everything else about an example is drawn at random."""

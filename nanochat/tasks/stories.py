@@ -30,7 +30,9 @@ class Stories(GeneratedTask):
     The requested kind of animal is not graded.
     """
 
-    name, kind, baseline = "stories", "generative", 0.0
+    name = "stories"
+    kind = "generative"
+    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng, story = self._draw(index)
@@ -66,7 +68,9 @@ class Stories(GeneratedTask):
 class StoryQuestions(GeneratedTask):
     """A short story and a question about it; the answer is one sentence."""
 
-    name, kind, baseline = "questions", "generative", 0.0
+    name = "questions"
+    kind = "generative"
+    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)

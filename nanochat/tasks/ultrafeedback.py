@@ -13,7 +13,8 @@ from nanochat.tasks.task import Example, Pair
 class UltraFeedback(RecordTask):
     """A question, and two replies to it; checked when it is read."""
 
-    name, kind = "ultrafeedback", "dialogue"
+    name = "ultrafeedback"
+    kind = "dialogue"
     fields = {"chosen": list, "rejected": list}
     splits = {"train": "train_prefs", "test": "test_prefs"}  # its other splits are for SFT and for generating
 
