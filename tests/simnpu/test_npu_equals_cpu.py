@@ -76,9 +76,12 @@ def test_the_same_operations_in_fp32_give_the_same_bits(simulated: On, packed: b
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
-    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)
-    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)
-    assert close(on_npu[:12:2], on_cpu[:12:2], 5e-3)  # losses
+    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)[:12:2]  # losses
+    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)[:12:2]
+    # How far bf16 parts from fp32 depends on the shape and on the processor: 0.06% to 1.1%.
+    exact = cases.train_losses("cpu", shape=shape)[:12:2]
+    rounding = max(abs(rounded - loss) / loss for rounded, loss in zip(on_cpu, exact, strict=True))
+    assert close(on_npu, on_cpu, max(5e-3, 2 * rounding))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
