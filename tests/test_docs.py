@@ -149,8 +149,8 @@ def test_the_folders_of_a_profile():
 def test_the_container_gets_what_check_npu_asks_for():
     (line,) = [line for line in bash_lines(ENGLISH) if line.startswith("docker run")]
     words = shlex.split(line)
-    asked = shlex.split(check_npu.GET_DRIVER.partition("start the container with ")[2])
-    assert asked and set(asked) <= set(words)
+    flags = shlex.split(check_npu.GET_DRIVER.partition("start the container with ")[2])
+    assert flags and set(flags) <= set(words)
     assert [w for w in words if w.startswith("--device=/dev/davinci") and w[-1].isdigit()] == [
         f"--device=/dev/davinci{n}" for n in range(8)
     ]

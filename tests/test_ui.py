@@ -359,8 +359,8 @@ def test_streams_with_a_caret_and_stops(server, open_page):
     done(page)
     # Nothing came before the stop: the empty reply and its question are not sent along.
     send(page, "hello")
-    asked = [message["content"] for message in server.bodies[-1]["messages"]]
-    assert asked[0] == "slow" and asked[1].startswith("word0") and asked[-1] == "hello"
+    contents = [message["content"] for message in server.bodies[-1]["messages"]]
+    assert contents[0] == "slow" and contents[1].startswith("word0") and contents[-1] == "hello"
 
 
 def test_regenerate_edit_and_variants_outlive_a_reload(server, open_page):
@@ -532,8 +532,8 @@ def test_settings_are_sent_and_kept(server, open_page):
     page.click("#new")
     send(page, "hello")
     body = server.bodies[-1]
-    asked = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
-    assert asked == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "max_tokens": 12, "seed": 40}
+    sampling = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
+    assert sampling == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "max_tokens": 12, "seed": 40}
     assert body["messages"][0] == {"role": "system", "content": "You are a fox."}
     last(page).locator("[data-act=again]").click()
     done(page)
@@ -881,11 +881,11 @@ def test_two_tabs_with_one_conversation(server, open_page):
     two = one.context.new_page()
     two.goto(server.url)
     two.locator("#list .open").click()
-    said = lambda page: page.locator(".question .said").all_inner_texts()  # noqa: E731
+    questions = lambda page: page.locator(".question .said").all_inner_texts()  # noqa: E731
     send(one, "slow", wait=False)
     two.wait_for_selector(".reply .caret")
     two.wait_for_function("() => /word9[^]*Being written in another tab/.test($('messages').innerText)")
-    assert "closed before" not in two.locator("#messages").inner_text() and said(two) == ["hello", "slow"]
+    assert "closed before" not in two.locator("#messages").inner_text() and questions(two) == ["hello", "slow"]
     # A question from the other tab, a new name and another conversation meanwhile.
     send(two, "from two")
     two.locator("#list li").first.hover()
@@ -900,9 +900,11 @@ def test_two_tabs_with_one_conversation(server, open_page):
     done(one)
     two.wait_for_function("() => $('messages').innerText.includes('Stopped.')")
     for page in (one, two):
-        assert said(page) == ["hello", "slow", "from two"]
+        assert questions(page) == ["hello", "slow", "from two"]
         page.reload()
-        assert said(page) == ["hello", "slow", "from two"] and page.locator("#list .open").inner_text() == "Renamed"
+        assert (
+            questions(page) == ["hello", "slow", "from two"] and page.locator("#list .open").inner_text() == "Renamed"
+        )
         assert "word9" in page.locator(".reply").nth(1).inner_text() and "from two" in last(page).inner_text()
     # A tab that is closed says so; a deleted conversation goes from both, also where a reply is on its way.
     send(one, "slow", wait=False)
@@ -978,7 +980,7 @@ def test_with_the_real_server(open_page, real_server, tmp_path):
     page.goto(real_server)
     page.wait_for_selector("#dot[data-state=ready]")
 
-    def said() -> list[str]:
+    def questions() -> list[str]:
         return page.locator(".question .said").all_inner_texts()
 
     def settings(**values: str) -> None:
@@ -1015,9 +1017,9 @@ def test_with_the_real_server(open_page, real_server, tmp_path):
     done(page)
     page.set_viewport_size({"width": 360, "height": 720})
     page.reload()
-    assert said() == ["Who are you?"]
+    assert questions() == ["Who are you?"]
     page.locator(".question [data-act=previous]").click()
-    assert said() == ["Tell me a story about a dragon named Ravi.", "And then?"]
+    assert questions() == ["Tell me a story about a dragon named Ravi.", "And then?"]
     assert page.locator(".reply .prose").first.inner_text() == stopped
     assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
 
@@ -1033,5 +1035,5 @@ def test_with_the_real_server(open_page, real_server, tmp_path):
     page.set_input_files("#file", tmp_path / "hostile.json")
     page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
     send(page, PAYLOADS[0])
-    assert last(page).locator(".prose").inner_text() and said() == [*PAYLOADS, PAYLOADS[0]]
+    assert last(page).locator(".prose").inner_text() and questions() == [*PAYLOADS, PAYLOADS[0]]
     assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()

@@ -79,10 +79,10 @@ def test_a_program_is_counted_by_step_and_call_site(simulated, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "3 steps, median 6 launches and 1 waits" in done.stdout, done.stdout
-    told = json.loads(file.read_text())
-    assert [(step["launches"], step["waits"]) for step in told["steps"]] == [(6, 1)] * 3
-    assert told["before"]["launches"] == 1
-    sites = {site.rpartition("/")[2]: counts for site, counts in told["steps"][0]["by_site"].items()}
+    counted = json.loads(file.read_text())
+    assert [(step["launches"], step["waits"]) for step in counted["steps"]] == [(6, 1)] * 3
+    assert counted["before"]["launches"] == 1
+    sites = {site.rpartition("/")[2]: counts for site, counts in counted["steps"][0]["by_site"].items()}
     assert sites == {"counted_step.py:6 step": [4, 0], "counted_step.py:7 step": [2, 1]}
 
 

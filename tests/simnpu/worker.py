@@ -20,9 +20,9 @@ def main() -> None:
     from simnpu import cases
 
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            answer = {"result": getattr(cases, asked["function"])(**asked["arguments"])}
+            answer = {"result": getattr(cases, request["function"])(**request["arguments"])}
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
