@@ -25,7 +25,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from functools import partial
 from types import CodeType, ModuleType
 
 STANDING = b"J"  # the first byte of a report: the wall is up
@@ -95,8 +95,7 @@ def main() -> None:
     if role == "program":
         _serve(code, peer)
     else:
-        error = _check(code, peer)
-        os.write(report, error.encode("utf-8", "replace")[:1000] or OK)
+        _conclude(report, _check(code, peer, report))
     os._exit(0)  # not sys.exit: nothing of the code runs after its end
 
 
@@ -136,9 +135,11 @@ def confine(parent: int, readable: set[int], writable: set[int], cpu_seconds: in
     if os.getppid() != parent:
         os._exit(1)
 
+    with open("/proc/self/statm") as file:  # noqa: PTH123 (pathlib takes long to import)
+        mapped_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
     limits: dict[str, int] = dict.fromkeys(("CORE", "FSIZE", "NPROC", "MEMLOCK", "MSGQUEUE", "SIGPENDING", "NOFILE"), 0)
     limits["CPU"] = cpu_seconds
-    limits["AS"] = memory_bytes + _address_space()
+    limits["AS"] = mapped_bytes + memory_bytes
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
@@ -168,15 +169,6 @@ def _become_nobody() -> None:
         os.setresuid(65534, 65534, 65534)
     except OSError:  # a container with one user only: root without capabilities, and with the filter
         return
-
-
-def _address_space() -> int:
-    """Bytes of address space that this process has mapped."""
-    try:
-        with open("/proc/self/statm") as file:  # noqa: PTH123 (pathlib takes long to import)
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
-    except OSError:  # no /proc here
-        return 0
 
 
 def filter_program(machine: str, readable: set[int], writable: set[int]) -> bytes:
@@ -254,61 +246,48 @@ def _one_line(error: BaseException) -> str:
 # ---------------------------------------------------------------------- the checks
 
 
-class Spoiled(BaseException):
-    """The program cannot pass any more, even if the checks catch this."""
+def _check(code: str, answers: io.BufferedReader, report: int) -> str:
+    """Run the checks. Returns "" when all ran to their end and none failed, else why not."""
+    used = False
 
-
-class Program:
-    """The program in the other process, as the checks see it."""
-
-    def __init__(self, answers: io.BufferedReader):
-        self.answers = answers
-        self.spoiled = ""  # why it cannot pass any more
-        self.used = False
-
-    def function(self, name: str) -> Callable:
-        """A function of the program, to be called with values."""
-
-        def call(*arguments: object, **options: object) -> object:
-            self.used = True
-            request = {"function": name, "arguments": to_json(arguments), "options": to_json(options)}
-            raised, value = self._ask(request)
-            if raised:
-                # Always this class: a StopIteration, for example, would end a loop of the checks without an error.
-                raise RuntimeError(raised)
-            return value
-
-        return call
-
-    def _ask(self, request: dict[str, object]) -> tuple[str, object]:
-        """(what the call raised, its value)."""
+    def call(function: str, /, *arguments: object, **options: object) -> object:
+        """Call a function of the program in the other process."""
+        nonlocal used
+        used = True
+        request = {"function": function, "arguments": to_json(arguments), "options": to_json(options)}
+        raised, value = "", None
         try:
             _send(request)
-            answer = json.loads(self.answers.readline() or '{"failure": "it left before its checks ended"}')
-            if "failure" not in answer:
-                return str(answer.get("raised", "")), from_json(answer.get("value"))
-            why = answer["failure"]
+            answer = json.loads(answers.readline() or '{"failure": "it left before its checks ended"}')
+            failure = str(answer.get("failure", ""))
+            raised = str(answer.get("raised", ""))
+            value = from_json(answer.get("value"))
         except OSError:
-            why = "it left before its checks ended"
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
-            why = "it answers nonsense"
-        self.spoiled = self.spoiled or f"the program failed: {why}"
-        raise Spoiled
+            failure = "it left before its checks ended"
+        except Exception:
+            failure = "it answers nonsense"
+        if failure:  # it cannot pass any more, even if the checks would catch an error
+            _conclude(report, f"the program failed: {failure}")
+        if raised:  # always this class: a StopIteration, for example, would end a loop of the checks without an error
+            raise RuntimeError(raised)
+        return value
 
-
-def _check(code: str, answers: io.BufferedReader) -> str:
-    """Run the checks. Returns "" when all ran to their end and none failed, else why not."""
-    program = Program(answers)
     try:
         names = _names_in(compile(code, "<checks>", "exec", dont_inherit=True))
     except (SyntaxError, ValueError) as error:
         return _one_line(error)
     # Every name that the checks look up is a function of the program, unless Python has it or the checks define it: a
     # program cannot bring its own `abs`.
-    namespace: dict[str, object] = {name: program.function(name) for name in names - set(dir(builtins))}
+    namespace: dict[str, object] = {name: partial(call, name) for name in names - set(dir(builtins))}
     namespace |= {"__builtins__": builtins, "__name__": "checks"}
     error = _execute(code, namespace, "<checks>")
-    return program.spoiled or error or ("" if program.used else "the checks never used the program")
+    return error or ("" if used else "the checks never used the program")
+
+
+def _conclude(report: int, error: str) -> None:
+    """Report why the checks failed, "" if they did not, and end this process."""
+    os.write(report, error.encode("utf-8", "replace")[:1000] or OK)
+    os._exit(0)
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -14,12 +14,12 @@ descriptor but its sockets. What stays open are a hole in those few calls of the
 import contextlib
 import math
 import os
-import selectors
 import socket
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,9 +27,8 @@ from nanochat.shell.cli import UserError
 from nanochat.tools.jail import MACHINES, OK, STANDING
 
 MEMORY_BYTES = 512 * 1024**2  # for a program, besides the bare interpreter
-OUTPUT_BYTES = 64 * 1024  # kept of what is printed, the note that it was cut included
+OUTPUT_BYTES = 64 * 1024  # kept of what is printed
 START_SECONDS = 60.0  # for the jails to start, on a crowded machine
-CUT = "\n[output cut at 64 kB]\n"
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,35 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
     if not 0 < timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds {timeout_seconds}: more than 0")
     limits = [math.ceil(timeout_seconds) + 1, memory_bytes]
-    output, output_end = socket.socketpair()
+    output, output_end = os.pipe()
     program_peer, checks_peer = socket.socketpair()
-    with output, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        # The thread reads until both jails have ended; the stack ends them first.
+        source = stack.enter_context(os.fdopen(output, "rb", buffering=0))
+        reader = stack.enter_context(ThreadPoolExecutor(1))
+        printed = reader.submit(_read_output, source)
         # Our copies of the jails' ends are closed once both have started: then a closed socket means an ended jail.
-        with output_end, program_peer, checks_peer:
-            program_jail = _Jail("program", limits, program_peer, output_end)
+        with os.fdopen(output_end, "wb"), program_peer, checks_peer:
+            program_jail = _Jail("program", program, limits, program_peer, output_end)
             stack.callback(program_jail.end)
-            checks_jail = _Jail("checks", limits, checks_peer, output_end)
+            checks_jail = _Jail("checks", checks, limits, checks_peer, output_end)
             stack.callback(checks_jail.end)
-        program_jail.send(program)
-        checks_jail.send(checks)
-        printed, timed_out = _listen(program_jail, checks_jail, output, timeout_seconds)
+        reports = [jail.receive(START_SECONDS) or b"" for jail in (program_jail, checks_jail)]
+        # The code's own time begins now. Checks that are quick have reported their verdict already.
+        verdict = reports[1].removeprefix(STANDING) or checks_jail.receive(timeout_seconds)
 
-    for jail in (program_jail, checks_jail):
-        if not jail.report.startswith(STANDING):
-            why = (jail.report or printed).decode("utf-8", "replace")
+    for report in reports:
+        if not report.startswith(STANDING):
+            why = (report or printed.result()).decode("utf-8", "replace")
             _refuse(f"a jail did not start: {why or 'it reported nothing'}")
-    error = f"timed out after {timeout_seconds:g} s" if timed_out else checks_jail.verdict()
-    return Run(ok=not error, output=_text(printed), error=error, timed_out=timed_out)
+    if verdict is None:
+        error = f"timed out after {timeout_seconds:g} s"
+    elif verdict == OK:
+        error = ""
+    else:
+        error = " ".join(verdict.decode("utf-8", "replace").split()) or "the checks left before their end"
+    text = printed.result().decode("utf-8", "replace").replace("\ufffd", "?")  # "?": the text never grows
+    return Run(ok=not error, output=text, error=error, timed_out=verdict is None)
 
 
 def passes(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> bool:
@@ -93,10 +102,8 @@ class _Jail:
     The kernel kills it when the thread that started it ends, so it never outlives a run.
     """
 
-    def __init__(self, role: str, limits: list[int], peer: socket.socket, output: socket.socket):
-        self.report = b""
+    def __init__(self, role: str, code: str, limits: list[int], peer: socket.socket, output: int):
         self.line, theirs = socket.socketpair()
-        self.line.settimeout(START_SECONDS)
         arguments = [role, os.getpid(), theirs.fileno(), *limits]
         # A Python that needs this to find its own library does not start without it.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
@@ -106,8 +113,8 @@ class _Jail:
                     [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
                     + [str(Path(__file__).with_name("jail.py")), *map(str, arguments)],
                     stdin=peer.fileno(),
-                    stdout=output.fileno(),
-                    stderr=output.fileno(),
+                    stdout=output,
+                    stderr=output,
                     pass_fds=[theirs.fileno()],
                     cwd="/",
                     env=environment,
@@ -116,73 +123,32 @@ class _Jail:
             except OSError as error:
                 self.line.close()
                 _refuse(f"a jail did not start: {error}")
-
-    def send(self, code: str) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it died at its start, which its missing report shows
+            self.line.settimeout(START_SECONDS)
             self.line.sendall(code.encode("utf-8", "surrogatepass"))
             self.line.shutdown(socket.SHUT_WR)
-        except OSError:
-            return  # it died at its start, which its empty report shows
+
+    def receive(self, seconds: float) -> bytes | None:
+        """What it reports next: b"" when it has ended, None when the time is over."""
+        self.line.settimeout(seconds)
+        try:
+            return self.line.recv(4096)
+        except TimeoutError:
+            return None
+        except ConnectionResetError:  # it died with unread bytes on its side
+            return b""
 
     def end(self) -> None:
         self.process.kill()  # it can have no child
         self.process.wait()
         self.line.close()
 
-    def verdict(self) -> str:
-        """Why the checks did not pass, in one line; "" when they did."""
-        verdict = self.report.removeprefix(STANDING)
-        if verdict == OK:
-            return ""
-        return " ".join(verdict.decode("utf-8", "replace").split()) or "the checks left before their end"
 
-
-def _listen(program: _Jail, checks: _Jail, output: socket.socket, timeout_seconds: float) -> tuple[bytes, bool]:
-    """Read until the checks have ended or their time is over, then end both: (what was printed, timed out)."""
-    printed = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(output, selectors.EVENT_READ)
-        for jail in (program, checks):
-            selector.register(jail.line, selectors.EVENT_READ, jail)
-        waiting = {program, checks}  # for the program's first byte, and for the end of the checks
-        both_started = False
-        timed_out = False
-        deadline = time.monotonic() + START_SECONDS
-        while waiting and not timed_out:
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                chunk = _read(key.fd)
-                if not chunk:
-                    selector.unregister(key.fileobj)
-                    waiting.discard(key.data)
-                elif key.data is None:
-                    printed += chunk[: OUTPUT_BYTES + 1 - len(printed)]  # the rest is read and dropped
-                else:
-                    key.data.report = (key.data.report + chunk)[:4096]
-                    if key.data is program:
-                        waiting.discard(program)
-            if not both_started and program.report and checks.report:
-                both_started = True
-                deadline = time.monotonic() + timeout_seconds  # the code's own time begins
-            timed_out = time.monotonic() >= deadline and bool(waiting)
-    program.end()
-    checks.end()
-    while chunk := _read(output.fileno()):  # what was on its way; nobody is left to write more
-        printed += chunk[: OUTPUT_BYTES + 1 - len(printed)]
-    return bytes(printed), timed_out
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except ConnectionResetError:  # it died with unread bytes on its side
-        return b""
-
-
-def _text(printed: bytes) -> str:
-    """As text; "?" for what is no UTF-8, so that it never grows."""
-    if len(printed) <= OUTPUT_BYTES:
-        return printed.decode("utf-8", "replace").replace("\ufffd", "?")
-    return printed[: OUTPUT_BYTES - len(CUT)].decode("utf-8", "ignore") + CUT
+def _read_output(source: FileIO) -> bytes:
+    printed = b""
+    while chunk := source.read(1 << 16):
+        printed += chunk[: OUTPUT_BYTES - len(printed)]  # the rest is read and dropped
+    return printed
 
 
 def _require_isolation() -> None:
