@@ -1,4 +1,4 @@
-"""The output of a run: printing from rank 0 only, one live progress line, metrics.jsonl, trackers.
+"""The output of a run: printing from rank 0 only, metrics.jsonl, trackers.
 
 Metrics are plain numbers; nothing here waits for a device. `step` counts from 0 and is the index of the
 optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
@@ -11,8 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +70,7 @@ class RunLog:
     """The log of one run: `step` after each training step, `message` for anything else, `close` at the end.
 
     Writes `folder/metrics.jsonl`, flushed line by line; a full disk raises OSError. Ranks above 0 write and print
-    nothing. Use it as a context manager: leaving it gives the terminal back.
+    nothing.
 
     Raises UserError: when a tracker is unknown or not installed.
     """
@@ -91,10 +90,7 @@ class RunLog:
         self.stage = stage
         self.total_steps = total_steps
         self.rank = rank
-        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (step, seconds) of the last steps, for the ETA
-        self._unprinted: str | None = None  # the newest line, when only the live line shows it
         self._file: IO[str] | None = None
-        self._live: Any = None
         self._trackers: dict[str, Any] = {}
         if rank != 0:
             return
@@ -103,8 +99,6 @@ class RunLog:
         path = folder / "metrics.jsonl"
         _keep_steps_before(path, start_step)
         self._file = path.open("a", encoding="utf-8")
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self._live = _open_live_line()
 
     def step(self, metrics: Metrics) -> None:
         """Log one step: the `REQUIRED` keys that are known, `val_bpb` after an evaluation, and any further number.
@@ -114,32 +108,22 @@ class RunLog:
         if self._file is None:
             return
         values = {key: metrics.get(key) for key in REQUIRED} | dict(metrics)
-        finite = {key: None if _not_finite(value) else value for key, value in values.items()}
+        finite = {}
+        for key, value in values.items():
+            finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
-        self._track({key: value for key, value in finite.items() if value is not None})
-        self._show(values)
+        known = {key: value for key, value in finite.items() if value is not None}
+        self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
+        self.message(self._line(values))
 
     def message(self, text: str) -> None:
-        """Print a line; above the live line when there is one."""
-        if self._live is not None:
-            self._live.console.print(text, soft_wrap=True)
-        elif self.rank == 0:
+        if self.rank == 0:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Print the last step if it has not been, end the live line, finish trackers. Closing twice is harmless."""
-        if self._unprinted is not None:
-            self.message(self._unprinted)
-            self._unprinted = None
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.finish()
-            except Exception as error:
-                warn(f"tracker {name} did not finish: {error!r}")
+        """Finish the trackers. Closing twice is harmless."""
+        self._call_trackers(lambda tracker: tracker.finish())
         self._trackers = {}
         if self._file is not None:
             self._file.close()
@@ -151,59 +135,35 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ the line on the screen
-
-    def _show(self, values: Metrics) -> None:
-        """Print a line for the step. In a terminal, a step without an evaluation only redraws the live line."""
-        if values["seconds"] is not None:
-            self._recent.append((values["step"], values["seconds"]))
-        line = self._line(values)
-        if self._live is None or any(key.startswith("val_") for key in values):
-            self.message(line)
-            self._unprinted = None
-            return
-        self._unprinted = line
-        self._live.update(line[: self._live.console.width - 1], refresh=True)
+    def _call_trackers(self, call: Callable[[Any], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # a tracker never stops a run
+                del self._trackers[name]
+                warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
     def _line(self, values: Metrics) -> str:
         """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`"""
-        width = len(str(self.total_steps))
-        parts = [f"{self.stage} {values['step']:>{width}}/{self.total_steps}"]
+        step = values["step"]
+        speed = values["tok_per_sec"]
+        parts = [f"{self.stage} {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         if values["loss"] is not None:
             parts.append(f"loss {values['loss']:.4f}")
         if values["lr"] is not None:
             parts.append(f"lr {values['lr']:.3g}")
-        if values["tok_per_sec"] is not None:
-            parts.append(f"{values['tok_per_sec']:,.0f} tok/s")
+        if speed is not None:
+            parts.append(f"{speed:,.0f} tok/s")
         parts.append("mfu n/a" if values["mfu"] is None else f"mfu {values['mfu']:.1%}")
-        seconds_left = self._seconds_left()
-        if seconds_left is not None:
-            parts.append(f"eta {duration(seconds_left)}")
+        if speed and values["tokens"]:
+            step_seconds = values["tokens"] / (step + 1) / speed
+            parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
         further = [key for key in values if key not in REQUIRED and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:
             value = values[key]
             parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
         return " | ".join(parts)
-
-    def _seconds_left(self) -> float | None:
-        """Training time still to go, from the pace of the last steps; None while unknown."""
-        if len(self._recent) < 2:
-            return None
-        first_step, first_seconds = self._recent[0]
-        last_step, last_seconds = self._recent[-1]
-        if last_step <= first_step:
-            return None
-        pace = (last_seconds - first_seconds) / (last_step - first_step)
-        return pace * max(self.total_steps - 1 - last_step, 0)
-
-    def _track(self, metrics: Metrics) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.log(metrics, step=metrics["step"])
-            except Exception as error:  # a tracker never stops a run
-                del self._trackers[name]
-                warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
 
 def duration(seconds: float) -> str:
@@ -214,10 +174,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def _not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _keep_steps_before(path: Path, start_step: int) -> None:
@@ -236,48 +192,10 @@ def _keep_steps_before(path: Path, start_step: int) -> None:
     unfinished.replace(path)
 
 
-def _open_live_line() -> Any:
-    from rich.console import Console  # here: most processes have no terminal
-    from rich.live import Live
-
-    console = Console(markup=False, emoji=False, highlight=False)  # text as it is
-    live = Live(console=console, auto_refresh=False, transient=True)
-    live.start()
-    live.console.show_cursor(True)  # a killed run leaves the cursor where the user can see it
-    return live
-
-
 # ---------------------------------------------------------------------- trackers
-# Optional, each imported when it is requested. A tracker has `log(metrics, step=...)` and `finish()`.
+# Optional, each imported when it is requested.
 
-
-def _start_wandb(run: str, folder: Path, config: dict[str, Any]) -> Any:
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    return wandb.init(project="nanochat", name=run, config=config, dir=str(folder))
-
-
-def _start_swanlab(run: str, folder: Path, config: dict[str, Any]) -> Any:
-    import swanlab  # pyright: ignore[reportMissingImports]
-
-    swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
-    return swanlab
-
-
-class _TensorBoard:
-    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
-        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
-
-        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
-        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
-        self.finish = self.writer.close
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        for key, value in metrics.items():
-            self.writer.add_scalar(key, value, step)
-
-
-TRACKERS = {"wandb": _start_wandb, "swanlab": _start_swanlab, "tensorboard": _TensorBoard}
+TRACKERS = ("wandb", "swanlab", "tensorboard")
 
 
 def check_trackers(trackers: str) -> list[str]:
@@ -297,9 +215,36 @@ def _start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any
     started = {}
     for name in check_trackers(trackers):
         try:
-            started[name] = TRACKERS[name](run, folder, config)
+            started[name] = _start_tracker(name, run, folder, config)
         except ImportError as error:
             raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
         except Exception as error:
             warn(f"tracker {name} did not start; the run continues without it: {error!r}")
     return started
+
+
+def _start_tracker(name: str, run: str, folder: Path, config: dict[str, Any]) -> Any:
+    """An object with `log(metrics, step=...)` and `finish()`."""
+    if name == "wandb":
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        return wandb.init(project="nanochat", name=run, config=config, dir=str(folder))
+    if name == "swanlab":
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
+        return swanlab
+    return _TensorBoard(run, folder, config)
+
+
+class _TensorBoard:
+    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
+        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
+
+        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
+        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
+        self.finish = self.writer.close
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)
