@@ -1,4 +1,4 @@
-"""The command line: one dataclass, any spelling of a flag, and one line for what a user can mend."""
+"""The command line: one dataclass, any spelling of a flag, and one line for what a user can fix."""
 
 import errno
 import os
@@ -197,13 +197,13 @@ def test_a_full_disk_is_one_line(name, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug"), ZeroDivisionError()]
 )
-def test_what_no_user_can_mend_keeps_its_traceback(error, monkeypatch, capsys):
+def test_what_no_user_can_fix_keeps_its_traceback(error, monkeypatch, capsys):
     with pytest.raises(type(error)) as caught:
         outcome(error, monkeypatch, capsys)
     assert caught.value is error
 
 
-def test_the_traceback_can_be_asked_for(monkeypatch):
+def test_the_traceback_can_be_requested(monkeypatch):
     def main(config):
         raise UserError("--depth 0")
 
@@ -281,4 +281,4 @@ def test_ctrl_c_and_a_reader_that_leaves(tmp_path):
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody is there to be told
+    assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody reads an error

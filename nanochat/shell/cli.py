@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -49,10 +49,6 @@ class Range:
     high: float = 10**12
 
 
-class _FrozenMark:
-    """Metadata: see `Frozen`."""
-
-
 # Number flags, as in `depth: Positive = 8`. None, where a flag allows it, is in every range.
 Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
@@ -60,18 +56,19 @@ Seed = Annotated[int, Range(0, 2**62)]
 Fraction = Annotated[float, Range(0, 1)]
 
 # A flag that a resumed run must not change, as in `seed: Frozen[Seed] = 0`. Every other flag may change.
-Frozen = Annotated[T, _FrozenMark()]
+FROZEN = "frozen"
+Frozen = Annotated[T, FROZEN]
 
 
 def check_ranges(config: Any) -> None:
     """Raises UserError: when a flag's value is outside the range of its annotation."""
-    for flag, ranges in _ranges(type(config)).items():
+    for flag, metadata in _metadata_of_flags(type(config)).items():
         value = getattr(config, flag)
         if is_dataclass(value):  # flags that several scripts share, such as SamplingParams
             check_ranges(value)
             continue
-        for limits in ranges:
-            if value is None:
+        for limits in metadata:
+            if value is None or not isinstance(limits, Range):
                 continue
             if not value >= limits.low:  # NaN is not in any range either
                 raise UserError(f"--{flag} {value}: at least {limits.low:g}")
@@ -79,25 +76,23 @@ def check_ranges(config: Any) -> None:
                 raise UserError(f"--{flag}: at most {limits.high:,}, and not {str(value)[:20]}")
 
 
-@functools.cache  # a server checks the settings of every request
-def _ranges(config_type: type) -> dict[str, list[Range]]:
-    hints = typing.get_type_hints(config_type, include_extras=True)
-    return {flag: list(_metadata(annotation, Range)) for flag, annotation in hints.items()}
-
-
 def frozen_flags(config_type: type) -> list[str]:
     """The names of a dataclass's `Frozen` fields."""
+    return [flag for flag, metadata in _metadata_of_flags(config_type).items() if FROZEN in metadata]
+
+
+@functools.cache  # a server checks the settings of every request
+def _metadata_of_flags(config_type: type) -> dict[str, list[Any]]:
     hints = typing.get_type_hints(config_type, include_extras=True)
-    return [flag for flag, annotation in hints.items() if any(_metadata(annotation, _FrozenMark))]
+    return {flag: _metadata(annotation) for flag, annotation in hints.items()}
 
 
-def _metadata(annotation: Any, kind: type[T]) -> Iterator[T]:
-    """What `Annotated` attaches to a type, or to a part of it as in `Positive | None`."""
-    for item in getattr(annotation, "__metadata__", ()):
-        if isinstance(item, kind):
-            yield item
+def _metadata(annotation: Any) -> list[Any]:
+    """What `Annotated` attaches to a type, and to its parts as in `Positive | None`."""
+    found = list(getattr(annotation, "__metadata__", ()))
     for part in typing.get_args(annotation):
-        yield from _metadata(part, kind)
+        found += _metadata(part)
+    return found
 
 
 # ---------------------------------------------------------------------- from the command line to main
@@ -139,15 +134,9 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
 def _without_frame(text: str) -> str:
     """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
-    sections = [""]
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # without colours
-        if line[:1] in ("╭", "╰", "+"):
-            continue  # the box
-        line = line.strip("│| ")
-        if line and not line.strip("─-"):
-            sections.append("")  # a rule between two sections
-        else:
-            sections[-1] = f"{sections[-1]} {line}".strip()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
+    text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
+    sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 
