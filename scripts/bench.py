@@ -5,7 +5,7 @@ python -m scripts.bench serve --json serve.json
 python -m scripts.bench train --depth 12 --max_seq_len 2048 --vocab_size 32768 --device_batch_size 16
 
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine alone, then over HTTP with
-clients that wait for their replies (closed loop) and with requests at a fixed rate (open loop).
+clients that wait for their replies.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,6 +25,8 @@ from nanochat.shell.cli import Positive, Range, UserError, run
 from nanochat.shell.log import print0
 
 Made = TypeVar("Made")
+
+PRODUCT = 1024  # width and height of the matrix in the bare product
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,6 @@ def main(config: Config) -> None:
         Path(config.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
 
 
-@dataclass
-class Timed:
-    """Something that is run again and again, and how long each run took."""
-
-    run: Callable[[], object]
-    flops: float  # of one run
-    seconds: list[float] = field(default_factory=list)
-
-    def flops_per_second(self) -> float:
-        return self.flops / statistics.median(self.seconds)
-
-    def share_of(self, other: "Timed") -> float:
-        """This one's FLOP/s as a share of the other's: the median over rounds, so that a slow minute hits both."""
-        rounds = zip(self.seconds, other.seconds, strict=True)
-        return statistics.median((self.flops / own) / (other.flops / its) for own, its in rounds)
-
-
 def train(config: Config) -> dict[str, Any]:
     # The heavy imports are here so that --help answers at once.
     import torch
@@ -87,10 +72,9 @@ def train(config: Config) -> dict[str, Any]:
     model.init_weights()
     rows = config.device_batch_size
     tokens = config.max_seq_len
-    width = model_config.width
     batch_tokens = rows * tokens
-    rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
-    optimizer = make_optimizer(model, rates, device, config.optimizer)
+    learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
+    optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
     compiled, how = device.compile(model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, tokens + 1), generator=generator)
@@ -100,66 +84,57 @@ def train(config: Config) -> dict[str, Any]:
     def step() -> None:
         train_step(compiled, optimizer, [batch], next_token_loss, device=device)
 
-    def product(inner: int, outer: int) -> Timed:
-        """A bare (tokens x inner) @ (inner x outer) in the dtype of training, often enough to be measured."""
-        options: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
-        a = torch.randn(batch_tokens, inner, **options)
-        b = torch.randn(inner, outer, **options)
-        out = torch.empty(batch_tokens, outer, **options)
-        flops = 2 * batch_tokens * inner * outer
-        repeats = max(1, int(1e11 / flops))
+    # A bare (tokens x 1024) @ (1024 x 1024) in the dtype of training, often enough to be measured.
+    a = torch.randn(batch_tokens, PRODUCT, device=device.torch_device, dtype=device.dtype)
+    b = torch.randn(PRODUCT, PRODUCT, device=device.torch_device, dtype=device.dtype)
+    out = torch.empty_like(a)
+    repeats = max(1, int(1e11 / (2 * batch_tokens * PRODUCT**2)))
+    product_flops = 2 * batch_tokens * PRODUCT**2 * repeats
 
-        def multiply() -> None:
-            for _ in range(repeats):
-                torch.mm(a, b, out=out)
+    def product() -> None:
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
 
-        return Timed(multiply, flops * repeats)
-
-    timed = {
-        "step": Timed(step, scaling.flops_per_token(model_config) * batch_tokens),
-        "own product": product(width, 4 * width),  # the MLP's first matrix
-        "square product": product(1024, 1024),
-    }
+    def seconds_of(work: Callable[[], None]) -> float:
+        device.synchronize()
+        began = time.perf_counter()
+        work()
+        device.synchronize()
+        return time.perf_counter() - began
 
     # ------------------------------------------------------------------ measure in turn
-    began = time.perf_counter()
-    for one in timed.values():
-        one.run()
-        one.run()
-    device.synchronize()
-    print0(f"warm-up ({how}): {time.perf_counter() - began:.1f} s")
+    warm_up = sum(seconds_of(work) for work in (step, step, product, product))
+    print0(f"warm-up ({how}): {warm_up:.1f} s")
+    steps = []
+    products = []
     for _ in range(config.steps):
-        for one in timed.values():
-            device.synchronize()
-            began = time.perf_counter()
-            one.run()
-            device.synchronize()
-            one.seconds.append(time.perf_counter() - began)
+        steps.append(seconds_of(step))
+        products.append(seconds_of(product))
 
     # ------------------------------------------------------------------ report
-    step_seconds = statistics.median(timed["step"].seconds)
-    rate = {name: one.flops_per_second() for name, one in timed.items()}
+    step_seconds = statistics.median(steps)
+    step_rate = scaling.flops_per_token(model_config) * batch_tokens / step_seconds
+    product_rate = product_flops / statistics.median(products)
     dtype = str(device.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
     print0(f"device: {device.name} ({device.kind}, {dtype}), torch {torch.__version__}, {threads} threads")
     print0(
-        f"model: depth {config.depth}, width {width}, vocabulary {config.vocab_size}, {rows} rows of {tokens} tokens, "
-        f"{config.optimizer}"
+        f"model: depth {config.depth}, width {model_config.width}, vocabulary {config.vocab_size}, {rows} rows of "
+        f"{tokens} tokens, {config.optimizer}"
     )
     print0(
         f"step: {step_seconds * 1e3:.1f} ms, {batch_tokens / step_seconds:,.0f} tokens/s, "
-        f"{rate['step'] / 1e9:,.0f} GFLOP/s"
+        f"{step_rate / 1e9:,.0f} GFLOP/s"
     )
-    shapes = {
-        "own product": f"{batch_tokens} x {width} x {4 * width}",
-        "square product": f"{batch_tokens} x 1024 x 1024",
-    }
-    ratios = {}
-    for name, shape in shapes.items():
-        ratios[name] = timed["step"].share_of(timed[name])
-        print0(f"{name} ({shape}): {rate[name] / 1e9:,.0f} GFLOP/s; the step reaches {ratios[name]:.0%} of it")
+    print0(
+        f"product ({batch_tokens} x {PRODUCT} x {PRODUCT}): {product_rate / 1e9:,.0f} GFLOP/s; "
+        f"the step reaches {step_rate / product_rate:.0%} of it"
+    )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
-    return {"tokens_per_second": batch_tokens / step_seconds, "flops_per_second": rate, "ratio": ratios}
+    return {
+        "tokens_per_second": batch_tokens / step_seconds,
+        "flops_per_second": {"step": step_rate, "product": product_rate},
+    }
 
 
 def serve(config: Config) -> dict[str, Any]:
@@ -167,7 +142,7 @@ def serve(config: Config) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
-    from nanochat.serve.load import closed_loop, open_loop
+    from nanochat.serve.load import closed_loop
     from nanochat.serve.scheduler import Request, Scheduler
 
     if not config.batches or min(config.batches) < 1:
@@ -177,7 +152,7 @@ def serve(config: Config) -> dict[str, Any]:
     device = devices.init(config.device, config.dtype)
     engine = on_a_thread(partial(random_engine, config, device))
     prompt = tuple(range(300, 300 + config.prompt_tokens))
-    metrics: dict[str, Any] = {"device": str(device), "engine": {}, "closed": {}, "open": {}}
+    metrics: dict[str, Any] = {"device": str(device), "engine": {}, "http": {}}
     print0(f"{device}, depth {config.depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
     # ------------------------------------------------------------------ the engine alone
@@ -205,19 +180,9 @@ def serve(config: Config) -> dict[str, Any]:
             for _ in range(3):
                 trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)).summary())
             best = max(trials, key=lambda stats: stats["tokens_per_second"])
-            metrics["closed"][batch] = best
-            print0(f"HTTP, {batch:>3} clients: {described(best)}")
-        most = max(stats["tokens_per_second"] for stats in metrics["closed"].values()) / config.new_tokens
-        for share in (0.5, 0.8, 1.2):
-            requests = max(8, round(10 * most * share))
-            stats = clients.apply(open_loop, ("127.0.0.1", port, body, most * share, requests)).summary()
-            metrics["open"][share] = stats
-            print0(f"HTTP, {most * share:.1f} requests/s ({share:.0%} of the most): {described(stats)}")
-
-    # ------------------------------------------------------------------ report
-    for batch in config.batches:
-        share = metrics["closed"][batch]["tokens_per_second"] / metrics["engine"][batch]["tokens_per_second"]
-        print0(f"{batch:>3} clients over HTTP have {share:.0%} of what the engine makes alone")
+            metrics["http"][batch] = best
+            share = best["tokens_per_second"] / metrics["engine"][batch]["tokens_per_second"]
+            print0(f"HTTP, {batch:>3} clients: {described(best)}, {share:.0%} of what the engine makes alone")
     return metrics
 
 
@@ -273,9 +238,7 @@ def serving(engine: Any, slots: int) -> Iterator[int]:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         # The app loads on another thread; until it is done, requests are refused with 503.
-        while not (server.started and app.state.nanochat.model) and thread.is_alive():
-            if app.state.nanochat.failed:
-                raise UserError(f"the server {app.state.nanochat.failed}")
+        while thread.is_alive() and not (server.started and app.state.nanochat.model):
             time.sleep(0.05)
         yield listener.getsockname()[1]
         server.should_exit = True

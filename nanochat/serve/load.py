@@ -1,15 +1,12 @@
 """Clients that put load on a server, and what they measure; for `python -m scripts.bench serve`.
 
-Each client streams completions over plain HTTP/1.1. Closed loop: a fixed number of clients, each sending its next
-request when its reply is complete. Open loop: requests at random times with a fixed rate, however long the replies
-take. Source: Schroeder et al. 2006, Open versus closed: a cautionary tale. Run them in a process of their own, so that
-they do not share the server's Python lock.
+Each client streams completions over plain HTTP/1.1 and sends its next request when its reply is complete. Run them in a
+process of their own, so that they do not share the server's Python lock.
 """
 
 import asyncio
 import contextlib
 import json
-import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -48,37 +45,18 @@ def _quantiles(values: list[float]) -> dict[str, float]:
 
 def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, requests: int) -> LoadStats:
     """`clients` at once, `requests` in all."""
+    stats = LoadStats()
+    numbers = iter(range(requests))
 
-    async def run(stats: LoadStats) -> None:
-        numbers = iter(range(requests))
+    async def client() -> None:
+        for number in numbers:  # shared: each client takes the next one
+            await request(host, port, {**body, "seed": number}, stats)
 
-        async def client() -> None:
-            for number in numbers:  # shared: each client takes the next one
-                await request(host, port, {**body, "seed": number}, stats)
-
+    async def run() -> None:
         await asyncio.gather(*(client() for _ in range(clients)))
 
-    return _measured(run)
-
-
-def open_loop(host: str, port: int, body: dict[str, Any], rate: float, requests: int, seed: int = 0) -> LoadStats:
-    """`requests` in all, `rate` per second, at the times of a Poisson process."""
-    rng = random.Random(seed)
-
-    async def run(stats: LoadStats) -> None:
-        tasks = []
-        for number in range(requests):
-            tasks.append(asyncio.create_task(request(host, port, {**body, "seed": number}, stats)))
-            await asyncio.sleep(rng.expovariate(rate))
-        await asyncio.gather(*tasks)
-
-    return _measured(run)
-
-
-def _measured(run: Any) -> LoadStats:
-    stats = LoadStats()
     began = time.perf_counter()
-    asyncio.run(run(stats))
+    asyncio.run(run())
     stats.seconds = time.perf_counter() - began
     return stats
 
