@@ -54,7 +54,7 @@ WORKERS_SECONDS = 240  # the longest that the processes of the all-reduce may ta
 
 CANN_PAGE = "https://www.hiascend.com/cann/download"
 DRIVER_PAGE = "https://www.hiascend.com/hardware/firmware-drivers"
-MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")  # beside /dev/davinci<number>
+MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")  # next to /dev/davinci<number>
 GET_DRIVER = (
     f"install the driver ({DRIVER_PAGE}), or start the container with "
     f"--device=/dev/davinci0 {' '.join(f'--device={path}' for path in MANAGERS)} "

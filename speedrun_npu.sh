@@ -53,7 +53,7 @@ read -r kind count memory < <("$python" -c 'if True:
     print(found.kind, 1 if found.kind == "cpu" else found.module.device_count(), found.total_memory() or 0)')
 [[ $profile == auto ]] && profile=$kind
 if [[ $profile == smoke ]]; then kind=cpu; fi
-[[ $profile == smoke || $profile == "$kind" ]] || fail "--profile $profile: this machine has $kind; python check_npu.py says why"
+[[ $profile == smoke || $profile == "$kind" ]] || fail "--profile $profile: this machine has $kind; python check_npu.py shows why"
 
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
