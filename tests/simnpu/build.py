@@ -49,11 +49,13 @@ def environment(
     counts_step: str | None = None,
     hccl_fail: str | None = None,
     hccl_hang: str | None = None,
+    adapters: str | None = None,
 ) -> dict[str, str]:
     """Environment variables to set for a simulated process; builds what is not built yet.
 
     `memory` is bytes a device, with KiB, MiB or GiB. `counts` is a JSON file to write, or "-" to print only;
-    `counts_step` is FILE.py:FUNCTION[,...]. The faults are OPERATION:N@RANK.
+    `counts_step` is FILE.py:FUNCTION[,...]. The faults are OPERATION:N@RANK. With `adapters`, a file to append to, the
+    wheel's own adapters run over operators that log their arguments there and compute nothing: see adapters.py.
     Raises Unavailable: when the wheel or a compiler cannot be had."""
     if not 1 <= devices <= 64:
         raise ValueError(f"{devices} devices: from 1 to 64")
@@ -69,6 +71,8 @@ def environment(
     for step in filter(None, (counts_step or "").split(",")):
         if not re.fullmatch(r"[\w/]+\.py:\w+", step):
             raise ValueError(f"{step!r}: such as nanochat/train.py:train_step")
+    if adapters and counts:
+        raise ValueError("counts come from kernels that compute; with adapters, count the lines of their log")
     wheel, libraries = build()
     home = libraries / "home"
     variables = {
@@ -79,9 +83,10 @@ def environment(
         "ASCEND_HOME_PATH": str(home),
         "ASCEND_TOOLKIT_HOME": str(home),
         "ASCEND_OPP_PATH": str(home / "opp"),
-        "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", libraries),
+        "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", *([libraries / "adapters"] if adapters else []), libraries),
         "PYTHONPATH": _prepend("PYTHONPATH", HERE / "site", wheel),
-        "TASK_QUEUE_ENABLE": "0",  # launches from the thread that asks for them
+        # Kernels that compute run in the thread that asks for them, adapters as on hardware: in a thread of their own.
+        "TASK_QUEUE_ENABLE": "2" if adapters else "0",
         "CPU_AFFINITY_CONF": "0",  # nothing here to bind threads to
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error
@@ -91,6 +96,7 @@ def environment(
         "SIMNPU_COUNTS_STEP": counts_step,
         "SIMNPU_HCCL_FAIL": hccl_fail,
         "SIMNPU_HCCL_HANG": hccl_hang,
+        "SIMNPU_ADAPTERS": adapters and str(Path(adapters).resolve()),
     }
     return variables | {name: value for name, value in optional.items() if value is not None}
 
@@ -174,7 +180,7 @@ def _wheel() -> Path:
 
 
 def _libraries(wheel: Path) -> Path:
-    sources = [HERE / "cann.c", HERE / "hccl.c"]
+    sources = [HERE / name for name in ("cann.c", "hccl.c", "opapi.c", "objects.h")]
     digest = hashlib.sha256(wheel.name.encode() + Path(__file__).read_bytes())
     for source in sources:
         digest.update(source.read_bytes() if source.exists() else b"-")
@@ -198,6 +204,9 @@ def _libraries(wheel: Path) -> Path:
         _compile(wheel, empty, made / "libhcomm.so", f"-L{made}", "-Wl,--no-as-needed", "-lhccl")
         for name in EMPTY:
             _compile(wheel, stubs if name == "libge_runner.so" else empty, made / name, *runtime)
+        (made / "adapters").mkdir()
+        (made / "adapters/operators.h").write_text(_operators(wheel))
+        _compile(wheel, sources[2], made / "adapters/libopapi.so", f"-I{made / 'adapters'}", *runtime)
         made.rename(folder)
     return folder
 
@@ -232,6 +241,13 @@ def _stubs(wheel: Path, made: Path) -> str:
     lines = ["int simnpu_missing(const char *name);"]
     lines += [f'long {name}(void) {{ return simnpu_missing("{name}"); }}' for name in missing]
     return "\n".join(lines) + "\n"
+
+
+def _operators(wheel: Path) -> str:
+    """A line for each operator of CANN that the wheel looks up: aclnnX, with or without GetWorkspaceSize."""
+    text = b"".join(path.read_bytes() for path in (wheel / "torch_npu/lib").glob("lib*.so"))
+    names = {name.decode().removesuffix("GetWorkspaceSize") for name in re.findall(rb"\0(aclnn[A-Z]\w+)(?=\0)", text)}
+    return "".join(f"OPERATOR({name})\n" for name in sorted(names))
 
 
 def _symbols(path: Path, which: str) -> list[tuple[str, str]]:

@@ -16,9 +16,13 @@
  *    and for good.
  *  - Capture of graphs: which streams are captured, what is forbidden meanwhile. The captured kernels themselves are
  *    kept by kernels.py, which is told of the end of a capture, of replays and of the end of a graph.
+ *  - With SIMNPU_ADAPTERS=FILE the device computes nothing: its memory is addresses alone, which read as zeros and forget
+ *    what is written, so that a model of any size fits; every operator (opapi.c), copy, collective and wait of the host
+ *    becomes a line of FILE (adapters.py reads it).
  * Not modelled: kernels' execution order between streams (all run at once), memory shared between processes. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,6 +34,7 @@
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 #include "acl/acl_prof.h"
+#include "objects.h"
 #include "profiling/aprof_pub.h"
 
 #define MAX_DEVICES 64
@@ -163,10 +168,36 @@ const char *aclGetRecentErrMsg(void) {
     return given;
 }
 
+/* ---- the log of a device that computes nothing ---- */
+
+int simnpu_logs(void) { return getenv("SIMNPU_ADAPTERS") != NULL; }
+
+/* {"kind": kind, "what": what, more}, in one write: lines of several threads do not mix. */
+void simnpu_log(const char *kind, const char *what, const char *more, ...) {
+    static int file = -1;
+    if (!simnpu_logs()) return;
+    char *line = NULL, *rest = NULL;
+    va_list arguments;
+    va_start(arguments, more);
+    int made = vasprintf(&rest, more, arguments);
+    va_end(arguments);
+    int length = made < 0 ? -1 : asprintf(&line, "{\"kind\": \"%s\", \"what\": \"%s\"%s}\n", kind, what, rest);
+    pthread_mutex_lock(&lock);
+    if (file < 0) file = open(getenv("SIMNPU_ADAPTERS"), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (length < 0 || write(file, line, length) != length) {
+        perror("simulated CANN: SIMNPU_ADAPTERS");
+        abort();
+    }
+    pthread_mutex_unlock(&lock);
+    free(line);
+    free(rest);
+}
+
 /* For libhccl: the text of its last error, and a collective to count. */
 void simnpu_explain(const char *text) { snprintf(message, sizeof message, "%s", text); }
 
 void simnpu_launched(const char *what) {
+    simnpu_log("collective", what, "");
     if (on_launch) on_launch(what);
 }
 
@@ -402,6 +433,7 @@ static size_t rounded(size_t size) { return (size + 511) & ~511UL; }
 
 /* Fresh memory in this place: every byte reads as POISON, and takes host memory only once it is written. */
 static void fresh(char *address, size_t size) {
+    if (simnpu_logs()) return; /* addresses alone */
     static const size_t piece = 16UL << 20;
     static int file = -1;
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
@@ -427,7 +459,8 @@ static aclError allocate(void **pointer, size_t size, int device) {
     pthread_mutex_lock(&lock);
     aclError error = device >= 0 ? take(device, size) : 0;
     if (!error) {
-        char *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        int access = device >= 0 && simnpu_logs() ? PROT_NONE : PROT_READ | PROT_WRITE;
+        char *address = mmap(NULL, size, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         Allocation *allocation = malloc(sizeof *allocation);
         if (address == MAP_FAILED || !allocation) abort();
         *allocation = (Allocation){address, size, device, allocations};
@@ -700,6 +733,7 @@ static aclError forbidden_in_capture(Graph *graph, const char *what) {
 }
 
 static aclError wait_for(Stream *stream, uint64_t before, const char *what) {
+    simnpu_log("wait", what, "");
     if (on_wait) on_wait(what);
     pthread_mutex_lock(&lock);
     int count = complete(stream, before);
@@ -763,6 +797,7 @@ aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout) {
     (void)timeout;
     aclError error = forbidden_in_capture(NULL, "waiting for a device");
     if (error) return error;
+    simnpu_log("wait", "device", "");
     if (on_wait) on_wait("device");
     int device = here(), count = 0;
     pthread_mutex_lock(&lock);
@@ -863,18 +898,35 @@ aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *timestamp) {
 
 /* ---- copies ---- */
 
+/* With the lock held. */
+static void move(void *target, const void *source, size_t size) {
+    if (!simnpu_logs()) memmove(target, source, size);
+    else if (location(target) >= 0) return; /* forgotten */
+    else if (location(source) >= 0) memset(target, 0, size);
+    else memmove(target, source, size);
+}
+
+static void log_copy(aclrtMemcpyKind kind, size_t size, const char *blocking) {
+    static const char *const names[] = {"host_to_host", "host_to_device", "device_to_host", "device_to_device"};
+    simnpu_log("copy", (unsigned)kind < 4 ? names[kind] : "default", ", \"bytes\": %zu, \"blocking\": %s", size,
+               blocking);
+}
+
 aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t size, aclrtMemcpyKind kind) {
-    (void)kind;
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes into %zu", size, room);
     aclError error = forbidden_in_capture(NULL, "a blocking copy");
     if (error) return error;
-    memmove(target, source, size);
+    log_copy(kind, size, "true");
+    pthread_mutex_lock(&lock);
+    move(target, source, size);
+    pthread_mutex_unlock(&lock);
     return 0;
 }
 
 aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t size, aclrtMemcpyKind kind,
                           aclrtStream stream) {
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes into %zu", size, room);
+    log_copy(kind, size, "false");
     pthread_mutex_lock(&lock);
     int from = location(source), to = location(target);
     int to_host = kind == ACL_MEMCPY_DEVICE_TO_HOST && to < 0;
@@ -882,14 +934,14 @@ aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t 
     if (to_host || from_pinned) {
         char *data = malloc(size ? size : 1);
         if (!data) abort();
-        memcpy(data, source, size);
+        move(data, source, size);
         if (to_host) memset(target, POISON, size);
-        else memcpy(target, source, size);
+        else move(target, source, size);
         char *host = to_host ? target : (char *)source;
         add(stream_of(stream),
             (Pending){.kind = to_host ? TO_HOST : FROM_HOST, .host = host, .data = data, .size = size});
     } else {
-        memmove(target, source, size);
+        move(target, source, size);
     }
     pthread_mutex_unlock(&lock);
     return 0;
@@ -897,7 +949,8 @@ aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t 
 
 aclError aclrtMemset(void *pointer, size_t room, int32_t value, size_t size) {
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes into %zu", size, room);
-    memset(pointer, value, size);
+    simnpu_log("memset", "memset", ", \"bytes\": %zu", size);
+    if (!simnpu_logs()) memset(pointer, value, size);
     return 0;
 }
 
@@ -1061,6 +1114,8 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     Graph *graph = model;
     if (graph->invalid) return fail(ACL_ERROR_RT_MODEL_EXECUTE, "the graph is not valid");
     if (stream_of(stream)->capture) return fail(ACL_ERROR_RT_STREAM_CAPTURED, "a graph inside a graph");
+    simnpu_log("replay", "graph", "");
+    if (simnpu_logs()) return 0;
     if (!on_replay) return simnpu_missing("aclmdlRIExecuteAsync without kernels.py");
     return on_replay(graph->id) ? fail(ACL_ERROR_RT_MODEL_EXECUTE, "a kernel of the graph failed") : 0;
 }
@@ -1091,22 +1146,6 @@ void simnpu_invalidate(aclrtStream stream) {
  * torch_npu calls these from C++ without the dispatcher, in collectives above all. They stand in libopapi, which it
  * asks for functions by name: one takes the arguments, a second runs them. kernels.py computes. */
 
-typedef struct Tensor {
-    int64_t dimensions, sizes[16], strides[16], offset;
-    int32_t type;
-    void *data;
-} Tensor;
-
-typedef struct Scalar {
-    int32_t type;
-    char value[16];
-} Scalar;
-
-typedef struct Array {
-    uint64_t count;
-    void *items;
-} Array;
-
 typedef struct Executor {
     const char *name;
     int count;
@@ -1119,26 +1158,69 @@ static void *copied(const void *data, size_t size) {
     return memcpy(copy, data, size);
 }
 
-static void *array(const void *items, uint64_t count, size_t size) {
+/* Objects lie in slots of one reserved range of addresses, so that opapi.c can tell an object among any numbers. */
+typedef struct Slot {
+    enum kind kind;
+    struct Slot *next_free;
+    char object[sizeof(Tensor)];
+} Slot;
+
+static const size_t SLOTS = 1UL << 20;
+static Slot *slots, *free_slots;
+static size_t slots_used;
+
+enum kind simnpu_kind(const void *address) {
+    uintptr_t from = (uintptr_t)slots + offsetof(Slot, object), place = (uintptr_t)address - from;
+    if (!slots || (uintptr_t)address < from || place / sizeof(Slot) >= SLOTS || place % sizeof(Slot)) return NOTHING;
+    return slots[place / sizeof(Slot)].kind;
+}
+
+static void *make(enum kind kind, const void *data, size_t size) {
+    pthread_mutex_lock(&lock);
+    int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (!slots) slots = mmap(NULL, SLOTS * sizeof(Slot), PROT_READ | PROT_WRITE, how, -1, 0);
+    Slot *slot = free_slots;
+    if (slots == MAP_FAILED || (!slot && slots_used == SLOTS)) abort();
+    if (slot) free_slots = slot->next_free;
+    else slot = &slots[slots_used++];
+    slot->kind = kind;
+    memcpy(slot->object, data, size);
+    pthread_mutex_unlock(&lock);
+    return slot->object;
+}
+
+static int destroy(const void *object) {
+    if (!object) return 0;
+    Slot *slot = (Slot *)((char *)object - offsetof(Slot, object));
+    pthread_mutex_lock(&lock);
+    slot->kind = NOTHING;
+    slot->next_free = free_slots;
+    free_slots = slot;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static void *array(enum kind kind, const void *items, uint64_t count, size_t size) {
     Array made = {count, copied(items, count * size)};
-    return copied(&made, sizeof made);
+    return make(kind, &made, sizeof made);
 }
 
 static int destroy_array(Array *array) {
     if (array) free(array->items);
-    free(array);
-    return 0;
+    return destroy(array);
 }
 
 void *aclCreateTensor(const int64_t *sizes, uint64_t dimensions, aclDataType type, const int64_t *strides,
                       int64_t offset, aclFormat format, const int64_t *storage, uint64_t storage_dimensions,
                       void *data) {
-    (void)format, (void)storage, (void)storage_dimensions;
-    if (dimensions > 16) return NULL;
-    Tensor tensor = {.dimensions = dimensions, .offset = offset, .type = type, .data = data};
+    (void)format;
+    if (dimensions > 16 || storage_dimensions > 16) return NULL;
+    Tensor tensor = {.dimensions = dimensions, .offset = offset, .type = type, .data = data,
+                     .storage_dimensions = storage_dimensions};
     memcpy(tensor.sizes, sizes, dimensions * sizeof *sizes);
     memcpy(tensor.strides, strides, dimensions * sizeof *strides);
-    return copied(&tensor, sizeof tensor);
+    memcpy(tensor.storage, storage, storage_dimensions * sizeof *storage);
+    return make(TENSOR, &tensor, sizeof tensor);
 }
 
 void *aclCreateScalar(const void *value, aclDataType type) {
@@ -1147,22 +1229,22 @@ void *aclCreateScalar(const void *value, aclDataType type) {
     Scalar scalar = {.type = type};
     if (type < 0 || (size_t)type >= sizeof sizes || !sizes[type]) return NULL;
     memcpy(scalar.value, value, sizes[type]);
-    return copied(&scalar, sizeof scalar);
+    return make(SCALAR, &scalar, sizeof scalar);
 }
 
-int aclDestroyTensor(void *tensor) { return free(tensor), 0; }
-int aclDestroyScalar(void *scalar) { return free(scalar), 0; }
-void *aclCreateIntArray(const int64_t *items, uint64_t count) { return array(items, count, sizeof *items); }
-void *aclCreateFloatArray(const float *items, uint64_t count) { return array(items, count, sizeof *items); }
-void *aclCreateBoolArray(const bool *items, uint64_t count) { return array(items, count, sizeof *items); }
-void *aclCreateTensorList(void *const *items, uint64_t count) { return array(items, count, sizeof *items); }
-void *aclCreateScalarList(void *const *items, uint64_t count) { return array(items, count, sizeof *items); }
+int aclDestroyTensor(void *tensor) { return destroy(tensor); }
+int aclDestroyScalar(void *scalar) { return destroy(scalar); }
+void *aclCreateIntArray(const int64_t *items, uint64_t count) { return array(INTEGERS, items, count, sizeof *items); }
+void *aclCreateFloatArray(const float *items, uint64_t count) { return array(FLOATS, items, count, sizeof *items); }
+void *aclCreateBoolArray(const bool *items, uint64_t count) { return array(BOOLS, items, count, sizeof *items); }
+void *aclCreateTensorList(void *const *items, uint64_t count) { return array(TENSORS, items, count, sizeof *items); }
+void *aclCreateScalarList(void *const *items, uint64_t count) { return array(SCALARS, items, count, sizeof *items); }
 int aclDestroyIntArray(void *items) { return destroy_array(items); }
 int aclDestroyFloatArray(void *items) { return destroy_array(items); }
 int aclDestroyBoolArray(void *items) { return destroy_array(items); }
 
 static int destroy_list(Array *list) { /* and what is in it */
-    for (uint64_t i = 0; list && i < list->count; i++) free(((void **)list->items)[i]);
+    for (uint64_t i = 0; list && i < list->count; i++) destroy(((void **)list->items)[i]);
     return destroy_array(list);
 }
 

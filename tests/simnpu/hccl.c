@@ -27,6 +27,8 @@
  *   SIMNPU_HCCL_FAIL        KIND:N[@RANK],... the N-th call of that kind in the process of that rank (RANK, as torchrun
  *                           sets it; without that, the rank in the communicator), or in all, returns HCCL_E_REMOTE
  *   SIMNPU_HCCL_HANG        the same, but the call never returns
+ *   SIMNPU_ADAPTERS         device memory is addresses alone: nothing is moved, and no other rank is waited for, so that
+ *                           one process can be any rank of any number
  *   SIMNPU_HCCL_COUNTS      FILE: at exit, calls and bytes of each kind and communicator are written as JSON to
  *                           FILE.rank<RANK>.json; simnpu_hccl_counts() returns the same text at any time
  */
@@ -252,6 +254,8 @@ static double number_from(const char *name, double otherwise) {
     return value && *value ? atof(value) : otherwise;
 }
 
+static bool alone(void) { return getenv("SIMNPU_ADAPTERS") != NULL; }
+
 static double now(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -298,6 +302,8 @@ static size_t length_for(uint32_t ranks, size_t piece) {
 
 /* Returns when all ranks are here, or false when they are not within that many seconds (0: for ever). */
 static bool meet(HcclComm comm, double patience) {
+    if (alone())
+        return true;
     struct shared *shared = comm->shared;
     uint32_t mine = ++comm->waits;
     atomic_store(&shared->progress[comm->rank], mine);
@@ -589,6 +595,8 @@ static bool fits(HcclComm comm, const struct call *call, const struct announceme
 }
 
 static HcclResult run(HcclComm comm, const struct call *call) {
+    if (alone())
+        return HCCL_SUCCESS;
     size_t section = comm->piece / call->parts / 64 * 64; /* of a slot for each part; whole elements of every type */
     uint32_t part = call->parts == 1 ? 0 : comm->rank;
     uint64_t rounds = 1;
@@ -857,6 +865,8 @@ static bool advance(HcclComm comm, struct message *message) {
 
 /* All messages at the same time, those of the same direction and peer in their order. */
 static HcclResult exchange(HcclComm comm, enum kind kind, struct message *messages, size_t count) {
+    if (alone())
+        return HCCL_SUCCESS;
     double deadline = comm->patience > 0 ? now() + comm->patience : 0;
     for (;;) {
         uint32_t bell = atomic_load(&comm->shared->doorbells[comm->rank]);
@@ -1134,7 +1144,7 @@ HcclResult HcclCreateSubCommConfig(HcclComm *parent_pointer, uint32_t ranks, uin
         return HCCL_E_PARA;
     struct place place;
     double patience = number_from("HCCL_CONNECT_TIMEOUT", 120), deadline = now() + patience;
-    if (rank == 0) {
+    if (rank == 0 || alone()) {
         HcclResult result = make_shared_memory(parent->piece, &place);
         if (result)
             return result;

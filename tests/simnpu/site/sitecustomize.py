@@ -48,7 +48,8 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _AfterTorchNpu())
+if not os.environ.get("SIMNPU_ADAPTERS"):  # where the wheel's own adapters run, nothing is replaced
+    sys.meta_path.insert(0, _AfterTorchNpu())
 if os.environ.get("SIMNPU_COUNTS"):
     _simnpu("counts").count_program()  # before the program imports what it counts steps by
 _run_hidden()

@@ -1,0 +1,111 @@
+"""What test_adapters.py runs in simulated processes and reads in their logs: training steps, decoded tokens, AdamW."""
+
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat import device as devices
+from nanochat import scaling
+from nanochat.device import Device
+from nanochat.engine import Engine, SamplingParams
+from nanochat.gpt import GPT
+from nanochat.parallel.mesh import lay_out
+from nanochat.train import make_optimizer, next_token_loss, train_step
+from simnpu.adapters import section
+
+
+def model_of(depth: int, tokens: int, device: Device) -> GPT:
+    """The preset's model with memory for its weights, which nobody draws: nothing reads them."""
+    with torch.device("meta"):
+        model = GPT(scaling.model_config(depth, 32768, tokens), device.kernels)
+    model = model.to_empty(device=device.torch_device)
+    model.fill_rotary()
+    return model
+
+
+def batch_of(rows: int, tokens: int, device: Device) -> tuple[Tensor, Tensor]:
+    inputs, targets = torch.zeros(2, rows, tokens, dtype=torch.long, device=device.torch_device)
+    return inputs, targets
+
+
+def step(depth: int, rows: int, tokens: int, ranks: int = 1) -> dict[str, int]:
+    """A step of training, the second, as rank 0 of `ranks` (hccl.c waits for no other); the allocator's peaks in it."""
+    if ranks > 1:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
+        torch.npu.set_device(0)
+        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
+    device = devices.init("npu", "bfloat16")
+    model = model_of(depth, tokens, device)
+    rates = scaling.rates(model.config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
+    optimizer = make_optimizer(model, rates, device, layout=lay_out(device))
+    batch = batch_of(rows, tokens, device)
+    train_step(model, optimizer, [batch], next_token_loss, device=device)
+    torch.npu.reset_peak_memory_stats()
+    with section("step"):
+        train_step(model, optimizer, [batch], next_token_loss, device=device)
+    return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
+
+
+def kept(depth: int, tokens: int) -> float:
+    """Bytes that the forward pass leaves for the backward one, for each token more."""
+    device = devices.init("npu", "bfloat16")
+    model = model_of(depth, tokens, device)
+    held = []
+    for rows in (1, 2):
+        batch = batch_of(rows, tokens, device)
+        before = torch.npu.memory_allocated()
+        with device.autocast():
+            loss, _ = next_token_loss(model, batch)
+        held.append(torch.npu.memory_allocated() - before)
+        del loss
+    return (held[1] - held[0]) / tokens
+
+
+def token(depth: int, tokens: int) -> None:
+    """A decoded token of one row, sampled."""
+    device = devices.init("npu", "bfloat16")
+    engine = Engine(model_of(depth, tokens, device).eval(), tiny.tiny_tokenizer(), device)
+    engine.stop_ids = set()
+    stream = engine.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))
+    for _ in range(4):
+        next(stream)
+    with section("token"):
+        next(stream)
+
+
+def adamw(sizes: list[int]) -> dict[str, Any]:
+    """One fused update of parameters of these sizes; the addresses of what would scale it and skip it."""
+    lists = [[torch.zeros(size, device="npu") for size in sizes] for _ in range(4)]
+    steps = [torch.zeros((), device="npu") for _ in sizes]
+    scale, skip = (torch.ones((), device="npu") for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "eps": 1e-8}
+    with section("adamw"):
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            *lists, [], steps, **settings, amsgrad=False, maximize=False, grad_scale=scale, found_inf=skip
+        )
+    return {"unread": [scale.data_ptr(), skip.data_ptr()], "gradients": [one.data_ptr() for one in lists[1]]}
+
+
+def memory(gib: int) -> dict[str, Any]:
+    """Fill some memory and read it; the host's own memory that this took; what refuses to allocate a TiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    filled = torch.full((gib << 30,), 7, dtype=torch.int8, device="npu")
+    read = filled[5].item()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    try:
+        torch.empty(1 << 40, dtype=torch.int8, device="npu")
+    except torch.OutOfMemoryError as error:
+        return {"read": read, "host_mib": grown / 1024, "allocated": torch.npu.memory_allocated(), "error": str(error)}
+    raise AssertionError("more than there is was allocated")
+
+
+def main() -> None:
+    """Call each of the arguments, {"function": ..., "arguments": {...}}, and print the results as one list."""
+    print(json.dumps([globals()[asked["function"]](**asked["arguments"]) for asked in map(json.loads, sys.argv[1:])]))

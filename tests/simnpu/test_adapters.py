@@ -1,0 +1,141 @@
+"""What torch_npu's own adapters ask of CANN, counted in their log: launches, hidden copies, AI CPU, memory.
+
+Every number was counted on a simulated Ascend910B3 under torch_npu 2.13.0; a change may lower a bound, and should then
+write the new number here."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from simnpu import adapters
+from simnpu.adapters import Record, copied_inputs, on_ai_cpu, sections, transposed_gradients
+
+GIB = 1 << 30
+Measured = tuple[list[Any], dict[str, list[Record]]]
+
+
+@pytest.fixture(scope="module")
+def measure(simulated, tmp_path_factory):
+    """The results of functions of adapter_cases.py, called in one process, and its log."""
+    program = "import sys; sys.path.insert(0, 'tests'); from simnpu import adapter_cases; adapter_cases.main()"
+
+    def run(*asked: dict[str, Any], **env: str) -> Measured:
+        log = tmp_path_factory.mktemp("adapters") / "calls.jsonl"
+        done = simulated(["-c", program, *map(json.dumps, asked)], adapters=str(log), memory="80GiB", env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1]), sections(log)
+
+    return run
+
+
+def call(function: str, **arguments: Any) -> dict[str, Any]:
+    return {"function": function, "arguments": arguments}
+
+
+@pytest.fixture(scope="module")
+def depth_12(measure) -> Measured:
+    return measure(
+        call("step", depth=12, rows=1, tokens=128),
+        call("token", depth=12, tokens=128),
+        call("kept", depth=12, tokens=2048),
+        call("adamw", sizes=[3, 5]),
+        call("memory", gib=40),
+    )
+
+
+def launches(records: list[Record]) -> int:
+    return sum(record.launches for record in records)
+
+
+def waits(records: list[Record]) -> int:
+    return sum(record.kind == "wait" for record in records)
+
+
+def test_launches_and_waits(depth_12: Measured):
+    _, log = depth_12
+    assert launches(log["step"]) <= 1228 and waits(log["step"]) == 0
+    assert launches(log["token"]) <= 276 and waits(log["token"]) == 1
+    assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
+
+
+def test_inputs_that_operators_copy_first(depth_12: Measured):
+    """Queries, keys and values as views of one product, above all; and the long side of Muon's stacks."""
+    _, log = depth_12
+    copied = Counter[str]()
+    for record in log["step"]:
+        copied[record.what] += len(copied_inputs(record))
+    attention = sum(count for what, count in copied.items() if "FlashAttention" in what or "Rotary" in what)
+    assert attention <= 72, copied
+    assert copied.total() <= 97, copied
+
+
+def test_weight_gradients_that_are_transposed(depth_12: Measured):
+    _, log = depth_12
+    casts, copies = transposed_gradients(log["step"])
+    assert casts <= 55 and copies <= 54
+
+
+def test_what_runs_on_the_ai_cpu(depth_12: Measured):
+    """Two writes into the cache for each layer of a decoded token; nothing in training."""
+    _, log = depth_12
+    assert not [record.what for record in log["step"] if on_ai_cpu(record)]
+    assert sum(map(on_ai_cpu, log["token"])) <= 24
+
+
+def test_the_ai_cpu_rule():
+    def tensor(*shape: int, dtype: str = "int64") -> adapters.Tensor:
+        return adapters.Tensor(shape, (1,) * len(shape), shape, 0, dtype, 0)
+
+    def put(dtype: str, *indices: adapters.Tensor) -> bool:
+        return on_ai_cpu(Record("operator", "aclnnIndexPutImpl", (tensor(4, 5, 6, 64, dtype=dtype), indices)))
+
+    none = tensor(0)
+    assert put("bfloat16", tensor(2), none, tensor(2)), "x[rows, :, columns] = ..."
+    assert not put("bfloat16", none, tensor(2), tensor(2)), "x[:, rows, columns] = ..."
+    assert put("bfloat16", tensor(2), tensor(1)), "indices of different shapes"
+    assert put("bfloat16", tensor(2, dtype="bool")) and put("float64", tensor(2)) and put("int64", tensor(2))
+
+
+def test_the_fused_adamw_reads_neither_scale_nor_skip(depth_12: Measured):
+    """So a caller must divide the gradients and mask a bad step by itself."""
+    results, log = depth_12
+    addresses = results[3]
+    called = [record.what for record in log["adamw"]]
+    assert called == ["aclnnSubs", "aclnnApplyAdamWV2"] * 2, "a loop over the parameters: step - 1, then the update"
+    read = {tensor.at for record in log["adamw"] for tensor in record.tensors}
+    assert read.isdisjoint(addresses["unread"]) and read.issuperset(addresses["gradients"])
+
+
+def test_memory_is_addresses_alone(depth_12: Measured):
+    """It reads as zeros, costs the host nothing, and ends where the device's ends."""
+    results, _ = depth_12
+    found = results[4]
+    assert found["read"] == 0 and found["host_mib"] < 64 and found["allocated"] >= 40 * GIB
+    assert "out of memory" in found["error"]
+
+
+def test_memory_kept_for_each_token(depth_12: Measured):
+    results, _ = depth_12
+    assert results[2] <= 550 * 1024
+
+
+def test_peak_memory_at_depth_20(measure):
+    """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
+    ((peak,), _) = measure(call("step", depth=20, rows=16, tokens=2048))
+    assert peak["allocated"] <= 60.5 * GIB and peak["reserved"] <= 61.5 * GIB
+
+
+def test_peak_memory_of_one_of_eight_ranks(measure):
+    ((peak,), log) = measure(call("step", depth=20, rows=16, tokens=2048, ranks=8))
+    assert peak["allocated"] <= 56.0 * GIB and peak["reserved"] <= 59.5 * GIB
+    assert sum(record.kind == "collective" for record in log["step"]) <= 205 and waits(log["step"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queue", ["0", "1"])
+def test_the_task_queue_changes_no_call(measure, depth_12: Measured, queue: str):
+    """In the thread that asks (0), or only launched in another one (1), instead of prepared there too (2)."""
+    _, log = measure(call("step", depth=12, rows=1, tokens=128), TASK_QUEUE_ENABLE=queue)
+    assert [record.what for record in log["step"]] == [record.what for record in depth_12[1]["step"]]
