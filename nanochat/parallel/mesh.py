@@ -68,13 +68,11 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
 
     Raises UserError: when the ranks do not form `replicate` groups.
     """
-    if replicate > 1:
-        if parallel != "fsdp":
-            raise UserError(f"--replicate {replicate} needs --parallel fsdp; {parallel} holds a whole model everywhere")
-        if device.world_size % replicate:
-            raise UserError(f"--replicate {replicate} does not divide the {device.world_size} processes")
-        if device.world_size == replicate:
-            raise UserError(f"--replicate {replicate} is a whole model on each process: use --parallel ddp")
+    if replicate > 1 and (parallel != "fsdp" or device.world_size % replicate or device.world_size == replicate):
+        raise UserError(
+            f"--replicate {replicate} needs --parallel fsdp and several processes in each of {replicate} groups; here "
+            f"are {device.world_size} processes with --parallel {parallel}"
+        )
     if device.world_size == 1:
         return Layout()  # nothing to shard
     # Ranks are numbered host by host, so that neighbours share a host and its fast links.
