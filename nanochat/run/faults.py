@@ -6,14 +6,13 @@ work between two boundaries calls `should_stop` now and then. Neither waits for 
 a stop is being agreed on.
 
 The stop: the rank that hears a signal writes it to the store. Every rank then holds its main thread at its next
-boundary and publishes the last one it passed. Rank 0 answers with the highest of these plus one, and all ranks stop at
-that boundary, however far their hosts had run ahead of each other. A rank that is late is let through up to there, so
-that nobody waits for it in a collective.
+boundary and publishes the last one it passed. All stop one boundary after the highest of these, however far their
+hosts had run ahead of each other. A rank that is late is let through up to there, so that nobody waits for it in a
+collective.
 
 The watchdog: every rank publishes a `Beat` once a second. Rank 0 watches all ranks, all ranks watch rank 0.
 """
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -62,14 +60,6 @@ class Beat:
     patience: float  # seconds that its phase may take without moving
 
 
-@dataclass
-class Since:
-    """A value, and when it was first seen."""
-
-    value: Any
-    at: float
-
-
 class Faults:
     """Signals, heartbeats and what follows from them; a context manager around a training loop, on all ranks.
 
@@ -95,14 +85,12 @@ class Faults:
         self._ticks = 0
         self._beats = 0
         self._beat_at = 0.0
-        self._main_thread = threading.main_thread().ident or 0
-        # What it has seen of the others, by rank: the number of the newest beat, and what shows progress in it.
-        self._heard: dict[int, Since] = {}
-        self._moved: dict[int, Since] = {}
-        # Its own threads.
-        now = time.monotonic()
-        self._polled = now
-        self._store_answered = now
+        # What it has seen of the others: the newest value of each thing, and since when it has it.
+        self._seen: dict[str, tuple[Any, float]] = {}
+        # Its own threads, and their clock. It does not count time in which this process itself was stopped: the others
+        # would seem silent.
+        self._awake = 0.0
+        self._store_answered = 0.0
         self._closed = threading.Event()
         self._wake = threading.Event()
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._listen, self._watch)]
@@ -120,7 +108,7 @@ class Faults:
             connection = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
             store = PrefixStore(f"faults/{token.item()}", connection)
         if self.device.is_main:
-            for key in ("stop", "last", "verdict"):
+            for key in ("stop", "verdict"):
                 store.set(key, "")
         self._publish(store)
         if self.device.world_size > 1:
@@ -204,26 +192,24 @@ class Faults:
         """A thread: hears signals, and notices that the other thread gets no answer from the store any more."""
         before = time.monotonic()
         while not self._closed.is_set():
-            ready, _, _ = select.select([self._receiver], [], [], BEAT_SECONDS)
+            ready, _, _ = select.select([self._receiver], [], [], POLL_SECONDS / 5)
+            now = time.monotonic()
+            self._awake += min(now - before, STILL_SECONDS)
+            before = now
             for number in self._receiver.recv(64) if ready else b"":
                 if number in self._handlers:
                     self._hear(number)
-            now = time.monotonic()
-            if now - before > STILL_SECONDS:
-                self._store_answered = now
-            before = now
-            late = now - self._store_answered
+            late = self._awake - self._store_answered
             if late > self.hang_seconds and not self._closed.is_set():
                 self._end(f"rank {self.device.rank} on {self._host}: {_store_name()} has not answered for {late:.0f} s")
 
     def _hear(self, number: int) -> None:
-        now = time.monotonic()
         if not self.signal:
-            self._signal_at = now
+            self._signal_at = self._awake
             self.signal = number
             print0(f"{signal.Signals(number).name}: saving, then leaving (Ctrl-C again leaves at once)")
             self._wake.set()
-        elif number == signal.SIGINT and now - self._signal_at > AT_ONCE_SECONDS:
+        elif number == signal.SIGINT and self._awake - self._signal_at > AT_ONCE_SECONDS:
             self._end("interrupted twice: left at once, nothing more was saved", 128 + number)
 
     # ---------------------------------------------------------------------- talking to the other ranks
@@ -235,35 +221,25 @@ class Faults:
             while not self._closed.is_set():
                 self._wake.wait(POLL_SECONDS / 10 if self._holding else POLL_SECONDS)
                 self._wake.clear()
-                now = time.monotonic()
-                self._forgive(now)
                 if self.signal and not stop_written:
                     self._store.compare_set("stop", "", str(self.signal))
                     stop_written = True
-                stop, last, verdict = (value.decode() for value in self._store.multi_get(["stop", "last", "verdict"]))
+                stop, verdict = (value.decode() for value in self._store.multi_get(["stop", "verdict"]))
                 if verdict:
                     self._obey(verdict, print_it=self.device.local_rank == 0)
                 if stop:
-                    self._follow_stop(int(stop), last)
-                if now - self._beat_at >= BEAT_SECONDS:
-                    self._beat_at = now
+                    self._follow_stop(int(stop))
+                if self._awake - self._beat_at >= BEAT_SECONDS:
+                    self._beat_at = self._awake
                     self._publish(self._store)
-                    self._judge(now)
-                self._store_answered = time.monotonic()
+                    self._judge()
+                self._store_answered = self._awake
         except (RuntimeError, ValueError) as error:  # torch's DistError among them
             if not self._closed.wait(2):  # the others may be leaving, and their store with them
                 line = str(error).splitlines()[0]
                 self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({line})")
 
-    def _forgive(self, now: float) -> None:
-        """Do not count time in which this process itself stood still as silence of the others."""
-        late = now - self._polled
-        if late > STILL_SECONDS:
-            for since in (*self._heard.values(), *self._moved.values()):
-                since.at += late
-        self._polled = now
-
-    def _follow_stop(self, number: int, last: str) -> None:
+    def _follow_stop(self, number: int) -> None:
         """One look at a stop that is being agreed on."""
         # First hold the main thread at its next boundary, and publish the last one that it passed.
         if not self._holding:
@@ -271,22 +247,18 @@ class Faults:
                 self._holding = True
                 passed = self._passed
             self.signal = self.signal or number
-            self._held_at = time.monotonic()
+            self._held_at = self._awake
             self._store.set(f"passed/{self.device.rank}", str(passed))
-        # Rank 0 has decided: let the main thread run up to the boundary where all stop.
-        if last:
-            with self._condition:
-                self._last = int(last)
-                self._condition.notify_all()
-            return
-        # Rank 0 decides once all ranks have answered. A rank that never answers ends the job.
+        # Once all ranks have answered, let the main thread run up to the boundary where all stop. The answers never
+        # change, so that every rank finds the same one.
         keys = [f"passed/{rank}" for rank in range(self.device.world_size)]
-        if self.device.is_main and self._store.check(keys):
-            furthest = max(int(value) for value in self._store.multi_get(keys))
-            self._store.set("last", str(furthest + 1))
-        elif time.monotonic() - self._held_at > ANSWER_SECONDS * (1 if self.device.is_main else 2):
+        if self._last is None and self._store.check(keys):
+            with self._condition:
+                self._last = max(int(value) for value in self._store.multi_get(keys)) + 1
+                self._condition.notify_all()
+        elif self._last is None and self._awake - self._held_at > ANSWER_SECONDS:
             silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            self._condemn(f"{_ranks(silent or [0])} did not answer when the run was to stop: nothing more was saved")
+            self._condemn(f"{_ranks(silent)} did not answer when the run was to stop: nothing more was saved")
 
     def _publish(self, store: Store) -> None:
         self._beats += 1
@@ -296,21 +268,22 @@ class Faults:
 
     def _place(self) -> str:
         """The line that the main thread executes: the innermost one outside of torch, and what it called there."""
-        frame = sys._current_frames().get(self._main_thread)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         innermost = frame.f_code.co_name if frame else ""
         while frame and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back:
             frame = frame.f_back
-        return f"{_line(frame)} ({innermost})" if frame else "?"
+        if frame is None:
+            return "?"
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} ({innermost})"
 
-    def _judge(self, now: float) -> None:
+    def _judge(self) -> None:
         """End the job when a rank is silent or does not move."""
         ranks = list(range(self.device.world_size)) if self.device.is_main else [0]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         beats = {rank: Beat(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
-        for rank, beat in beats.items():
-            _note(self._heard, rank, beat.number, now)
-            _note(self._moved, rank, (beat.step, beat.phase, beat.ticks), now)
-        silent = [rank for rank in ranks if now - self._heard[rank].at > self.hang_seconds]
+        silent_for = {rank: self._age(f"number of {rank}", beat.number) for rank, beat in beats.items()}
+        still_for = [self._age(f"work of {rank}", (beat.step, beat.phase, beat.ticks)) for rank, beat in beats.items()]
+        silent = [rank for rank in ranks if silent_for[rank] > self.hang_seconds]
         patience = max(self.hang_seconds, *(beat.patience for beat in beats.values()))
         if silent:
             beat = beats[silent[0]]
@@ -318,8 +291,16 @@ class Faults:
                 f"{_ranks(silent)} on {beat.host} has been silent for {self.hang_seconds:g} s, last in step "
                 f"{beat.step + 1} ({beat.phase}): stopped, or its host is gone; start again with --resume"
             )
-        elif self.device.is_main and any(now - self._moved[rank].at > patience for rank in ranks):
-            self._condemn(f"{_stuck(beats)}: nothing moved for {patience:g} s; start again with --resume")
+        elif self.device.is_main and max(still_for) > patience:
+            self._condemn(
+                f"a rank hangs, nothing moved for {patience:g} s: {_places(beats)}; start again with --resume"
+            )
+
+    def _age(self, what: str, value: Any) -> float:
+        """For how many seconds something has had this value."""
+        if what not in self._seen or self._seen[what][0] != value:
+            self._seen[what] = (value, self._awake)
+        return self._awake - self._seen[what][1]
 
     # ---------------------------------------------------------------------- ending the job
 
@@ -340,38 +321,20 @@ class Faults:
         os._exit(128 + self.signal if status == 1 and self.signal else status)
 
 
-def _note(seen: dict[int, Since], rank: int, value: Any, now: float) -> None:
-    """Remember since when a rank has shown this value."""
-    if rank not in seen or seen[rank].value != value:
-        seen[rank] = Since(value, now)
-
-
-def _stuck(beats: dict[int, Beat]) -> str:
-    """Which ranks hold the others up: those that are late, else those in an unusual line, else all of them."""
-    first_step = min(beat.step for beat in beats.values())
-    stuck = [rank for rank, beat in beats.items() if beat.step == first_step]
-    if len(stuck) == len(beats):
-        [(usual, count)] = collections.Counter(beat.place for beat in beats.values()).most_common(1)
-        if 2 * count > len(beats):
-            stuck = [rank for rank, beat in beats.items() if beat.place != usual] or stuck
-    beat = beats[stuck[0]]
-    if len(stuck) == len(beats):
-        places = [f"rank {rank} on {beat.host} in {beat.place}" for rank, beat in beats.items()]
-        return f"all ranks hang in step {beat.step + 1} ({beat.phase}): {', '.join(places[:4])}"
-    waiting = next(beat.place for rank, beat in beats.items() if rank not in stuck)
-    return (
-        f"{_ranks(stuck)} on {beat.host} hangs in step {beat.step + 1} ({beat.phase}), in {beat.place}; "
-        f"others wait in {waiting}"
-    )
+def _places(beats: dict[int, Beat]) -> str:
+    """Where the ranks are, those first that hold the others up: of the lowest step, then in the least usual line."""
+    groups: dict[tuple[int, str, str, str], list[int]] = {}
+    for rank, beat in beats.items():
+        groups.setdefault((beat.step, beat.phase, beat.host, beat.place), []).append(rank)
+    lines = []
+    for (step, phase, host, place), ranks in sorted(groups.items(), key=lambda group: (group[0][0], len(group[1]))):
+        lines.append(f"{_ranks(ranks)} on {host} in step {step + 1} ({phase}), in {place}")
+    return "; ".join(lines[:4])
 
 
 def _ranks(ranks: list[int]) -> str:
     some = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
-
-
-def _line(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def _store_name() -> str:
