@@ -65,7 +65,7 @@ def main(config: Config) -> None:
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
-    from nanochat.run.stage import Run, Start, open_device
+    from nanochat.run.stage import Run, Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
@@ -94,7 +94,10 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, batch, optimizer
     micro_tokens = config.device_batch_size * config.max_seq_len * device.world_size  # of one pass on all devices
     horizon = scaling.training_tokens(model_config, config.target_param_data_ratio)
-    accumulation = micro_batches(config, micro_tokens, scaling.batch_tokens(model_config, horizon))
+    accumulation = count_micro_batches(
+        micro_tokens, scaling.batch_tokens(model_config, horizon), config.total_batch_size,
+        config.gradient_accumulation_steps,
+    )  # fmt: skip
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
     rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens)
@@ -115,8 +118,8 @@ def main(config: Config) -> None:
     pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0}
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}", pretraining)
     run = Run(
-        "base", config, start, optimizer, steps, batch_tokens=batch_tokens, token_flops=token_flops,
-        fingerprints={"what --data names": fingerprint(train_corpus)},
+        "base", config, start, optimizer, steps, token_flops=token_flops,
+        fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len, rank=device.rank,
@@ -160,25 +163,6 @@ def main(config: Config) -> None:
     loader.close()
     best = run.progress.best_val_bpb
     run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
-
-
-def micro_batches(config: Config, micro_tokens: int, by_rule: int) -> int:
-    """Micro-batches a step, from the flags or by rule.
-
-    Raises UserError: when the flags contradict each other.
-    """
-    requested = config.gradient_accumulation_steps
-    if config.total_batch_size is None:
-        return requested or max(1, round(by_rule / micro_tokens))
-    count, rest = divmod(config.total_batch_size, micro_tokens)
-    if rest == 0 and requested in (None, count):
-        return count
-    nearest = requested or max(1, round(config.total_batch_size / micro_tokens))
-    wanted = "a multiple of" if requested is None else f"{requested} x"
-    raise UserError(
-        f"--total_batch_size {config.total_batch_size} is not {wanted} {micro_tokens} tokens "
-        f"(device_batch_size x max_seq_len x processes): use {nearest * micro_tokens}, or another --device_batch_size"
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Positive, Range, UserError
+from nanochat.shell.cli import Count, Fraction, Positive, Range
 from nanochat.shell.log import print0
 
 
@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.data.loader import Batch, Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
-    from nanochat.run.stage import Run, begin
+    from nanochat.run.stage import Run, begin, count_micro_batches
     from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
@@ -54,14 +54,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
     micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
-    requested = config.total_batch_size or start.pretraining.get("batch_tokens", micro_tokens)
-    accumulation = max(1, round(requested / micro_tokens))
+    by_rule = start.pretraining.get("batch_tokens", micro_tokens)
+    accumulation = count_micro_batches(micro_tokens, by_rule, config.total_batch_size)
     batch_tokens = micro_tokens * accumulation
-    if config.total_batch_size not in (None, batch_tokens):
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not a multiple of {micro_tokens} tokens "
-            f"(device_batch_size x context x processes): use {batch_tokens}, or another --device_batch_size"
-        )
     steps = config.num_iterations or max(1, round(start.pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
@@ -71,8 +66,8 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     run = Run(
-        "mid", config, start, optimizer, steps, batch_tokens=batch_tokens, token_flops=token_flops,
-        fingerprints={"what --tasks names": train_corpus.mixture.fingerprint()},
+        "mid", config, start, optimizer, steps, token_flops=token_flops,
+        fingerprints={"tokens a step": batch_tokens, "what --tasks names": train_corpus.mixture.fingerprint()},
     )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,

@@ -20,7 +20,6 @@ from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.checkpoint_manager import (
     DamagedCheckpoint,
-    Saver,
     Training,
     load_model,
     load_training,
@@ -30,8 +29,8 @@ from nanochat.checkpoint_manager import (
 from nanochat.data.loader import LoaderState, ShardState
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.run import resume
-from nanochat.run.resume import set_aside
+from nanochat.run import stage
+from nanochat.run.stage import set_aside
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -58,8 +57,7 @@ def folder() -> Path:
 
 
 def save(folder: Path, step: int, model: GPT, meta: dict, training: Training) -> Path:
-    with Saver(folder, DEVICE) as saver:
-        return saver.save(step, model, TOKENIZER, meta, training)
+    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, training, DEVICE)
 
 
 def save_step(folder: Path, step: int, seed: int = 0) -> Path:
@@ -168,6 +166,16 @@ def test_flips_and_cuts_of_every_file_are_found(folder, name):
     assert checkpoint_manager.verify(path)["step"] == 1
 
 
+def test_a_damaged_manifest_is_named(folder):
+    path = save_step(folder, 1)
+    whole = (path / "manifest.json").read_text()
+    sha256 = json.loads(whole)["tokenizer.json"]["sha256"]
+    for damaged in (whole[:-9], whole.replace("tokenizer", "tokenixer"), whole.replace(sha256, sha256[::-1]), "[]"):
+        (path / "manifest.json").write_text(damaged)
+        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json|tokenixer"):
+            checkpoint_manager.verify(path)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_newest_falls_back_with_a_warning(folder, capsys, name):
     for step in (1, 2, 3):
@@ -183,7 +191,9 @@ def test_newest_falls_back_with_a_warning(folder, capsys, name):
         assert warning.startswith("warning: ")
     load_model("base", DEVICE)
     shutil.rmtree(folder / "step_000001")
+    capsys.readouterr()
     assert newest(folder) is None
+    assert "falling back" not in capsys.readouterr().err.splitlines()[-1]  # there is nothing to fall back to
     with pytest.raises(UserError, match=r"no whole checkpoint.*`python -m scripts.base_train`"):
         load_model("base", DEVICE)
 
@@ -217,7 +227,7 @@ def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
     """This rank's file system lists nothing; it gets rank 0's answer."""
     save_step(folder, 1)
     answers = [str(folder / "step_000002"), "tiny.1"]
-    for module in (checkpoint_manager, resume):
+    for module in (checkpoint_manager, stage):
         monkeypatch.setattr(module, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
     assert checkpoint_manager.find_source("base", "tiny", device=DEVICE).name == "step_000002"
     assert set_aside(folder, paths.run_dir("base", "tiny"), DEVICE) == folder.with_name("tiny.1")
@@ -241,7 +251,7 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
     assert hashed_by(lambda: load_model(checkpoint_manager.find_source("base"), DEVICE, verified=True))
     (folder / "step_000002/model.safetensors").write_bytes(b"")
     for load in (load_model, checkpoint_manager.find_source):
-        with pytest.raises(UserError, match="model.safetensors is damaged: train it again, or name an older --step"):
+        with pytest.raises(UserError, match="model.safetensors is damaged.*: train it again, or name an older --step"):
             load(str(folder / "step_000002"))
 
 

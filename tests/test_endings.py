@@ -302,14 +302,13 @@ from scripts import base_train
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-save = checkpoint_manager.Saver.save
-def saved(saver, step, *arguments):
-    final = save(saver, step, *arguments)
-    saver.wait()
+save = checkpoint_manager.save
+def saved(folder, step, *arguments, **options):
+    final = save(folder, step, *arguments, **options)
     print("held", step, resident(), len(os.listdir("/proc/self/fd")), flush=True)
     return final
 
-checkpoint_manager.Saver.save = saved
+checkpoint_manager.save = saved
 cli.run(base_train.main, base_train.Config)
 """
 

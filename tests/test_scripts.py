@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat import checkpoint_manager, train
 from nanochat import device as devices
-from nanochat import train
 from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.shell import cli
 from nanochat.shell.log import REQUIRED
@@ -305,7 +305,7 @@ def test_resume_refuses_other_data_another_order_and_another_batch(base, tokeniz
         ("--shards=3", "--shards None, not 3"),
         ("--seed=4", "--seed 0, not 4"),
         ("--optimizer=adamw", "--optimizer muon, not adamw"),
-        ("--total_batch_size=512", "256 tokens a step, not 512: use --total_batch_size 256, or another --model_tag"),
+        ("--total_batch_size=512", "tokens a step 256, not 512"),
     ):
         code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", flag)
         assert code == 1 and words in err
@@ -380,6 +380,27 @@ def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=2", "--resume")
     assert "starting from the beginning" in capsys.readouterr().out
     assert len(losses(base)) == 2
+
+
+def test_resume_of_a_tag_that_was_never_trained_names_the_others(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--model_tag=mine")
+    call("base_train", *TINY, "--num_iterations=2", "--model_tag=mime", "--resume")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: --resume") and "base/mime" in line and line.endswith(" mine")
+
+
+def test_a_save_that_fails_on_the_way_is_reported_and_the_run_goes_on(base, tokenizer, capsys, monkeypatch):
+    save = checkpoint_manager.save
+
+    def fails_once(folder, step, *arguments, **options):
+        if step == 2:
+            raise cli.UserError("the disk is full")
+        return save(folder, step, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint_manager, "save", fails_once)
+    call("base_train", *TINY, "--num_iterations=6", "--save_every=2")
+    assert "warning: step 2 was not saved: the disk is full" in capsys.readouterr().err
+    assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base)) == 6
 
 
 def test_micro_batches_add_up_to_the_batch(base, tokenizer):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanochat import checkpoint_manager
 from nanochat import device as devices
-from nanochat.checkpoint_manager import Saver, Training
+from nanochat.checkpoint_manager import Training
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
@@ -101,9 +102,8 @@ class Momentum:
 
 
 def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any]) -> Path:
-    """A checkpoint that is on the disk when this returns, without a state to resume from."""
-    with Saver(folder, cpu_device()) as saver:
-        return saver.save(step, model, tokenizer, meta, Training({}, {}, {}))
+    """A checkpoint without a state to resume from."""
+    return checkpoint_manager.save(folder, step, model, tokenizer, meta, Training({}, {}, {}), cpu_device())
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:

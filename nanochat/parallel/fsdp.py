@@ -22,6 +22,7 @@ from nanochat.device import Device
 from nanochat.parallel.collectives import reduce_scatter
 from nanochat.parallel.mesh import Layout
 from nanochat.shell.cli import UserError
+from nanochat.shell.storage import held_box, local
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
@@ -94,11 +95,6 @@ def is_sharded(model: Any) -> bool:
 # ---------------------------------------------------------------------- rows of a tensor, and all of them
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a tensor that this process holds, over the same memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All rows of a tensor, on every rank; all ranks call it together."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
@@ -106,11 +102,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def held_rows(tensor: Tensor) -> slice:
     """Which rows of a tensor this process holds."""
-    if not isinstance(tensor, DTensor):
-        return slice(0, len(tensor))
-    mesh = tensor.device_mesh
-    shard_dim = mesh.ndim - 1
-    return Layout(rank=mesh.get_local_rank(shard_dim), ranks=mesh.size(shard_dim)).share(len(tensor))
+    offset, size = held_box(tensor)
+    return slice(offset[0], offset[0] + size[0])
 
 
 @torch.no_grad()

@@ -3,12 +3,10 @@
 An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see shell/cli.py).
 """
 
-import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed, UserError, frozen_flags
+from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,3 @@ class StageFlags(TrainFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
-
-
-def refuse_changed_flags(saved: dict[str, Any], config: TrainFlags, step_folder: Path) -> list[str]:
-    """Compare a resumed run's flags with those in its checkpoint; returns `flag old -> new` of those that changed.
-
-    Raises UserError: when a frozen flag changed.
-    """
-    frozen = frozen_flags(type(config))
-    changes = []
-    for flag, value in dataclasses.asdict(config).items():
-        if flag == "resume" or flag not in saved or saved[flag] == value:
-            continue
-        if flag in frozen:
-            raise UserError(
-                f"--resume: {step_folder} was trained with --{flag} {saved[flag]}, not {value}: use that, or another "
-                "--model_tag"
-            )
-        changes.append(f"{flag} {saved[flag]} -> {value}")
-    return changes

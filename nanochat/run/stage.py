@@ -25,34 +25,36 @@ line with its checkpoint, and the resumed run begins with the evaluation.
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
-from nanochat.checkpoint_manager import Saver, Training
+from nanochat.checkpoint_manager import Training
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
+from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
-from nanochat.run.resume import resume, set_aside
-from nanochat.shell.cli import Interrupted, UserError
-from nanochat.shell.log import RunLog, check_trackers, print0, record
-from nanochat.shell.paths import checkpoint_dir, lock, run_dir, safe_tag
+from nanochat.shell.cli import Interrupted, UserError, frozen_flags
+from nanochat.shell.log import RunLog, check_trackers, print0, record, warn
+from nanochat.shell.paths import checkpoint_dir, lock, run_dir, safe_tag, unlock
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
+
+SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 
 # ---------------------------------------------------------------------- before the loop
 
@@ -110,6 +112,122 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     )  # fmt: skip
 
 
+def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requested: int | None = None) -> int:
+    """Micro-batches a step: from --total_batch_size, from a `requested` number, or for `by_rule` tokens a step.
+
+    Raises UserError: when the flags contradict each other.
+    """
+    if total is None:
+        return requested or max(1, round(by_rule / micro_tokens))
+    count, rest = divmod(total, micro_tokens)
+    if rest == 0 and requested in (None, count):
+        return count
+    nearest = requested or max(1, round(total / micro_tokens))
+    wanted = "a multiple of" if requested is None else f"{requested} x"
+    raise UserError(
+        f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes): "
+        f"use {nearest * micro_tokens}, or another --device_batch_size"
+    )
+
+
+# ---------------------------------------------------------------------- resume, or begin anew
+
+
+def resume(
+    folder: Path, config: TrainFlags, start: Start, optimizer: Optimizer, steps: int, meta: dict[str, Any]
+) -> tuple[Progress, list[dict[str, Tensor]]]:
+    """Load the weights, optimizer and generators of a folder's newest whole checkpoint.
+
+    Returns the run's progress and the loader's state of every rank that saved; a new progress and no state where
+    there is no checkpoint yet. `steps` is where the run is to end, `meta` what it will save about itself.
+    Raises UserError: when anything of this is not as in the checkpoint, or when no checkpoint is whole.
+    """
+
+    def find() -> str | None:
+        lock(folder)
+        checkpoint_manager.clean_up(folder)
+        found = checkpoint_manager.newest(folder)
+        if found is None and checkpoint_manager.steps(folder):
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to start over")
+        return str(found[0]) if found else None
+
+    found = decide_on_rank_zero(start.device, find)
+    if found is None:
+        beginning = f"--resume: nothing in {folder} yet, starting from the beginning"
+        others = [path.name for path in checkpoint_manager.tags(folder.parent.name)]
+        if others:  # the tag may be mistyped
+            warn(f"{beginning}; the tags that could be resumed are {', '.join(others)}")
+        else:
+            print0(beginning)
+        return Progress(), []
+    step_folder = Path(found)
+    saved = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+    meta = {"model": dataclasses.asdict(start.model.config), "tokenizer": start.tokenizer.fingerprint(), **meta}
+    changes = _refuse_changes(saved, meta, frozen_flags(type(config)), step_folder)
+    progress = Progress(**saved["progress"])
+    if progress.step > steps:
+        raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise --num_iterations to continue")
+    try:
+        checkpoint_manager.load_weights(start.model, step_folder)
+        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, optimizer, start.device)
+    except ValueError as error:  # not what its manifest promises, weights alone, or of another optimizer
+        raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
+    start.device.set_rng_state(rng_states[start.device.rank % len(rng_states)])
+    print0(f"resumed from {step_folder}")
+    if changes:
+        print0(f"resumed with other settings: {', '.join(changes)}")
+    return progress, loader_states
+
+
+def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[str], step_folder: Path) -> list[str]:
+    """Compare what a run is with its checkpoint; returns `--flag old -> new` of the flags that may change and did.
+
+    Raises UserError: when anything else changed.
+    """
+    free = {f"--{flag}" for flag in meta["config"] if flag not in frozen}
+    before = _facts(saved)
+    changes = []
+    for name, now in _facts(meta).items():
+        if before.get(name, now) == now:
+            continue
+        if name not in free:
+            raise UserError(
+                f"--resume: {step_folder} was trained with {name} {before[name]}, not {now}: use its flags, or another "
+                "--model_tag"
+            )
+        changes.append(f"{name} {before[name]} -> {now}")
+    return changes
+
+
+def _facts(meta: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's meta data say about its run, by the name in a message."""
+    facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
+    facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
+    return {**facts, **meta["model"], **meta.get("fingerprints", {})}
+
+
+def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
+    """Move an earlier run's checkpoints and metrics to `<tag>.<n>`, before a run of the same tag begins anew.
+
+    Returns where the checkpoints are now, None if there were none.
+    """
+
+    def move() -> str | None:
+        if not any(folder.glob("step_*")):  # an unfinished step of a killed run counts too
+            return None
+        number = 1
+        while folder.with_name(f"{folder.name}.{number}").exists():
+            number += 1
+        name = f"{folder.name}.{number}"
+        folder.rename(folder.with_name(name))
+        if run_folder.is_dir() and not run_folder.with_name(name).exists():
+            run_folder.rename(run_folder.with_name(name))
+        return name
+
+    name = decide_on_rank_zero(device, move)
+    return folder.with_name(name) if name else None
+
+
 # ---------------------------------------------------------------------- around the loop
 
 
@@ -118,8 +236,7 @@ class Run:
 
     With `--resume` its constructor loads the newest checkpoint into the model and the optimizer: `progress` and
     `loader_states` (one of every rank that saved, none in a new run) are the checkpoint's. `steps` is where the run
-    ends, `fingerprints` are digests of what a resumed run must find unchanged, by its name in a message, `batch_tokens`
-    the tokens of a step where all steps have equally many.
+    ends. `fingerprints` are what a resumed run must find unchanged and no flag states, by its name in a message.
     """
 
     def __init__(
@@ -130,8 +247,7 @@ class Run:
         optimizer: Optimizer,
         steps: int,
         *,
-        fingerprints: dict[str, str],
-        batch_tokens: int | None = None,
+        fingerprints: dict[str, Any],
         token_flops: int | None = None,
     ):
         self.stage = stage
@@ -140,19 +256,18 @@ class Run:
         self.device = start.device
         self.optimizer = optimizer
         self.last = steps  # the run ends when so many steps are finished
-        self.fingerprints = fingerprints
         self.folder = checkpoint_dir(stage, start.tag)
+        self.meta = {"stage": stage, "config": dataclasses.asdict(config), "fingerprints": fingerprints}
+        self.meta["pretraining"] = start.pretraining
+        if start.source is not None:
+            self.meta["source"] = checkpoint_manager.short_name(start.source)
         self.progress = Progress()
         self.loader_states: list[dict[str, Tensor]] = []
         if config.resume:
-            self.progress, self.loader_states = resume(
-                self.folder, config, steps, start.model, start.tokenizer, optimizer, start.device,
-                source=start.source, batch_tokens=batch_tokens, fingerprints=fingerprints,
-            )  # fmt: skip
+            self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
         self.meter = Meter(self.progress, start.device, token_flops)
         self.stopped = False  # a signal ends the run
-        self.saved = self.folder / f"step_{self.progress.step:06d}"  # the newest checkpoint
-        self._saved_step = self.progress.step if self.loader_states else None
+        self.saved_step = self.progress.step if self.loader_states else None  # of the newest checkpoint
         self._stats: StepStats | None = None  # of the last step, while no log line has read it
 
     def __enter__(self) -> "Run":
@@ -167,32 +282,21 @@ class Run:
             if aside is not None:
                 print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
         self.logger = RunLog(
-            self.stage, runs, self.last, run=config.run, trackers=config.track, config=dataclasses.asdict(config),
+            self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.meta["config"],
             rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
         )  # fmt: skip
         self.recorder = Recorder(
             config.profile, self.last - progress.step, device, runs / "profile", self.logger.message
         )
-        self.saver = Saver(
-            self.folder, device, keep_last=config.keep_last, keep_every=config.keep_every,
-            on_saved=lambda path: self.logger.message(f"saved {path}"),
-        )  # fmt: skip
         self.faults = Faults(device, progress.step, config.hang_seconds)
         self._stack = contextlib.ExitStack()
-        for part in (self.faults, self.logger, self.recorder, self.saver):
+        self._stack.callback(unlock, self.folder)
+        for part in (self.faults, self.logger, self.recorder):
             self._stack.enter_context(part)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self.faults.phase("saving", self.saver.patience_seconds):
-            try:
-                failed = self._last_save_failed() if error is None else None
-                if failed is not None:
-                    raise failed
-            finally:
-                self._stack.__exit__(kind, error, trace)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # another rank failed, has printed why, and made torchrun end this one
 
@@ -214,7 +318,7 @@ class Run:
     @property
     def should_save(self) -> bool:
         due = self.stopped or self._is_due(self.config.save_every)
-        return due and self.progress.step != self._saved_step
+        return due and self.progress.step != self.saved_step
 
     @property
     def should_leave(self) -> bool:
@@ -284,30 +388,37 @@ class Run:
         self.meter.restart()
 
     def save(self, loader_state: dict[str, Tensor], **meta: Any) -> None:
-        """Begin to write a checkpoint of the present weights; training continues meanwhile.
+        """Write a checkpoint of the present weights; training continues when all ranks have written their part.
 
         `loader_state` is this rank's position in the data, `meta` further entries of meta.json.
+        Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
         """
         if self._stats is not None:
             self._read(self._stats)  # a signal stopped the run between two log lines
         start = self.start
+        step = self.progress.step
         training = Training(self.optimizer.state_dict(), loader_state, self.device.rng_state())
-        source = {} if start.source is None else {"source": checkpoint_manager.short_name(start.source)}
-        meta = {
-            "stage": self.stage, "config": dataclasses.asdict(self.config), "progress": self.progress.to_dict(),
-            **source, "pretraining": start.pretraining, "fingerprints": self.fingerprints, **meta,
-        }  # fmt: skip
-        with self.faults.phase("saving", self.saver.patience_seconds):
-            self._last_save_failed()  # wait for it; a failure was reported already, and this save may succeed
-            self.saved = self.saver.save(self.progress.step, start.model, start.tokenizer, meta, training)
-        self._saved_step = self.progress.step
+        meta = {**self.meta, "progress": self.progress.to_dict(), **meta}
+        try:
+            with self.faults.phase("saving", SAVE_SECONDS):
+                saved = checkpoint_manager.save(
+                    self.folder, step, start.model, start.tokenizer, meta, training, self.device,
+                    keep_last=self.config.keep_last, keep_every=self.config.keep_every,
+                )  # fmt: skip
+        except (UserError, OSError) as error:
+            if self.should_leave:
+                raise
+            warn(f"step {step} was not saved: {error}")
+        else:
+            self.saved_step = step
+            self.logger.message(f"saved {saved}")
         self.meter.restart()
 
     def finish(self, summary: str = "") -> None:
         """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run."""
         devices.shutdown(self.device)
         if self.stopped:
-            self.faults.leave(self.saved)
+            self.faults.leave(checkpoint_manager.step_path(self.folder, self.progress.step))
         summary = summary or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {self.progress.step:,} steps, {summary}")
         record(self.stage, self.start.tag, self.start.began, self.device)
@@ -322,26 +433,10 @@ class Run:
             return line
         good = self.progress.step - self.meter.since_good
         last_good = str(good - 1) if good else "none"
-        checkpoint = self._newest_checkpoint()
-        hint = ", then --resume" if checkpoint else ""
+        steps = checkpoint_manager.steps(self.folder)
+        checkpoint = checkpoint_manager.step_path(self.folder, steps[-1]) if steps else "none"
+        hint = ", then --resume" if steps else ""
         raise UserError(
             f"the loss or its gradient was not finite three steps in a row; last good step: {last_good}, newest "
-            f"checkpoint: {checkpoint or 'none'}; lower the learning rates{hint}"
+            f"checkpoint: {checkpoint}; lower the learning rates{hint}"
         )
-
-    def _newest_checkpoint(self) -> Path | None:
-        with contextlib.suppress(Exception):  # a failed save was reported when it failed
-            self.saver.wait()
-        steps = checkpoint_manager.steps(self.folder)
-        return self.folder / f"step_{steps[-1]:06d}" if steps else None
-
-    def _last_save_failed(self) -> Exception | None:
-        """Wait for the save under way, on all ranks: those that still write would miss one that had left."""
-        own: Exception | None = None
-        try:
-            self.saver.wait()
-        except Exception as error:
-            own = error
-        if not self.faults.agree(own is not None):
-            return None
-        return own or UserError("another rank could not save the last checkpoint: see its error line")

@@ -63,7 +63,7 @@ def write_json(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
-    """`write_file` of tensors on the host, as safetensors."""
+    """`write_file` of tensors, as safetensors."""
     # The widest dtypes first: then every tensor starts at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -77,13 +77,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
 
-    # Each tensor is written from where it is in memory; there is no second copy of the state.
+    # Each tensor is written from where it is in memory, one of a device through the host; there is no second copy of
+    # the state.
     def parts() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little")
         yield text
         for name in names:
             if tensors[name].numel():
-                yield tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+                yield tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     return write_file(path, parts())
 
@@ -140,8 +141,8 @@ def held_box(tensor: Tensor) -> Box:
     return offset, size
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The values that this process holds, over the same memory."""
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, over the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -167,7 +168,7 @@ def share_of(state: dict[str, Tensor], rank: int) -> tuple[dict[str, Tensor], di
         offset, size = held_box(tensor)
         if tensor.numel() and not math.prod(size):  # more ranks than rows: this one holds none
             continue
-        tensors[name] = _local(tensor)
+        tensors[name] = local(tensor)
         chunk = {"rank": rank, "offset": offset, "size": size}
         entries[name] = {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "chunks": [chunk]}
     return tensors, entries
@@ -253,4 +254,4 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
     part = stored[tuple(from_chunk)] if from_chunk else file.get_tensor(name)  # a slice cannot read a single number
     if part.dtype != tensor.dtype:
         raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another dtype than training.json")
-    _local(tensor)[tuple(to_held)].copy_(part)
+    local(tensor)[tuple(to_held)].copy_(part)
