@@ -282,8 +282,9 @@ def test_batches_made_ahead_are_not_in_the_state():
     corpus = corpus_of(random_lengths(2000, 30))
     loader = Loader(corpus, Numbered(), 2, 31)
     first = next(loader)
-    while loader._queue.qsize() < loading.PREFETCH_BATCHES:
+    while not all(batch.done() for batch in loader._ahead):
         time.sleep(0.005)
+    assert len(loader._ahead) == loading.PREFETCH_BATCHES
     assert first.state.row == 2
     second = next(loader)
     loader.close()
@@ -403,7 +404,7 @@ def test_errors_of_the_corpus_come_after_the_batches_before_them():
 
 
 def loader_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "loader"}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("loader")}
 
 
 def test_close_ends_the_thread():
@@ -411,7 +412,7 @@ def test_close_ends_the_thread():
     loader = Loader(corpus_of(random_lengths(500, 30)), Numbered(), 2, 31)
     assert loader_threads() == others  # nothing runs before the first batch
     next(loader)
-    while loader._queue.qsize() < loading.PREFETCH_BATCHES:  # the thread waits for room
+    while not all(batch.done() for batch in loader._ahead):  # the thread waits for the next call
         time.sleep(0.005)
     assert len(loader_threads() - others) == 1
     loader.close()

@@ -16,10 +16,11 @@ Four rules make training exact:
 """
 
 import bisect
+import functools
 import math
-import queue
-import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,10 +138,13 @@ class Loader:
                 f"this run reads its data in {shard_count} shards: resume it with a number of processes that "
                 f"divides {shard_count}, not with {world_size}"
             )
-        source = _Source(corpus, tokenizer, seed, workers, shard_count)
-        self._source = source
-        self._shards = {number: _Shard(source, number, state) for number in range(rank, shard_count, world_size)}
+        self._corpus = corpus
+        self._block_count = corpus.block_count()
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._workers = workers
         self._shard_count = shard_count
+        self._shards = {number: _Shard(number, state) for number in range(rank, shard_count, world_size)}
         self._world_size = world_size
         self._batch_rows = batch_rows
         self._row_tokens = row_tokens
@@ -152,51 +156,29 @@ class Loader:
         self._offset = (rank - first) % world_size
         self._row = first + self._offset
 
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(PREFETCH_BATCHES)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead: deque[Future[Batch]] = deque()
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
         # The thread starts with the first batch, so that a loader that nobody reads costs nothing.
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._produce, name="loader", daemon=True)
-            self._thread.start()
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._queue.put(item)  # the thread has ended: put the error back, so that a second call raises it too
-            raise item
-        return item
+        while len(self._ahead) <= PREFETCH_BATCHES:
+            self._ahead.append(self._thread.submit(self._next_batch))
+        batch = self._ahead[0].result()  # an error stays the first one ahead, so that a second call raises it too
+        self._ahead.popleft()
+        return batch
 
     def close(self) -> None:
         """End the thread. Batches made ahead are dropped; no batch's state counts them."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _produce(self) -> None:
-        """Fill the queue until `close`, or until an error, which is passed to the consumer."""
-        item: Batch | BaseException | None = None
-        while not self._stop.is_set() and not isinstance(item, BaseException):
-            try:
-                item = self._next_batch()
-            except BaseException as error:
-                item = error
-            # A full queue makes this thread wait. The timeout lets it look at `close` meanwhile.
-            while not self._stop.is_set():
-                try:
-                    self._queue.put(item, timeout=0.2)
-                    break
-                except queue.Full:
-                    continue
+        self._thread.shutdown(cancel_futures=True)
 
     def _next_batch(self) -> Batch:
         # A row has one token more than a model reads: the last one is only a target.
         rows = np.empty((self._batch_rows, self._row_tokens + 1), dtype=np.int64)
         for row in rows:
-            self._shards[self._row % self._shard_count].fill(row)
+            self._fill(row, self._shards[self._row % self._shard_count])
             self._row += self._world_size
         # The position travels with the batch. The thread is some batches ahead, so its own position would skip those
         # when the run resumes.
@@ -206,63 +188,69 @@ class Loader:
 
         # An epoch is over when the slowest shard has finished it.
         epoch = 0
-        if self._source.block_count:
+        if self._block_count:
             read = min(shard.block * self._shard_count + number for number, shard in self._shards.items())
-            epoch = read // self._source.block_count
+            epoch = read // self._block_count
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, epoch)
 
+    def _fill(self, row: np.ndarray, shard: "_Shard") -> None:
+        """Fill a row (T + 1,) completely with the documents of a shard, by best fit."""
+        # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
+        #
+        #     room 10   the longest that fits is 5          waiting  3, 12
+        #     room  5   the longest that fits is 3          waiting  12
+        #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
+        used = 0
+        while used < len(row):
+            self._refill(shard, BUFFER_ROWS * len(row))
+            room = len(row) - used
+            fitting = bisect.bisect_right(shard.waiting, room, key=len)
+            if fitting:
+                document = shard.waiting.pop(fitting - 1)  # the longest that fits
+            else:
+                longest = shard.waiting.pop()
+                document = longest[:room]
+                rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
+                bisect.insort_left(shard.waiting, rest, key=len)
+            row[used : used + len(document)] = document
+            used += len(document)
 
-def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
-    """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
-    texts = [document for document in documents if isinstance(document, str)]
-    encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
-    tokenized = []
-    for document in documents:
-        if isinstance(document, str):
-            document = np.array(next(encoded), dtype=np.int32)  # `encoded` has the texts in the same order
-        tokenized.append(document)
-    return tokenized
+    def _refill(self, shard: "_Shard", tokens: int) -> None:
+        """Tokenize documents until enough of them wait."""
+        empty_blocks = 0
+        while len(shard.waiting) < BUFFER_DOCUMENTS and sum(map(len, shard.waiting)) < tokens:
+            if shard.documents is None:
+                shard.documents = self._read(shard.number, shard.block)
+            documents = shard.documents[shard.document : shard.document + TOKENIZE_DOCUMENTS]
+            for document in tokenize(documents, self._tokenizer, self._workers):
+                bisect.insort_right(shard.waiting, document, key=len)
+            shard.document += len(documents)
+            if shard.document < len(shard.documents):
+                continue
+            # On to the next block. A shard may meet many empty ones in a row by chance, but not this many.
+            empty_blocks = 0 if shard.documents else empty_blocks + 1
+            if empty_blocks > 50 * (self._block_count or 1000):
+                raise UserError(f"{self._corpus.name}: every document is empty")
+            shard.block += 1
+            shard.document = 0
+            shard.documents = None
 
-
-class _Source:
-    """What all shards share: the corpus in its shuffled order, and the tokenizer."""
-
-    def __init__(self, corpus: Documents, tokenizer: Tokenizer, seed: int, workers: int, shard_count: int):
-        self.corpus = corpus
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.workers = workers
-        self.shard_count = shard_count
-        self.block_count = corpus.block_count()
-        self._orders: dict[int, np.ndarray] = {}  # epoch -> permutation of the blocks
-
-    def read(self, shard: int, block: int) -> Sequence[Document]:
+    def _read(self, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block`."""
         # Deal the blocks out like cards: with 8 shards, shard 3 reads the blocks 3, 11, 19, ... of the shuffled order.
         # The count runs on through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
-        index = shard + block * self.shard_count
-        if self.block_count is not None:  # a corpus without an end cannot be shuffled as a whole
-            epoch, place = divmod(index, self.block_count)
-            index = int(self._order(epoch, self.block_count)[place])
-        return self.corpus.read_block(index)
-
-    def _order(self, epoch: int, blocks: int) -> np.ndarray:
-        # Each epoch has an order of its own, a function of seed and epoch alone: a resumed run finds it again.
-        if epoch not in self._orders:
-            self._orders.pop(epoch - 2, None)  # a shard that still needs it makes it again
-            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(blocks)
-        return self._orders[epoch]
-
-    def tokenize(self, documents: Sequence[Document]) -> list[np.ndarray]:
-        return tokenize(documents, self.tokenizer, self.workers)
+        index = shard + block * self._shard_count
+        if self._block_count is not None:  # a corpus without an end cannot be shuffled as a whole
+            epoch, place = divmod(index, self._block_count)
+            index = int(_shuffled(self._seed, epoch, self._block_count)[place])
+        return self._corpus.read_block(index)
 
 
 class _Shard:
     """One canonical shard: its position, and the documents that wait to be packed."""
 
-    def __init__(self, source: _Source, number: int, state: LoaderState | None):
+    def __init__(self, number: int, state: LoaderState | None):
         position = state.shards[number] if state else ShardState(0, 0, ())
-        self.source = source
         self.number = number
         self.block = position.block
         self.document = position.document
@@ -272,44 +260,16 @@ class _Shard:
     def state(self) -> ShardState:
         return ShardState(self.block, self.document, tuple(self.waiting))
 
-    def fill(self, row: np.ndarray) -> None:
-        """Fill a row (T + 1,) completely, by best fit."""
-        # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
-        #
-        #     room 10   the longest that fits is 5          waiting  3, 12
-        #     room  5   the longest that fits is 3          waiting  12
-        #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
-        used = 0
-        while used < len(row):
-            self._refill(BUFFER_ROWS * len(row))
-            room = len(row) - used
-            fitting = bisect.bisect_right(self.waiting, room, key=len)
-            if fitting:
-                document = self.waiting.pop(fitting - 1)  # the longest that fits
-            else:
-                longest = self.waiting.pop()
-                document = longest[:room]
-                rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
-                bisect.insort_left(self.waiting, rest, key=len)
-            row[used : used + len(document)] = document
-            used += len(document)
 
-    def _refill(self, tokens: int) -> None:
-        """Tokenize documents until enough of them wait."""
-        empty_blocks = 0
-        while len(self.waiting) < BUFFER_DOCUMENTS and sum(map(len, self.waiting)) < tokens:
-            if self.documents is None:
-                self.documents = self.source.read(self.number, self.block)
-            documents = self.documents[self.document : self.document + TOKENIZE_DOCUMENTS]
-            for document in self.source.tokenize(documents):
-                bisect.insort_right(self.waiting, document, key=len)
-            self.document += len(documents)
-            if self.document < len(self.documents):
-                continue
-            # On to the next block. A shard may meet many empty ones in a row by chance, but not this many.
-            empty_blocks = 0 if self.documents else empty_blocks + 1
-            if empty_blocks > 50 * (self.source.block_count or 1000):
-                raise UserError(f"{self.source.corpus.name}: every document is empty")
-            self.block += 1
-            self.document = 0
-            self.documents = None
+def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
+    """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
+    texts = [document for document in documents if isinstance(document, str)]
+    encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
+    # `encoded` has the texts in the same order.
+    return [np.array(next(encoded), np.int32) if isinstance(one, str) else one for one in documents]
+
+
+@functools.lru_cache(4)
+def _shuffled(seed: int, epoch: int, blocks: int) -> np.ndarray:
+    """The order of the blocks in an epoch, a function of seed and epoch alone: a resumed run finds it again."""
+    return np.random.default_rng((seed, epoch)).permutation(blocks)
