@@ -4,7 +4,9 @@ Nothing in these tables was tried from a connected machine yet; the evidence for
 Any other `org/name` of a hub works too (hub.py): its parquet files in order, a `text` column.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+Files = dict[str, str | None]  # path in a repo -> sha256, None where it is not known
 
 
 @dataclass(frozen=True)
@@ -19,29 +21,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Text to pretrain on: the parquet files of a folder in order, of which the last one is validation."""
+    """Text to pretrain on: the parquet files of a folder in order, of which the last one is validation.
+
+    Or the examples of a task: the files of each of its splits, at the same paths on every hub.
+    """
 
     sources: dict[str, Source]  # by hub
     licence: str
-    text_column: str = "text"
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """One file of a repo; None: not known."""
-
-    path: str
-    size: int | None = None  # bytes
-    sha256: str | None = None
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """Examples of a task: the files of each split, at the same paths on every hub."""
-
-    sources: dict[str, Source]  # by hub
-    licence: str
-    splits: dict[str, tuple[RemoteFile, ...]]  # the sha256 are those of the pinned revision on hf
+    splits: dict[str, Files] = field(default_factory=dict)  # the sha256 are those of the pinned revision on hf
 
 
 DATASETS = {
@@ -75,9 +62,9 @@ DATASETS = {
 }
 
 
-def _split(prefix: str, sha256: str | None = None, count: int = 1) -> tuple[RemoteFile, ...]:
+def _split(prefix: str, sha256: str | None = None, count: int = 1) -> Files:
     """`data/test` -> data/test-00000-of-00001.parquet, as the `datasets` library names files."""
-    return tuple(RemoteFile(f"{prefix}-{n:05d}-of-{count:05d}.parquet", sha256=sha256) for n in range(count))
+    return {f"{prefix}-{number:05d}-of-{count:05d}.parquet": sha256 for number in range(count)}
 
 
 ARC = {
@@ -89,7 +76,7 @@ ARC = {
 # check it. ModelScope: public projects link the repo; which of them also name a file is noted.
 TASKS = {
     # 7,473 and 1,319 examples. A newer revision (740312a) holds the same bytes. ModelScope: main/test has this sha256.
-    "gsm8k": TaskData(
+    "gsm8k": Dataset(
         {
             "hf": Source("openai/gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"),
             "modelscope": Source("AI-ModelScope/gsm8k", "master"),
@@ -101,7 +88,7 @@ TASKS = {
         },
     ),
     # 99,842, 1,531 and 14,042 examples (its card). ModelScope: a file of one subject is named there, of `all` none.
-    "mmlu": TaskData(
+    "mmlu": Dataset(
         {
             "hf": Source("cais/mmlu", "c30699e8356da336a370243923dbaf21066bb9fe"),
             "modelscope": Source("cais/mmlu", "master"),
@@ -109,12 +96,11 @@ TASKS = {
         licence="MIT",
         splits={
             "auxiliary_train": _split("all/auxiliary_train"),
-            "validation": _split("all/validation"),
             "test": _split("all/test", "74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7"),
         },
     ),
     # 2,251 and 2,376 examples.
-    "arc_easy": TaskData(
+    "arc_easy": Dataset(
         ARC,
         licence="CC BY-SA 4.0",
         splits={
@@ -123,7 +109,7 @@ TASKS = {
         },
     ),
     # 1,119 and 1,172 examples.
-    "arc_challenge": TaskData(
+    "arc_challenge": Dataset(
         ARC,
         licence="CC BY-SA 4.0",
         splits={
@@ -132,14 +118,14 @@ TASKS = {
         },
     ),
     # 164 examples. ModelScope has opencompass/humaneval, whose files nobody names: left out.
-    "humaneval": TaskData(
+    "humaneval": Dataset(
         {"hf": Source("openai/openai_humaneval", "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544")},
         licence="MIT",
         splits={"test": _split("openai_humaneval/test")},
     ),
     # smol-smoltalk, the part of SmolTalk for small models: about 460,000 and 24,000 dialogues, 923 and 48 MB (the
     # hub's own listing). No copy on ModelScope was found.
-    "smoltalk": TaskData(
+    "smoltalk": Dataset(
         {"hf": Source("HuggingFaceTB/smol-smoltalk", "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc")},
         licence="Apache-2.0",
         splits={
@@ -148,7 +134,7 @@ TASKS = {
         },
     ),
     # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope.
-    "ultrafeedback": TaskData(
+    "ultrafeedback": Dataset(
         {"hf": Source("HuggingFaceH4/ultrafeedback_binarized", "3949bf5f8c17c394422ccfab0c31ea9c20bdeb85")},
         licence="MIT",
         splits={"train_prefs": _split("data/train_prefs"), "test_prefs": _split("data/test_prefs")},

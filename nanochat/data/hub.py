@@ -4,7 +4,7 @@ The hub's own client does the transfer: huggingface_hub, or modelscope with `--h
 training run needs:
 
 - A resumed run reads the same files: the commit and its list of files are recorded once, in `listing.json`.
-- A file is whole or absent: size and sha256 are checked in `.download/`, then it moves into place under a flat name.
+- A file is whole or absent: its sha256 is checked in `.download/`, then it moves into place under a flat name.
 - One process of a machine downloads; the others wait and find the file.
 - A failure is one line with the next step.
 
@@ -24,25 +24,17 @@ import ssl
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from nanochat.data.catalog import DATASETS, TASKS, Dataset, RemoteFile, Source, TaskData
+from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import data_dir
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0
 MAX_LISTED_FILES = 200_000  # of one repo: a hub that lists more is broken or hostile
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files of a repo at one commit, sorted by path."""
-
-    commit: str
-    files: list[RemoteFile]
 
 
 class HuggingFace:
@@ -58,27 +50,24 @@ class HuggingFace:
         if mirror:
             # The client's second protocol (xet) bypasses the mirror: it fetches from the hub's own storage servers.
             os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-        if not sys.stderr.isatty():
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    def listing(self, source: Source) -> Listing:
+    def listing(self, source: Source) -> tuple[str, Files]:
+        """The commit of a source's revision, and all files of the repo at that commit."""
         from huggingface_hub import HfApi
 
         # One request for commit and files. It is not retried, so that a machine without a network learns it at once.
         api = HfApi(endpoint=self.endpoint)
         info = api.dataset_info(source.repo, revision=source.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
-        siblings = info.siblings or []
-        files = [RemoteFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None) for file in siblings]
-        return Listing(info.sha or source.revision, files)
+        files: Files = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
+        return info.sha or source.revision, files
 
-    def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
+    def download(self, repo: str, commit: str, path: str, folder: Path) -> str:
         """Fetch one file into `folder` and return its path there."""
         from huggingface_hub import hf_hub_download
 
-        where = hf_hub_download(
+        return hf_hub_download(
             repo, path, repo_type="dataset", revision=commit, endpoint=self.endpoint, local_dir=folder
         )
-        return Path(where)
 
 
 class ModelScope:
@@ -93,7 +82,8 @@ class ModelScope:
             raise UserError("--hub modelscope needs its client: pip install modelscope") from error
         self.endpoint = (os.environ.get(self.variable) or "https://www.modelscope.cn").rstrip("/")
 
-    def listing(self, source: Source) -> Listing:
+    def listing(self, source: Source) -> tuple[str, Files]:
+        """The source's revision, as this hub's listing names no commit, and the files of the source's folder."""
         from modelscope.hub.api import HubApi  # pyright: ignore[reportMissingImports]
 
         api = HubApi(endpoint=self.endpoint)
@@ -105,19 +95,17 @@ class ModelScope:
             entries |= {row["Path"]: row for row in rows}
             if len(entries) == count or count > MAX_LISTED_FILES:
                 break
-        files = [row for row in entries.values() if row.get("Type") != "tree"]
-        listed = [RemoteFile(row["Path"], row.get("Size"), row.get("Sha256") or None) for row in files]
-        return Listing(source.revision, listed)  # this hub's listing names no commit
+        files = {path: row.get("Sha256") or None for path, row in entries.items() if row.get("Type") != "tree"}
+        return source.revision, files
 
-    def download(self, repo: str, commit: str, path: str, folder: Path) -> Path:
+    def download(self, repo: str, commit: str, path: str, folder: Path) -> str:
         """Fetch one file into `folder` and return its path there."""
         from modelscope.hub.file_download import dataset_file_download  # pyright: ignore[reportMissingImports]
 
-        return Path(dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint))
+        return dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint)
 
 
-Hub = HuggingFace | ModelScope
-HUBS: dict[str, type[Hub]] = {"hf": HuggingFace, "modelscope": ModelScope}
+HUBS = {"hf": HuggingFace, "modelscope": ModelScope}
 
 
 def fetch(name: str, hub: str = "hf", shards: int | None = None) -> list[Path]:
@@ -125,19 +113,17 @@ def fetch(name: str, hub: str = "hf", shards: int | None = None) -> list[Path]:
 
     `name` is a key of DATASETS or any `org/name` of the hub. Raises UserError: with what to do next.
     """
-    dataset = DATASETS.get(name) or Dataset(
-        {"hf": Source(name, "main"), "modelscope": Source(name, "master")}, licence="see its page"
-    )
+    sources = {"hf": Source(name, "main"), "modelscope": Source(name, "master")}
+    dataset = DATASETS.get(name) or Dataset(sources, licence="see its page")
     copied = [other for other in DATASETS if hub in DATASETS[other].sources]
     instead = "--data demo" if hub in dataset.sources else f"--data {' or '.join(copied)}"
-    with _opened(name, dataset, hub, instead) as (client, source, folder):
-        files = [file for file in _listing(client, source, folder).files if file.path.endswith(".parquet")]
-        if not files:
-            raise UserError(f"{client.endpoint} lists no parquet file in {source.repo}/{source.folder}")
-        validation = files[-1]
-        train = files[: min(shards or source.train_shards, max(len(files) - 1, 1))]
-        wanted = train if validation in train else [*train, validation]
-        return _download(client, source, folder, wanted, f"{name} (licence: {dataset.licence})")
+    with _opened(name, dataset, hub, instead) as copy:
+        _, listed = copy.listing()
+        paths = [path for path in listed if path.endswith(".parquet")]
+        if not paths:
+            raise UserError(f"{copy.client.endpoint} lists no parquet file in {copy.source.repo}/{copy.source.folder}")
+        train = paths[: min(shards or copy.source.train_shards, max(len(paths) - 1, 1))]
+        return copy.fetch({path: listed[path] for path in [*train, paths[-1]]})
 
 
 def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
@@ -145,49 +131,43 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
 
     `name` and `split` are keys of TASKS. Raises UserError: with what to do next.
     """
-    task = TASKS[name]
-    files = task.splits[split]
-    if hub != "hf":  # the sha256 in the table are those of hf
-        files = tuple(replace(file, sha256=None) for file in files)
-    with _opened(name, task, hub, f"a local file or folder by {name}=PATH") as (client, source, folder):
-        return _download(client, source, folder, files, f"{name} (licence: {task.licence})")
+    files = TASKS[name].splits[split]
+    if hub != "hf":
+        files = dict.fromkeys(files)  # the sha256 in the table are those of hf
+    with _opened(name, TASKS[name], hub, f"a local file or folder by {name}=PATH") as copy:
+        return copy.fetch(files)
 
 
 def fetch_url(url: str, target: Path, sha256: str) -> Path:
     """Download one file that is on no hub. Raises UserError: with the reason."""
-    host = urllib.parse.urlsplit(url).netloc
     partial = target.with_name(target.name + ".partial")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:
             shutil.copyfileobj(response, file, CHUNK_BYTES)
     except Exception as error:
-        raise UserError(_reason(error, host, url)) from error
-    _check(partial, RemoteFile(target.name, sha256=sha256))
-    partial.replace(target)
-    return target
+        raise UserError(_reason(error, urllib.parse.urlsplit(url).netloc, url)) from error
+    _check(partial, target.name, sha256)
+    return partial.replace(target)
 
 
 def leaves_folder(path: str) -> bool:
     """Whether a relative path could lead out of its folder, here or on a system with other separators."""
-    parts = PurePosixPath(path).parts
-    return bool(re.search(r"\\|^\w:|\0", path)) or PurePosixPath(path).is_absolute() or ".." in parts
+    return re.search(r"\\|\0|^/|^\w:|(^|/)\.\.(/|$)", path) is not None
 
 
 @contextlib.contextmanager
-def _opened(name: str, dataset: Dataset | TaskData, hub: str, instead: str) -> Iterator[tuple[Hub, Source, Path]]:
-    """The client, the source and the local folder of a dataset; whatever fails inside is one line.
+def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_Copy"]:
+    """A dataset on one hub; whatever fails inside is one line.
 
     `instead`: what to use without this dataset.
     """
-    if hub not in HUBS:
-        raise UserError(f"--hub {hub!r} is unknown: hf or modelscope")
     if hub not in dataset.sources:
         raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or {instead}")
     source = dataset.sources[hub]
     client = HUBS[hub]()
     folder = data_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
     try:
-        yield client, source, folder
+        yield _Copy(client, source, folder, f"{name} (licence: {dataset.licence})")
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:
@@ -198,70 +178,73 @@ def _opened(name: str, dataset: Dataset | TaskData, hub: str, instead: str) -> I
         raise UserError(f"{name}: {reason}") from error
 
 
-def _listing(client: Hub, source: Source, folder: Path) -> Listing:
-    """The recorded listing of a source; the first call records it."""
-    record = folder / "listing.json"
-    origin = f"{source.repo}@{source.revision}/{source.folder}"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = json.loads(record.read_text())
-        if saved["origin"] == origin:
-            return Listing(saved["commit"], [RemoteFile(*file) for file in saved["files"]])
-    listing = client.listing(source)
-    if len(listing.files) > MAX_LISTED_FILES:
-        raise UserError(f"{client.endpoint} lists more than {MAX_LISTED_FILES:,} files")
-    hostile = [file.path for file in listing.files if leaves_folder(file.path)]
-    if hostile:
-        raise UserError(f"{client.endpoint} lists {hostile[0]!r}, which leads out of the folder; nothing was fetched")
-    inside = [file for file in listing.files if not source.folder or file.path.startswith(source.folder + "/")]
-    listing = Listing(listing.commit, sorted(inside, key=lambda file: file.path))
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"listing.{os.getpid()}.tmp"
-    files = [astuple(file) for file in listing.files]
-    unfinished.write_text(json.dumps({"origin": origin, "commit": listing.commit, "files": files}))
-    unfinished.replace(record)
-    return listing
+@dataclass(frozen=True)
+class _Copy:
+    """A dataset on one hub, and the folder of its files here."""
+
+    client: HuggingFace | ModelScope
+    source: Source
+    folder: Path
+    what: str  # the dataset and its licence, for the message
+
+    def listing(self) -> tuple[str, Files]:
+        """The commit and, sorted by path, the files of the source. The first call records them."""
+        source = self.source
+        record = self.folder / "listing.json"
+        origin = f"{source.repo}@{source.revision}/{source.folder}"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads(record.read_text())
+            if saved["origin"] == origin:
+                return saved["commit"], dict(saved["files"])
+        commit, listed = self.client.listing(source)
+        if len(listed) > MAX_LISTED_FILES:
+            raise UserError(f"{self.client.endpoint} lists more than {MAX_LISTED_FILES:,} files")
+        for path in listed:
+            if leaves_folder(path):
+                raise UserError(f"{self.client.endpoint} lists {path!r}, which leads out of the folder")
+        inside = f"{source.folder}/" if source.folder else ""
+        files = {path: listed[path] for path in sorted(listed) if path.startswith(inside)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / f"listing.{os.getpid()}.tmp"
+        unfinished.write_text(json.dumps({"origin": origin, "commit": commit, "files": files}))
+        unfinished.replace(record)
+        return commit, files
+
+    def fetch(self, wanted: Files) -> list[Path]:
+        """The wanted files, flat: a path of a repo becomes one file name, which cannot leave the folder."""
+        targets = {path: self.folder / path.replace("/", "--").lstrip(".") for path in wanted}
+        missing = [path for path in wanted if not targets[path].exists()]
+        if not missing:
+            return list(targets.values())
+        endpoint = self.client.endpoint
+        commit, listed = self.listing()
+        print(f"download {len(missing)} of {len(targets)} files from {endpoint}: {self.what}", file=sys.stderr)
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this machine wait here, and find the files
+            for path in missing:
+                if targets[path].exists():
+                    continue
+                if path not in listed:
+                    raise UserError(f"{self.source.repo} has no {path} at {endpoint}: does this mirror have it?")
+                arrived = Path(self.client.download(self.source.repo, commit, path, self.folder / ".download"))
+                # A sha256 that is known here counts, whatever this mirror claims.
+                _check(arrived, path, wanted[path] or listed[path])
+                arrived.replace(targets[path])
+            shutil.rmtree(self.folder / ".download", ignore_errors=True)
+        return list(targets.values())
 
 
-def _download(client: Hub, source: Source, folder: Path, wanted: Sequence[RemoteFile], what: str) -> list[Path]:
-    """The wanted files below `folder`, flat: a path of a repo becomes one file name, which cannot leave the folder."""
-    targets = [folder / file.path.replace("/", "--").lstrip(".") for file in wanted]
-    missing = sum(not target.exists() for target in targets)
-    if not missing:
-        return targets
-    listing = _listing(client, source, folder)
-    listed = {file.path: file for file in listing.files}
-    print(f"download {missing} of {len(targets)} files from {client.endpoint}: {what}", file=sys.stderr, flush=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this machine wait here, and find the files
-        for file, target in zip(wanted, targets, strict=True):
-            if target.exists():
-                continue
-            if file.path not in listed:
-                raise UserError(f"{source.repo} has no {file.path} at {client.endpoint}: does this mirror have it?")
-            arrived = client.download(source.repo, listing.commit, file.path, folder / ".download")
-            # A sha256 that is known here counts, whatever this mirror claims.
-            _check(arrived, replace(listed[file.path], sha256=file.sha256 or listed[file.path].sha256))
-            arrived.replace(target)
-        shutil.rmtree(folder / ".download", ignore_errors=True)
-    return targets
-
-
-def _check(path: Path, expected: RemoteFile) -> None:
-    """Raise UserError and delete the file when its bytes are not the expected ones; leave it safe on the disk."""
+def _check(path: Path, name: str, sha256: str | None) -> None:
+    """Leave a file safe on the disk. Raises UserError: when its bytes are wrong; it is then deleted."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
         os.fsync(file.fileno())  # so that the move that follows survives a power cut
-    size = path.stat().st_size
-    problem = ""
-    if expected.size is not None and size != expected.size:
-        problem = f"{size:,} bytes instead of {expected.size:,}"
-    elif expected.sha256 and digest.hexdigest() != expected.sha256:
-        problem = f"sha256 {digest.hexdigest()[:12]}… instead of {expected.sha256[:12]}…"
-    if problem:
+    if sha256 and digest.hexdigest() != sha256:
         path.unlink()
-        raise UserError(f"{expected.path} arrived damaged ({problem}): run it again, or use another mirror")
+        problem = f"sha256 {digest.hexdigest()[:12]}… instead of {sha256[:12]}…"
+        raise UserError(f"{name} arrived damaged ({problem}): run it again, or use another mirror")
 
 
 def _reason(error: BaseException, endpoint: str, page: str) -> str:
@@ -270,12 +253,13 @@ def _reason(error: BaseException, endpoint: str, page: str) -> str:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 20:
         causes.append(cause)
     for cause in causes:
-        status = _status(cause)
+        # The HTTP status in an error of huggingface_hub and modelscope, or of urllib.
+        status = getattr(getattr(cause, "response", None), "status_code", None) or getattr(cause, "code", None)
         if status in (401, 403):
             return f"{page} is closed (HTTP {status}): check the name, accept the terms there and set HF_TOKEN"
         if status == 404:
             return f"{page} answers HTTP 404: check the name; does this mirror have it?"
-        if status:
+        if isinstance(status, int) and status >= 400:
             return f"{page} answers HTTP {status}: try again later"
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return "the disk is full: free some space, or move NANOCHAT_BASE_DIR"
@@ -286,13 +270,3 @@ def _reason(error: BaseException, endpoint: str, page: str) -> str:
             return f"cannot reach {endpoint} ({cause.strerror or cause})"
     first_line = (str(error).splitlines() or [""])[0]
     return f"{endpoint} failed with {type(error).__name__}: {first_line}"
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status in an error of huggingface_hub, modelscope or urllib."""
-    for owner in (getattr(error, "response", None), error):
-        for name in ("status_code", "code"):
-            status = getattr(owner, name, None)
-            if isinstance(status, int) and status >= 400:
-                return status
-    return None

@@ -90,7 +90,7 @@ def open_split(
         raise UserError(f"{name} has no {split} split: only {', '.join(splits)}")
     if path is None:
         return open_records(hubs.fetch_split(name, split, hub), fields)
-    inside = Path(splits[split][0].path).parent  # where a copy of the whole repo keeps it
+    inside = Path(next(iter(splits[split]))).parent  # where a copy of the whole repo keeps it
     files = find_split(Path(path).expanduser(), (split, *also), inside, only=len(splits) == 1)
     if not files:
         raise UserError(f"{path}: no {split}.jsonl[.gz] and no {split}*.parquet in this folder: name the file itself")

@@ -100,7 +100,7 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, seed:
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
     from nanochat.data import hub as hubs  # runs on local text do without it
 
-    column = DATASETS[data].text_column if data in DATASETS else "text"
+    column = "text"
     try:
         files = hubs.fetch(data, hub, shards)
     except UserError as error:
