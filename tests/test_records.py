@@ -49,7 +49,9 @@ def test_no_more_than_the_cache_is_kept(tmp_path, monkeypatch):
     for cache_bytes, kept in ((1, 1), (10**9, 64)):
         monkeypatch.setattr(files, "CACHE_BYTES", cache_bytes)
         file = files.ParquetFile(path)
-        assert [file.row(n)["answer"] for n in range(1000)] == list(range(1000)) and len(file.cache) == kept
+        assert [file.row(n)["answer"] for n in range(1000)] == list(
+            range(1000)
+        ) and file.cached_block.cache_info().currsize == kept
 
 
 def test_blank_lines_line_ends_and_a_byte_order_mark(tmp_path):
@@ -95,11 +97,11 @@ def test_a_damaged_line_is_named(tmp_path, name, damage):
 def test_a_row_without_its_field_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": "one"}, {"ask": "two"}, {"question": 3}, ["four"]])
     opened = open_records([path], {"question": str})
-    assert complaint(lambda: opened[1]) == f"{path} line 2 has no 'question' that is a text: its fields are ask"
-    assert complaint(lambda: opened[2]) == f"{path} line 3 has no 'question' that is a text: its fields are question"
+    assert complaint(lambda: opened[1]) == f'{path} line 2 has no "question" that is a text: its fields are ask'
+    assert complaint(lambda: opened[2]) == f'{path} line 3 has no "question" that is a text: its fields are question'
     assert complaint(lambda: opened[3]) == f"{path} line 4 is not an object with question"
     path = write(tmp_path / "a.parquet", [{"question": "one"}, {"question": None}])
-    assert complaint(lambda: open_records([path], {"question": str})[1]).startswith(f"{path} row 2 has no 'question'")
+    assert complaint(lambda: open_records([path], {"question": str})[1]).startswith(f'{path} row 2 has no "question"')
     assert "has no column 'answer': its columns are question" in complaint(
         lambda: open_records([path], {"answer": str})
     )

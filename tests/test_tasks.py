@@ -173,8 +173,8 @@ def test_gsm8k_whole(tmp_path):
 def test_gsm8k_damaged(tmp_path):
     path = write(tmp_path / "test.jsonl", [CLIPS, {"question": "?", "answer": "It is 72."}, {"question": "?"}])
     task = Gsm8k("test", str(path))
-    assert complaint(lambda: task.example(1)) == f"{path} line 2 has an answer without a line `#### NUMBER`"
-    assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'answer' that is a text")
+    assert complaint(lambda: task.example(1)).endswith("its answer has no line `#### NUMBER`")
+    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "answer" that is a text')
 
 
 # ---- Multiple choice -------------------------------------------------------------------------------------
@@ -210,20 +210,24 @@ def test_mmlu(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["auxiliary_train.jsonl", "train.jsonl", "auxiliary_train-00000-of-00001.parquet"])
-def test_mmlu_learns_from_the_auxiliary_set_also_where_it_is_wrapped(tmp_path, name):
-    for wrapped in (False, True):
-        row = SKY | {"answer": 3}
-        write(tmp_path / name, [{"train": row} if wrapped else row])
-        assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
+def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
+    write(tmp_path / name, [SKY | {"answer": 3}])
+    assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
 
 
 MMLU_DAMAGE = [
-    (SKY | {"answer": 4}, "line 1 has the answer 4: 0 to 3"),
-    (SKY | {"answer": -1}, "line 1 has the answer -1: 0 to 3"),
-    (SKY | {"answer": "B"}, "line 1 has no 'answer' that is a whole number"),
-    (SKY | {"answer": 0, "choices": ["red", "blue"]}, "line 1 has not 4 texts to choose from"),
-    (SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]}, "line 1 has not 4 texts to choose from"),
-    (SKY | {"answer": 0, "question": None}, "line 1 has no 'question' that is a text"),
+    (SKY | {"answer": 4}, "line 1 is not an example of mmlu: its answer is 4"),
+    (SKY | {"answer": -1}, "line 1 is not an example of mmlu: its answer is -1"),
+    (SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
+    (
+        SKY | {"answer": 0, "choices": ["red", "blue"]},
+        "its choices are not as many texts as letters",
+    ),
+    (
+        SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]},
+        "its choices are not as many texts as letters",
+    ),
+    (SKY | {"answer": 0, "question": None}, 'line 1 has no "question" that is a text'),
     (["a", "list"], "line 1 is not an object with question, choices, answer"),
 ]
 
@@ -264,10 +268,20 @@ def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
 
 
 ARC_DAMAGE = [
-    (arc_row("ABCD", "E"), "line 1 has the answer 'E', not one of A, B, C, D"),
-    (arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, "line 1 has choices that are not"),
-    (arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, "line 1 has choices that are not"),
-    (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, "line 1 has no 'choices' that is an object"),
+    (
+        arc_row("ABCD", "E"),
+        "its answer 'E' is not one of the letters A, B, C, D",
+    ),
+    (
+        arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}},
+        "its choices are not as many texts as letters",
+    ),
+    (
+        arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}},
+        "its choices are not as many texts as letters",
+    ),
+    (arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, "line 1 is not an example of"),
+    (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
 ]
 
 
@@ -563,9 +577,9 @@ def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
     task = SmolTalk("train", str(path))
     assert complaint(lambda: task.example(1)).startswith(
-        f"{path} line 2 is not a conversation: message 0 is by assistant"
+        f"{path} line 2 is not an example of smoltalk: message 0 is by assistant"
     )
-    assert complaint(lambda: task.example(2)).startswith(f"{path} line 3 has no 'messages' that is a list")
+    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "messages" that is a list')
 
 
 # ---- Preference pairs ------------------------------------------------------------------------------------

@@ -1,26 +1,30 @@
-"""One reader for each file format that text and records come in: .txt, .jsonl[.gz], .parquet.
+"""Rows of files: one reader for each format that text and records come in, and `Records` over several files.
 
 A file is a list of rows, cut into blocks of neighbouring rows: the unit in which training shuffles and reads a corpus.
-Blocks are the same at every opening, and any order of reading them gives the same rows. In memory is only where each
-row or block begins. A damaged or hostile file is a UserError with its name and line.
+Blocks are the same at every opening, and any order of reading them gives the same rows. In memory is only where the
+rows are. A damaged or hostile file is a UserError with its name and line.
 
     .txt        documents between lines `<|endoftext|>`, or else pieces of about 4 KiB: nothing lost, nothing twice
     .jsonl[.gz] one JSON value a line; a .gz is unpacked into a temporary file when it is opened
     .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
 """
 
+import array
+import bisect
 import contextlib
+import functools
 import gzip
 import itertools
 import json
 import mmap
+import os
+import re
 import tempfile
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -36,12 +40,21 @@ MAX_UNPACKED_RATIO = 100  # of a .gz: text packs 3 to 30 times smaller, a bomb 1
 MIN_BOMB_BYTES = 64 << 20  # ... which is looked at from this size on
 CACHE_BYTES = 128 << 20  # of one parquet file's blocks, for rows in any order
 COPY_BYTES = 1 << 20
-SEPARATOR = b"<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
+SEPARATOR_LINE = re.compile(
+    rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
+)
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+TEXT_SUFFIXES = (".txt", *RECORD_SUFFIXES)
+
+T = TypeVar("T")
+Fields = Mapping[str, type]  # what each record must have, and of which type
+KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
 
 
-class BlockFile:
-    """A file as blocks of rows."""
+class DataFile:
+    """A file as a list of rows in blocks."""
 
     path: Path
     starts: np.ndarray  # (blocks + 1,) int64: the first row of each block, then the number of rows
@@ -49,24 +62,73 @@ class BlockFile:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def block_of(self, row: int) -> int:
-        return int(np.searchsorted(self.starts, row, side="right")) - 1
-
-    def read(self, block: int) -> list[Any]:
-        """The rows of one block."""
+    def read(self, first: int, end: int) -> list[Any]:
+        """The rows `first` to `end`, all of one block."""
         raise NotImplementedError
 
     def row(self, row: int) -> Any:
         """One row; any order of rows is cheap."""
-        raise NotImplementedError
+        return self.read(row, row + 1)[0]
 
     def where(self, row: int) -> str:
         """The file and the place in it, for messages."""
         return f"{self.path} row {row + 1}"
 
 
-def list_files(path: Path, suffixes: Sequence[str], *, recursive: bool, flag: str = "") -> list[Path]:
-    """The file itself, or the files of a folder with one of the suffixes, sorted by path; hidden ones are left out.
+class Records:
+    """The rows of several files, one file after the other. With `fields` each record is an object that has them."""
+
+    def __init__(self, files: Sequence[DataFile], fields: Fields | None = None):
+        self.files = files
+        self.fields = fields
+        self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in records
+        starts = [file.starts[1:] + end - len(file) for file, end in zip(files, self.ends, strict=True)]
+        self.starts = np.concatenate([[0], *starts])  # (blocks + 1,): the first record of each block, then their number
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """Raises UserError: when the record is damaged, or lacks a field."""
+        file, row = self.place(index)
+        value = file.row(row)
+        if self.fields is not None:
+            self.require(index, value, self.fields)
+        return value
+
+    def error(self, index: int, problem: str) -> UserError:
+        """What to raise for a record that is not as it should be: its file, its line, the problem."""
+        file, row = self.place(index)
+        return UserError(f"{file.where(row)} {problem}")
+
+    def require(self, index: int, value: Any, fields: Fields) -> None:
+        """Raises UserError: when the value, found in record `index`, is not an object with the fields."""
+        if not isinstance(value, dict):
+            raise self.error(index, f"is not an object with {', '.join(fields)}")
+        for name, kind in fields.items():
+            if not isinstance(value.get(name), kind):
+                has = ", ".join(value) or "none"
+                raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: its fields are {has}')
+
+    def parse(self, index: int, parse: Callable[[Any], T], what: str) -> T:
+        """What `parse` makes of a record. Raises UserError: with the record's place, where it raises ValueError."""
+        value = self[index]
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise self.error(index, f"is not {what}: {error}") from error
+
+    def place(self, index: int) -> tuple[DataFile, int]:
+        """The file of a record, and its row there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        which = bisect.bisect_right(self.ends, index)
+        file = self.files[which]
+        return file, index - self.ends[which] + len(file)
+
+
+def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path]:
+    """The file itself, or the files below a folder with one of the suffixes, sorted by path; hidden ones are left out.
 
     Raises UserError: when there is none, or the path is not a file of these kinds.
     """
@@ -74,7 +136,7 @@ def list_files(path: Path, suffixes: Sequence[str], *, recursive: bool, flag: st
     known = ", ".join(suffixes)
     if path.is_dir():
         files = []
-        for file in path.rglob("*") if recursive else path.iterdir():
+        for file in path.rglob("*"):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
             if file.name.lower().endswith(tuple(suffixes)) and file.is_file() and not hidden:
                 files.append(file)
@@ -91,20 +153,19 @@ def list_files(path: Path, suffixes: Sequence[str], *, recursive: bool, flag: st
     return [path]
 
 
-def open_file(path: Path, columns: Sequence[str] | None = None) -> BlockFile:
+def open_file(path: Path, columns: Sequence[str] | None = None) -> DataFile:
     """A file of any known format. `columns` of a .parquet: only these are read; None: all.
 
     Raises UserError: when the file cannot be read.
     """
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: no permission to read it")
     name = path.name.lower()
-    try:
-        if name.endswith(".txt"):
-            return TextFile(path)
-        if name.endswith(".parquet"):
-            return ParquetFile(path, columns)
-        return JsonLinesFile(path)
-    except PermissionError as error:
-        raise UserError(f"{path}: no permission to read it") from error
+    if name.endswith(".txt"):
+        return TextFile(path)
+    if name.endswith(".parquet"):
+        return ParquetFile(path, columns)
+    return JsonLinesFile(path)
 
 
 @contextlib.contextmanager
@@ -112,60 +173,86 @@ def _damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iter
     """Turn what a library raises on a damaged file into one line with the file's name."""
     try:
         yield
-    except (UserError, FileNotFoundError, PermissionError):
-        raise
     except errors as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
 
 
-def _block_bytes(file_bytes: int) -> int:
-    """Blocks small enough for a good shuffle of a small file, few enough for a small index of a large one."""
-    return min(max(file_bytes // 4096, 6 * 1024), 1 << 20)
+class SpanFile(DataFile):
+    """A file whose rows are stretches of its bytes, or of the bytes that it unpacks to."""
+
+    unpacked: IO[bytes] | None = None
+
+    def _index(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Note where the rows begin and end, and cut them into blocks."""
+        # Blocks small enough for a good shuffle of a small file, few enough for a small index of a large one.
+        block_bytes = min(max(self.path.stat().st_size // 4096, 6 * 1024), 1 << 20)
+        bounds = array.array("q")
+        starts: list[int] = []
+        filled = block_bytes  # bytes in the block so far: the first row begins a new one
+        for begin, end in spans:
+            if filled >= block_bytes:
+                starts.append(len(bounds) // 2)
+                filled = 0
+            bounds.extend((begin, end))
+            filled += end - begin
+        self.spans = np.array(bounds, dtype=np.int64).reshape(-1, 2)  # (rows, 2) bytes
+        self.starts = np.array([*starts, len(self.spans)], dtype=np.int64)
+
+    def read(self, first: int, end: int) -> list[Any]:
+        spans = self.spans[first:end].tolist()
+        with self._opened() as file:
+            rows = [os.pread(file.fileno(), stop - begin, begin) for begin, stop in spans]
+        return [self._parse(first + place, row) for place, row in enumerate(rows)]
+
+    def _parse(self, row: int, data: bytes) -> Any:
+        raise NotImplementedError
+
+    def _opened(self) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return self.path.open("rb") if self.unpacked is None else contextlib.nullcontext(self.unpacked)
 
 
 # ---------------------------------------------------------------------- .txt
 
 
-class TextFile(BlockFile):
+class TextFile(SpanFile):
     """Bytes `start` to `stop` of a text file as documents. Invalid UTF-8 is replaced, counted and reported once."""
 
     def __init__(self, path: Path, start: int = 0, stop: int | None = None):
-        size = path.stat().st_size
         self.path = path
-        self.stop = size if stop is None else stop
-        self.has_separators = False
-        begins: list[int] = []  # of blocks, in bytes
-        starts: list[int] = []  # of blocks, in documents
-        documents = 0
-        invalid = 0
-        filled = 0  # bytes in the block so far
-        target = _block_bytes(size)
-        if size:
-            with _mapped(path) as data:
-                if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                    raise UserError(f"{path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
-                first = max(start, len(BYTE_ORDER_MARK) if data[:3] == BYTE_ORDER_MARK else 0)
-                self.has_separators = _next_separator(data, 0, size)[0] < size
-                for begin, end in _documents(data, first, self.stop, self.stop, self.has_separators):
-                    if not begins or filled >= target:
-                        begins.append(begin)
-                        starts.append(documents)
-                        filled = 0
-                    filled += end - begin
-                    documents += 1
-                    invalid += _count_invalid(data[begin:end])
-        if invalid:
-            warn(f"{path}: {invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
-        self.begins = np.array([*begins, self.stop], dtype=np.int64)  # (blocks + 1,) bytes
-        self.starts = np.array([*starts, documents], dtype=np.int64)
+        self.invalid = 0
+        self._index(self._documents(start, stop))
+        if self.invalid:
+            warn(f"{path}: {self.invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
 
-    def read(self, block: int) -> list[str]:
-        begin = int(self.begins[block])
-        until = int(self.begins[block + 1])
+    def _parse(self, row: int, data: bytes) -> str:
+        return data.decode("utf-8", "replace")
+
+    def _documents(self, begin: int, stop: int | None) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each document."""
+        size = self.path.stat().st_size
+        stop = size if stop is None else stop
+        if not size:
+            return  # an empty file cannot be mapped
         with _mapped(self.path) as data:
-            spans = _documents(data, begin, until, self.stop, self.has_separators)
-            return [data[begin:end].decode("utf-8", "replace") for begin, end in spans]
+            if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
+            if data[:3] == BYTE_ORDER_MARK:
+                begin = max(begin, len(BYTE_ORDER_MARK))
+            # `find` first: it scans a large file without separators faster than the pattern.
+            has_separators = data.find(b"<|endoftext|>") >= 0 and SEPARATOR_LINE.search(data) is not None
+            limit = MAX_DOCUMENT_BYTES if has_separators else DOCUMENT_BYTES
+            matches = SEPARATOR_LINE.finditer(data, begin, stop) if has_separators else ()
+            separators = (match.span() for match in matches)
+            for separator, after_separator in itertools.chain(separators, [(stop, stop)]):
+                while begin < separator:
+                    end = _document_end(data, begin, separator, limit)
+                    document = data[begin:end]
+                    replaced = document.decode("utf-8", "replace").count("\ufffd")
+                    self.invalid += replaced - document.count("\ufffd".encode())
+                    yield begin, end
+                    begin = end
+                begin = after_separator
 
 
 def text_cut(path: Path) -> int:
@@ -175,42 +262,14 @@ def text_cut(path: Path) -> int:
         return 0
     with _mapped(path) as data:
         cut = _character_start(data, size * 9 // 10)
-        after_separator = _next_separator(data, cut, size)[1]
-        return after_separator if after_separator < size else cut
+        separator = SEPARATOR_LINE.search(data, cut)
+        return separator.end() if separator and separator.end() < size else cut
 
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
-
-
-def _documents(data: mmap.mmap, begin: int, until: int, stop: int, has_separators: bool) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the documents that begin before `until`; text and separators end at `stop`."""
-    limit = MAX_DOCUMENT_BYTES if has_separators else DOCUMENT_BYTES
-    while begin < until:
-        separator, after_separator = _next_separator(data, begin, stop) if has_separators else (stop, stop)
-        while begin < min(separator, until):
-            end = _document_end(data, begin, separator, limit)
-            yield begin, end
-            begin = end
-        begin = after_separator
-
-
-def _next_separator(data: mmap.mmap, begin: int, stop: int) -> tuple[int, int]:
-    """Where the next line begins that is exactly the separator, and where the line after it begins."""
-    position = data.find(SEPARATOR, begin, stop)
-    while position >= 0:
-        end = position + len(SEPARATOR)
-        if data[end : end + 2] == b"\r\n":
-            end += 1
-        first_line = position == 0 or (position == 3 and data[:3] == BYTE_ORDER_MARK)
-        starts_line = first_line or data[position - 1 : position] == b"\n"
-        ends_line = end >= stop or data[end : end + 1] == b"\n"
-        if starts_line and ends_line:
-            return position, min(end + 1, stop)
-        position = data.find(SEPARATOR, position + 1, stop)
-    return stop, stop
 
 
 def _document_end(data: mmap.mmap, begin: int, end: int, limit: int) -> int:
@@ -235,81 +294,45 @@ def _character_start(data: mmap.mmap, position: int) -> int:
     return position
 
 
-def _count_invalid(document: bytes) -> int:
-    try:
-        document.decode("utf-8")
-        return 0
-    except UnicodeDecodeError:
-        return document.decode("utf-8", "replace").count("\ufffd") - document.count("\ufffd".encode())
-
-
 # ---------------------------------------------------------------------- .jsonl, .jsonl.gz
 
 
-class JsonLinesFile(BlockFile):
+class JsonLinesFile(SpanFile):
     """One JSON value a line; blank lines are no rows. A line is parsed when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.lock = threading.RLock()
-        self.unpacked = _unpack(path) if path.name.lower().endswith(".gz") else None
-        begins: list[int] = []  # of rows, in bytes
-        starts: list[int] = []  # of blocks, in rows
-        offset = 0
-        filled = 0  # bytes in the block so far
-        target = _block_bytes(path.stat().st_size)
+        if path.name.lower().endswith(".gz"):
+            self.unpacked = _unpack(path)
+        self._index(self._lines())
+
+    def where(self, row: int) -> str:
+        """Lines are counted when a message needs it: an index of line numbers would be as large as that of the rows."""
+        number = 1
+        stop = int(self.spans[row, 0])
+        with self._opened() as file:
+            for begin in range(0, stop, COPY_BYTES):
+                number += os.pread(file.fileno(), min(stop - begin, COPY_BYTES), begin).count(b"\n")
+        return f"{self.path} line {number}"
+
+    def _parse(self, row: int, data: bytes) -> Any:
+        try:
+            return json.loads(data.removeprefix(BYTE_ORDER_MARK))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.where(row)} is not JSON: {error}") from error
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each line that is not blank."""
+        begin = 0
         with self._opened() as file:
             while line := file.readline(MAX_LINE_BYTES):
                 if len(line) == MAX_LINE_BYTES:
-                    raise UserError(f"{path}: the line at byte {offset:,} is longer than {MAX_LINE_BYTES >> 20} MiB")
+                    limit = f"longer than {MAX_LINE_BYTES >> 20} MiB"
+                    raise UserError(f"{self.path}: the line at byte {begin:,} is {limit}")
+                end = begin + len(line)
                 if line.strip():
-                    if not begins or filled >= target:
-                        starts.append(len(begins))
-                        filled = 0
-                    begins.append(offset)
-                    filled += len(line)
-                offset += len(line)
-        self.begins = np.array(begins, dtype=np.int64)  # (rows,) bytes
-        self.starts = np.array([*starts, len(begins)], dtype=np.int64)
-
-    def read(self, block: int) -> list[Any]:
-        rows = range(int(self.starts[block]), int(self.starts[block + 1]))
-        with self._opened() as file:
-            return [self._parse(file, row) for row in rows]
-
-    def row(self, row: int) -> Any:
-        with self._opened() as file:
-            return self._parse(file, row)
-
-    def where(self, row: int) -> str:
-        """Lines are counted when a message needs it: an index of line numbers would double the memory."""
-        number = 1
-        left = int(self.begins[row])
-        with self._opened() as file:
-            file.seek(0)
-            while left > 0:
-                chunk = file.read(min(left, COPY_BYTES))
-                number += chunk.count(b"\n")
-                left -= len(chunk)
-        return f"{self.path} line {number}"
-
-    def _parse(self, file: IO[bytes], row: int) -> Any:
-        file.seek(int(self.begins[row]))
-        try:
-            return json.loads(file.readline().removeprefix(BYTE_ORDER_MARK))
-        except (ValueError, RecursionError) as error:
-            problem = error
-        raise UserError(f"{self.where(row)} is not JSON: {problem}") from problem
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[IO[bytes]]:
-        """The text; one thread at a time."""
-        if self.unpacked is None:
-            with self.path.open("rb") as file:
-                yield file
-        else:
-            with self.lock:
-                yield self.unpacked
+                    yield begin, end
+                begin = end
 
 
 def _unpack(path: Path) -> IO[bytes]:
@@ -335,7 +358,7 @@ def _unpack(path: Path) -> IO[bytes]:
 # ---------------------------------------------------------------------- .parquet
 
 
-class ParquetFile(BlockFile):
+class ParquetFile(DataFile):
     """The rows of a parquet file as dictionaries of the wanted columns."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
@@ -344,62 +367,52 @@ class ParquetFile(BlockFile):
 
         self.path = path
         self.columns = None if columns is None else list(columns)
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.damage_errors = (pyarrow.ArrowException, OSError)
-        self.cache: OrderedDict[int, list[Any]] = OrderedDict()  # blocks of `row`, the one used last at the end
         self.rows: Iterator[Any] = iter(())  # of the row group that is being read
-        self.place = (-1, 0)  # that row group, and which of its rows comes next
+        self.place = (-1, 0)  # that row group, and the row that comes next
         with _damage_in_one_line(path, "parquet file", *self.damage_errors):
             # Buffered, not pre-buffered: 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-            self.schema = self.file.schema_arrow
+            names = self.file.schema_arrow.names
             for column in self.columns or ():
-                if column not in self.schema.names:
-                    raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(self.schema.names)}")
-            self.spans = list(self._split_groups())  # of each block: row group, its first row there, number of rows
-        self.starts = np.fromiter(itertools.accumulate((rows for _, _, rows in self.spans), initial=0), dtype=np.int64)
-        file_bytes = sum(self._group_bytes(group) for group in range(self.file.num_row_groups))
-        self.cached_blocks = max(CACHE_BYTES * len(self.spans) // max(file_bytes, 1), 1)  # that fill CACHE_BYTES
+                if column not in names:
+                    raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
+            groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
+        # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
+        is_flat = len(self.file.schema.names) == len(names)
+        if self.columns is not None and len(self.columns) == 1 and is_flat:
+            place = names.index(self.columns[0])
+            group_bytes = [group.column(place).total_uncompressed_size for group in groups]
+        else:
+            group_bytes = [group.total_byte_size for group in groups]
+        # Blocks of at most 16 MiB, and 64 or more per file if there are rows enough for a good shuffle.
+        self.group_ends = list(itertools.accumulate(group.num_rows for group in groups))
+        starts = []
+        for group, end, size in zip(groups, self.group_ends, group_bytes, strict=True):
+            for_shuffling = min(-(-64 // len(groups)), group.num_rows // 8)
+            shares = max(-(-size // MAX_GROUP_BYTES), for_shuffling, 1)
+            step = max(-(-group.num_rows // shares), 1)
+            starts += range(end - group.num_rows, end, step)
+        self.starts = np.array([*starts, sum(group.num_rows for group in groups)], dtype=np.int64)
+        cached_blocks = max(CACHE_BYTES * len(starts) // max(sum(group_bytes), 1), 1)  # that fill CACHE_BYTES
+        self.cached_block = functools.lru_cache(cached_blocks)(self._block)
 
-    def read(self, block: int) -> list[Any]:
-        group, first, count = self.spans[block]
+    def read(self, first: int, end: int) -> list[Any]:
+        group = bisect.bisect_right(self.group_ends, first)
         with self.lock, _damage_in_one_line(self.path, "parquet file", *self.damage_errors):
             if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
                 batches = self.file.iter_batches(batch_size=1024, row_groups=[group], columns=self.columns)
                 self.rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-                self.place = (group, 0)
-            for _ in itertools.islice(self.rows, first - self.place[1]):
-                pass
-            rows = list(itertools.islice(self.rows, count))
-            self.place = (group, first + count)
-        assert len(rows) == count
+                self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
+            rows = list(itertools.islice(self.rows, first - self.place[1], end - self.place[1]))
+            self.place = (group, end)
+        assert len(rows) == end - first
         return rows
 
     def row(self, row: int) -> Any:
-        block = self.block_of(row)
-        with self.lock:
-            rows = self.cache.pop(block, None)
-            if rows is None:
-                rows = self.read(block)
-            self.cache[block] = rows
-            while len(self.cache) > self.cached_blocks:
-                self.cache.popitem(last=False)
-        return rows[row - int(self.starts[block])]
+        block = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.cached_block(block)[row - int(self.starts[block])]
 
-    def _split_groups(self) -> Iterator[tuple[int, int, int]]:
-        """Row groups of at most 16 MiB, and 64 blocks or more per file if there are rows enough for a good shuffle."""
-        for group in range(self.file.num_row_groups):
-            rows = self.file.metadata.row_group(group).num_rows
-            for_shuffling = min(-(-64 // self.file.num_row_groups), rows // 8)
-            shares = max(-(-self._group_bytes(group) // MAX_GROUP_BYTES), for_shuffling, 1)
-            step = max(-(-rows // shares), 1)
-            for first in range(0, rows, step):
-                yield group, first, min(step, rows - first)
-
-    def _group_bytes(self, group: int) -> int:
-        """Unpacked bytes of a row group: of the one wanted column if the file's columns are flat, else of all."""
-        about = self.file.metadata.row_group(group)
-        is_flat = len(self.file.schema.names) == len(self.schema.names)
-        if self.columns is None or len(self.columns) != 1 or not is_flat:
-            return about.total_byte_size
-        return about.column(self.schema.names.index(self.columns[0])).total_uncompressed_size
+    def _block(self, block: int) -> list[Any]:
+        return self.read(int(self.starts[block]), int(self.starts[block + 1]))

@@ -7,7 +7,6 @@ The loader addresses text by block, so that the order of training is a function 
     names    demo, pydoc, the datasets of catalog.py, any `org/name` of a hub (hub.py)
 """
 
-import bisect
 import difflib
 import hashlib
 import itertools
@@ -19,11 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from nanochat.data.catalog import DATASETS
-from nanochat.data.files import BlockFile, ParquetFile, TextFile, list_files, open_file, text_cut
+from nanochat.data.files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
 from nanochat.shell.cli import UserError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
 NAMES = ("demo", "pydoc", *DATASETS)
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -62,7 +63,7 @@ def read_texts(corpus: Corpus, max_chars: int) -> Iterator[str]:
 
 
 def open_corpus(
-    data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None, seed: int = 0
+    data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None
 ) -> tuple[Corpus, Corpus]:
     """Open --data (and --val_data) as (train, validation).
 
@@ -70,10 +71,10 @@ def open_corpus(
     own validation split. `shards`: how many training shards of a hub dataset. Raises UserError: in one line.
     """
     if val_data is None:
-        train, val = _open(data, "--data", False, hub, shards, seed)
+        train, val = _open(data, "--data", False, hub, shards)
     else:
-        train, _ = _open(data, "--data", True, hub, shards, seed)
-        _, val = _open(val_data, "--val_data", True, hub, 1, seed)
+        train, _ = _open(data, "--data", True, hub, shards)
+        _, val = _open(val_data, "--val_data", True, hub, 1)
     for corpus, role in ((train, "training"), (val, "validation")):
         if corpus.block_count() == 0:
             raise UserError(f"{corpus.name}: no text for {role}: use more text, or a separate file with --val_data")
@@ -82,139 +83,101 @@ def open_corpus(
     return train, val
 
 
-def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, seed: int) -> tuple[Corpus, Corpus]:
+def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple[Corpus, Corpus]:
     """(train, validation) of one name or path; with `whole`, both are all of a path's text."""
     if not data:
         raise UserError(f"{flag} is empty: name a file, a folder, or one of {', '.join(NAMES)}")
     if data == "demo":
-        return DemoCorpus("train", seed), DemoCorpus("val", seed)
+        return DemoCorpus("train"), DemoCorpus("val")
     if data == "pydoc":
         return PydocCorpus("train"), PydocCorpus("val")
     path = Path(data).expanduser()
     if data not in NAMES and path.exists():
-        return _open_files(data, list_files(path, SUFFIXES, recursive=True, flag=flag), "text", whole)
-    is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(SUFFIXES)
+        return _open_files(data, list_files(path, TEXT_SUFFIXES, flag), whole)
+    is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(TEXT_SUFFIXES)
     if data not in NAMES and not is_hub_name:
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
     from nanochat.data import hub as hubs  # runs on local text do without it
 
-    column = "text"
     try:
         files = hubs.fetch(data, hub, shards)
     except UserError as error:
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
-    return _open_files(data, files, column, False)
+    return _open_files(data, files, False)
 
 
-def _open_files(name: str, paths: list[Path], column: str, whole: bool) -> tuple[Corpus, Corpus]:
-    if whole:
-        corpus = FileCorpus(name, [open_file(path, [column]) for path in paths], column)
-        return corpus, corpus
-    if len(paths) > 1:
-        files = [open_file(path, [column]) for path in paths]
-        val_name = f"{name} ({paths[-1].name})"
-        return FileCorpus(name, files[:-1], column), FileCorpus(val_name, files[-1:], column)
-    # A single file: its last 10% are validation. It is opened twice, so that both keep their own place in it.
+def _open_files(name: str, paths: list[Path], whole: bool) -> tuple[Corpus, Corpus]:
+    if len(paths) > 1 or whole:
+        files = [open_file(path, [COLUMN]) for path in paths]
+        if whole:
+            corpus = FileCorpus(name, files)
+            return corpus, corpus
+        return FileCorpus(name, files[:-1]), FileCorpus(f"{name} ({paths[-1].name})", files[-1:])
     path = paths[0]
     val_name = f"{name} (last 10%)"
     if path.name.lower().endswith(".txt"):
         cut = text_cut(path)
         return FileCorpus(name, [TextFile(path, stop=cut)]), FileCorpus(val_name, [TextFile(path, start=cut)])
-    train, val = open_file(path, [column]), open_file(path, [column])
-    cut = min(len(train) * 9 // 10, len(train) - 1)
-    return FileCorpus(name, [train], column, high=cut), FileCorpus(val_name, [val], column, low=cut)
+    file = open_file(path, [COLUMN])
+    cut = max(min(len(file) * 9 // 10, len(file) - 1), 0)
+    return FileCorpus(name, [file], end=cut), FileCorpus(val_name, [file], first=cut)
 
 
 class FileCorpus:
-    """The documents of several files in order, or documents `low` to `high` of a single file.
+    """The documents `first` to `end` of some files."""
 
-    `column` names the field of a .jsonl or the column of a .parquet that holds the text.
-    """
-
-    def __init__(self, name: str, files: list[BlockFile], column: str = "text", low: int = 0, high: int | None = None):
-        assert len(files) == 1 or (low == 0 and high is None)
+    def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None):
         self.name = name
-        self.files = files
-        self.column = column
-        self.low = low
-        self.high = len(files[0]) if high is None else high
-        for file in files:
-            if isinstance(file, ParquetFile):
-                _require_text_column(file, column)
-        if len(files) == 1:
-            self.block_ranges = [_blocks_between(files[0], low, self.high)]
-        else:
-            self.block_ranges = [range(len(file.starts) - 1) for file in files]
-        self.ends = list(itertools.accumulate(len(blocks) for blocks in self.block_ranges))  # of each file, in blocks
+        self.records = Records(files)
+        # Blocks outside of first ... end become empty, and `unique` drops them; one across a bound is cut there.
+        self.starts = np.unique(self.records.starts.clip(first, end)).tolist()
 
     def block_count(self) -> int:
-        return self.ends[-1]
+        return len(self.starts) - 1
 
     def read_block(self, index: int) -> list[str]:
-        if not 0 <= index < self.ends[-1]:
-            raise IndexError(f"block {index} of {self.ends[-1]}")
-        which = bisect.bisect_right(self.ends, index)
-        file = self.files[which]
-        blocks = self.block_ranges[which]
-        block = blocks[index - self.ends[which] + len(blocks)]
-        first_row = int(file.starts[block])
-        rows = file.read(block)
-        documents = [self._text(file, first_row + place, row) for place, row in enumerate(rows)]
-        if len(self.files) == 1:
-            documents = documents[max(self.low - first_row, 0) : self.high - first_row]
-        return [document for document in documents if document]
+        if not 0 <= index < self.block_count():
+            raise IndexError(f"block {index} of {self.block_count()}")
+        first, end = self.starts[index : index + 2]
+        file, row = self.records.place(first)
+        rows = file.read(row, row + end - first)
+        if not isinstance(file, TextFile):
+            rows = [self._text(file, first + place, row) for place, row in enumerate(rows)]
+        return [text for text in rows if text]
 
-    def _text(self, file: BlockFile, number: int, row: Any) -> str:
+    def _text(self, file: DataFile, index: int, row: Any) -> str:
         """The text of one row. Raises UserError: when it has none."""
-        if isinstance(file, TextFile):
-            return row
-        text = row.get(self.column) if isinstance(row, dict) else None
-        if text is None and isinstance(file, ParquetFile):
+        if isinstance(file, ParquetFile) and row[COLUMN] is None:
             return ""
-        if not isinstance(text, str):
-            fields = f"its fields are {', '.join(row) or 'none'}" if isinstance(row, dict) else "it is not an object"
-            raise UserError(f'{file.where(number)} has no "{self.column}" string: {fields}')
+        self.records.require(index, row, {COLUMN: str})
+        text = row[COLUMN]
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-
-
-def _blocks_between(file: BlockFile, low: int, high: int) -> range:
-    """The blocks that hold rows `low` to `high` of a file."""
-    if high <= low:
-        return range(0)
-    return range(file.block_of(low), file.block_of(high - 1) + 1)
-
-
-def _require_text_column(file: ParquetFile, column: str) -> None:
-    import pyarrow
-
-    kind = file.schema.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f"{file.path}: column {column!r} holds {kind}, not text")
 
 
 class DemoCorpus:
     """Stories without end, written by the grammar of demo/ as they are read."""
 
-    def __init__(self, split: Literal["train", "val"], seed: int):
-        from nanochat.demo import corpus as demo
+    name = "demo"
 
-        self.name = "demo"
+    def __init__(self, split: Literal["train", "val"]):
         self.split: Literal["train", "val"] = split
-        self.seed = seed
-        self.make_block = demo.block
 
     def block_count(self) -> None:
         return None
 
     def read_block(self, index: int) -> list[str]:
-        return self.make_block(index, self.split, self.seed)
+        from nanochat.demo import corpus as demo
+
+        return demo.block(index, self.split)
 
 
 class PydocCorpus:
     """The documentation of the running Python, one document a module or topic; every tenth is validation."""
+
+    name = "pydoc"
 
     def __init__(self, split: Literal["train", "val"]):
         import pydoc_data.topics
@@ -224,14 +187,11 @@ class PydocCorpus:
         files: list[Path] = []
         for folder, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in skip]
-            for name in names:
-                file = Path(folder, name)
-                if name.endswith((".py", ".rst", ".txt")) and file.stat().st_size > 200:  # not an empty __init__.py
-                    files.append(file.relative_to(root))
+            files += [Path(folder, name) for name in names if name.endswith((".py", ".rst", ".txt"))]
+        files = [file.relative_to(root) for file in files if file.stat().st_size > 200]  # no empty __init__.py
         files.sort(key=Path.as_posix)
         if not files:
             raise UserError(f"--data pydoc: this Python keeps no readable standard library at {root}; try --data demo")
-        self.name = "pydoc"
         self.root = root
         self.topics: dict[str, str] = pydoc_data.topics.topics
         items: list[Path | str] = [*files, *sorted(self.topics)]

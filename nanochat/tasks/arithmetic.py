@@ -39,7 +39,6 @@ class Arithmetic(GeneratedTask):
 
     name = "arithmetic"
     kind = "generative"
-    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)

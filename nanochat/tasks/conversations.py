@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
-from nanochat.data.records import data_files, find_split, open_records
+from nanochat.data.records import find_split, open_records
 from nanochat.shell.cli import UserError
 from nanochat.tasks.task import Example, Split, Task
 
@@ -27,6 +27,7 @@ class Conversations(Task):
 
     name = "conversations"
     kind = "dialogue"
+    has_pairs = False
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         if path is None:
@@ -37,7 +38,7 @@ class Conversations(Task):
             self.records = open_records(files_of[split])
             self.numbers = range(len(self.records))  # of this split's records
         else:
-            self.records = open_records(data_files(place))
+            self.records = open_records([place])
             count = len(self.records)
             cut = min(count * 9 // 10, count - 1) if count > 1 else count
             self.numbers = range(cut) if split == "train" else range(cut, count)
@@ -52,11 +53,7 @@ class Conversations(Task):
 
     def messages(self, number: int) -> list[Message]:
         """The conversation of one record. Raises UserError: with the record's place, when it is malformed."""
-        record = self.records[number]
-        try:
-            return messages_of(record)
-        except ValueError as error:
-            raise self.records.error(number, f"is not a conversation: {error}") from error
+        return self.records.parse(number, messages_of, "a conversation")
 
 
 def messages_of(record: Any) -> list[Message]:

@@ -11,6 +11,7 @@ Source: Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems (arXiv
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 from nanochat.conversation import Part, text_of
 from nanochat.tasks.recorded import RecordTask
@@ -25,14 +26,12 @@ class Gsm8k(RecordTask):
 
     name = "gsm8k"
     kind = "generative"
-    baseline = 0.0
     fields = {"question": str, "answer": str}
 
-    def example(self, index: int) -> Example:
-        record = self.records[index]
+    def read(self, record: Any) -> Example:
         number = final_number(record["answer"])
         if number is None:
-            raise self.records.error(index, "has an answer without a line `#### NUMBER`")
+            raise ValueError("its answer has no line `#### NUMBER`")
         return Example(turn(record["question"], with_calls(record["answer"])), number)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:

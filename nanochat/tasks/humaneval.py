@@ -8,6 +8,7 @@ Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXi
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from nanochat.conversation import Part, text_of
 from nanochat.tasks.recorded import RecordTask
@@ -24,11 +25,9 @@ class HumanEval(RecordTask):
 
     name = "humaneval"
     kind = "generative"
-    baseline = 0.0
     fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
 
-    def example(self, index: int) -> Example:
-        record = self.records[index]
+    def read(self, record: Any) -> Example:
         header = record["prompt"].rstrip()
         question = f"{INSTRUCTION}\n\n```python\n{header}\n```"
         answer = f"```python\n{header}\n{record['canonical_solution'].rstrip()}\n```"

@@ -1,8 +1,5 @@
 """Who the model is: greetings, its name, what it can do. Bring your own as a .jsonl of conversations instead."""
 
-from collections.abc import Sequence
-
-from nanochat.conversation import Part, text_of
 from nanochat.tasks.task import Example, GeneratedTask, turn
 
 TURNS = (  # ways to ask | the answer
@@ -34,7 +31,6 @@ class Identity(GeneratedTask):
 
     name = "identity"
     kind = "generative"
-    baseline = 0.0
     sizes = {"train": 10_000, "test": 100}
 
     def example(self, index: int) -> Example:
@@ -43,6 +39,3 @@ class Identity(GeneratedTask):
         for questions, answer in rng.sample(TURNS, rng.randint(1, 3)):
             messages += turn(rng.choice(questions.split("|")), answer)
         return Example(messages, messages[-1]["content"])
-
-    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        return text_of(reply).strip() == example.answer

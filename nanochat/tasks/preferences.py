@@ -12,7 +12,6 @@ A text under "system" goes before the prompt. Splits, and when a row is checked,
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
-from nanochat.data.records import Records
 from nanochat.tasks.conversations import Conversations, contents, plain
 from nanochat.tasks.task import Pair
 
@@ -26,26 +25,17 @@ class Preferences(Conversations):
     """A question, and two replies to it. As a dialogue a pair is its chosen reply."""
 
     name = "preferences"
-
-    @classmethod
-    def has_pairs(cls) -> bool:
-        return True
+    has_pairs = True
 
     def pair(self, index: int) -> Pair:
-        return read_pair(self.records, self.numbers[index])
+        return self._pair(self.numbers[index])
 
     def messages(self, number: int) -> list[Message]:
-        pair = read_pair(self.records, number)
+        pair = self._pair(number)
         return [*pair.question, pair.chosen]
 
-
-def read_pair(records: Records, number: int) -> Pair:
-    """The pair of one record. Raises UserError: with the record's place, when it is malformed."""
-    record = records[number]
-    try:
-        return pair_of(record)
-    except ValueError as error:
-        raise records.error(number, f"is not a preference pair: {error}") from error
+    def _pair(self, number: int) -> Pair:
+        return self.records.parse(number, pair_of, "a preference pair")
 
 
 def pair_of(record: Any) -> Pair:

@@ -1,7 +1,9 @@
 """Tasks whose examples are the records of a dataset: from a hub, or from a local file or folder."""
 
+from typing import Any
+
 from nanochat.data.records import Fields, open_split
-from nanochat.tasks.task import Split, Task
+from nanochat.tasks.task import Example, Split, Task
 
 
 class RecordTask(Task):
@@ -14,6 +16,13 @@ class RecordTask(Task):
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         self.records = open_split(self.name, self.splits[split], path, hub, self.fields, also=(split,))
+
+    def read(self, record: Any) -> Example:
+        """The example of a record. Raises ValueError: with what is wrong with it."""
+        raise NotImplementedError
+
+    def example(self, index: int) -> Example:
+        return self.records.parse(index, self.read, f"an example of {self.name}")
 
     def __len__(self) -> int:
         return len(self.records)

@@ -105,19 +105,15 @@ def require_grades(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry whose replies are neither right nor wrong."""
     for spec in specs:
         if task_class(spec.name).kind == "dialogue":
-            name = spec.path if spec.name == "conversations" else spec.name
-            graded = [name for name in NAMES if task_class(name).kind != "dialogue"]
-            raise UserError(
-                f"--tasks {name}: a dialogue has no right answer to grade; those with one are {', '.join(graded)}"
-            )
+            graded = ", ".join(name for name in NAMES if task_class(name).kind != "dialogue")
+            problem = f"a dialogue has no right answer to grade; those with one are {graded}"
+            raise UserError(f"--tasks {spec.path or spec.name}: {problem}")
 
 
 def require_pairs(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry that has no second reply to compare."""
     for spec in specs:
-        if spec.name != "conversations" and not task_class(spec.name).has_pairs():
-            paired = [name for name in NAMES if task_class(name).has_pairs()]
-            raise UserError(
-                f"--tasks {spec.name}: a dialogue has one reply to a question, not two to compare; those with a "
-                f"better and a worse one are {', '.join(paired)}, and a .jsonl of pairs"
-            )
+        if spec.name != "conversations" and not task_class(spec.name).has_pairs:
+            paired = ", ".join(name for name in NAMES if task_class(name).has_pairs)
+            problem = f"a dialogue has one reply to a question; those with two to compare are {paired}"
+            raise UserError(f"--tasks {spec.name}: {problem}, and a .jsonl of pairs")

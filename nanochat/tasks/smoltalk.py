@@ -5,6 +5,8 @@ The part of it that its authors wrote for their smallest models (smol-smoltalk):
 Source: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737).
 """
 
+from typing import Any
+
 from nanochat.tasks.conversations import messages_of
 from nanochat.tasks.recorded import RecordTask
 from nanochat.tasks.task import Example
@@ -15,11 +17,8 @@ class SmolTalk(RecordTask):
 
     name = "smoltalk"
     kind = "dialogue"
+    has_pairs = False
     fields = {"messages": list}
 
-    def example(self, index: int) -> Example:
-        record = self.records[index]
-        try:
-            return Example(messages_of(record))
-        except ValueError as error:
-            raise self.records.error(index, f"is not a conversation: {error}") from error
+    def read(self, record: Any) -> Example:
+        return Example(messages_of(record))

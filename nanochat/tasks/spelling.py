@@ -41,7 +41,6 @@ class Spelling(GeneratedTask):
 
     name = "spelling"
     kind = "generative"
-    baseline = 0.0
 
     def word(self, index: int) -> str:
         """Words take turns; everything else about an example is drawn at random."""

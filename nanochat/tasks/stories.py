@@ -32,7 +32,6 @@ class Stories(GeneratedTask):
 
     name = "stories"
     kind = "generative"
-    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng, story = self._draw(index)
@@ -70,7 +69,6 @@ class StoryQuestions(GeneratedTask):
 
     name = "questions"
     kind = "generative"
-    baseline = 0.0
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
@@ -80,9 +78,6 @@ class StoryQuestions(GeneratedTask):
         for place, (question, answer) in enumerate(rng.sample(questions, 1 + rng.randrange(3))):
             messages += turn(f"{story.text}\n{question}" if place == 0 else question, answer)
         return Example(messages, messages[-1]["content"])
-
-    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        return text_of(reply).strip() == example.answer
 
 
 def _corpus_split(split: Split) -> demo.Split:

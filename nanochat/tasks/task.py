@@ -10,10 +10,8 @@ the records of a dataset: recorded.py), and one line in registry.py:
 
         def example(self, index):
             number = self.rng(index).randrange(1000)
-            return Example(turn(f"Is {number} odd or even?", "odd" if number % 2 else "even"))
-
-        def grade(self, example, reply):
-            return text_of(reply).strip() == example.answer
+            answer = "odd" if number % 2 else "even"
+            return Example(turn(f"Is {number} odd or even?", answer), answer)
 """
 
 import random
@@ -62,6 +60,7 @@ class Task:
     name: str
     kind: Kind
     baseline: float = 0.0  # accuracy of guessing at random
+    has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         """`path`: a local file or folder instead of the dataset of a hub."""
@@ -75,17 +74,15 @@ class Task:
         raise NotImplementedError
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        """Whether an assistant's reply is right."""
-        raise NotImplementedError(f"{self.name} has nothing to grade")
+        """Whether an assistant's reply is right: when its text, or the letter it chose, is the answer."""
+        if self.kind == "dialogue":
+            raise NotImplementedError(f"{self.name} has nothing to grade")
+        text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
+        return text == example.answer
 
     def reward(self, example: Example, reply: Sequence[Part]) -> float:
         """The reward in reinforcement learning, 0 to 1."""
         return float(self.grade(example, reply))
-
-    @classmethod
-    def has_pairs(cls) -> bool:
-        """Whether there is a worse reply to compare with each reference answer."""
-        return cls.kind != "dialogue"
 
     def pair(self, index: int) -> Pair:
         """Example `index` for preference optimisation: its reference answer and a wrong one."""
@@ -125,7 +122,15 @@ def turn(question: str, answer: str | list[Part]) -> list[Message]:
 
 
 def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
-    """A multiple-choice question as one text; its answer is a letter alone."""
+    """A multiple-choice question as one text; its answer is a letter alone.
+
+    Raises ValueError: when there is not a text for each letter, or the answer is no letter.
+    """
+    are_lists = isinstance(choices, Sequence) and isinstance(letters, Sequence) and len(choices) == len(letters)
+    if not are_lists or not all(isinstance(text, str) for text in [*choices, *letters]):
+        raise ValueError("its choices are not as many texts as letters")
+    if answer not in letters or any(len(letter) != 1 for letter in letters):
+        raise ValueError(f"its answer {answer!r} is not one of the letters {', '.join(letters)}")
     lines = [f"- {letter}: {choice}" for letter, choice in zip(letters, choices, strict=True)]
     text = "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
     return Example(turn(text, answer), answer, tuple(letters))

@@ -5,7 +5,7 @@ Of each question the best reply and another: 61,135 pairs, and 2,000 for testing
 Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall et al. 2023, Zephyr.
 """
 
-from nanochat.tasks.preferences import read_pair
+from nanochat.tasks.preferences import pair_of
 from nanochat.tasks.recorded import RecordTask
 from nanochat.tasks.task import Example, Pair
 
@@ -18,12 +18,8 @@ class UltraFeedback(RecordTask):
     fields = {"chosen": list, "rejected": list}
     splits = {"train": "train_prefs", "test": "test_prefs"}  # its other splits are for SFT and for generating
 
-    @classmethod
-    def has_pairs(cls) -> bool:
-        return True
-
     def pair(self, index: int) -> Pair:
-        return read_pair(self.records, index)
+        return self.records.parse(index, pair_of, "a preference pair")
 
     def example(self, index: int) -> Example:
         pair = self.pair(index)
