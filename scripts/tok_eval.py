@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.shell.cli import UserError, run
+from nanochat.shell.cli import run
 from nanochat.shell.paths import tokenizer_dir
 
 HELD_OUT_CHARS = 1_000_000
@@ -36,47 +36,22 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from rich.console import Console  # here, like the others: --help stays quick
-    from rich.table import Table
+    import argparse  # a module of the running Python, as an example of code
 
     from nanochat.data.sources import open_corpus, read_texts
-    from nanochat.tokenizer import Tokenizer, bytes_per_token, replace_surrogates
+    from nanochat.tokenizer import Tokenizer, bytes_per_token
 
-    # ---------------------------------------------------------------------- texts
     tokenizer = Tokenizer.load(tokenizer_dir())
-    texts = {"English": [ENGLISH], "Chinese": [CHINESE], "code": [code()], "numbers": [numbers()]}
+    code = Path(argparse.__file__).read_text(encoding="utf-8")
+    pairs = [(n * n % 997, n * 7919 % 10007) for n in range(200)]  # numbers of up to four digits
+    numbers = "\n".join(f"{first} + {second} = {first + second}" for first, second in pairs)
+    texts = {"English": [ENGLISH], "Chinese": [CHINESE], "code": [code], "numbers": [numbers]}
     if config.data is not None:
         _, held_out = open_corpus(config.data, val_data=config.val_data, hub=config.hub)
         texts[f"held out of {Path(config.data).name}"] = list(read_texts(held_out, HELD_OUT_CHARS))
-
-    # ---------------------------------------------------------------------- the table
-    table = Table(title=f"{tokenizer.vocab_size:,} tokens")
-    table.add_column("text")
-    table.add_column("bytes", justify="right")
-    table.add_column("bytes per token", justify="right")
+    print(f"bytes per token, of {tokenizer.vocab_size:,} tokens:")
     for kind, parts in texts.items():
-        for part in parts:
-            if tokenizer.decode(tokenizer.encode(part)) != replace_surrogates(part):
-                raise UserError(f"the tokenizer does not give back the {kind} text: train it again")
-        size = sum(len(replace_surrogates(part).encode()) for part in parts)
-        table.add_row(kind, f"{size:,}", f"{bytes_per_token(tokenizer.encode, parts):.2f}")
-    Console().print(table)
-
-
-def code() -> str:
-    """A module of the running Python."""
-    import argparse
-
-    return Path(argparse.__file__).read_text(encoding="utf-8")
-
-
-def numbers() -> str:
-    """200 sums of numbers of up to four digits."""
-    lines = []
-    for n in range(200):
-        first, second = n * n % 997, n * 7919 % 10007
-        lines.append(f"{first} + {second} = {first + second}")
-    return "\n".join(lines)
+        print(f"{bytes_per_token(tokenizer.encode, parts):6.2f}  {kind}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python -m scripts.tok_train --data demo --vocab_size 4096
 """
 
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 
 from nanochat.shell.cli import Positive, UserError, run
 from nanochat.shell.log import print0, record
-from nanochat.shell.paths import STAGES, base_dir, tokenizer_dir
+from nanochat.shell.paths import base_dir, tokenizer_dir
 
 VOCAB_SIZE = 32_768
 SMALL_VOCAB_SIZE = 1024
@@ -35,13 +36,29 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
-    from nanochat.data.sources import open_corpus, read_texts  # here: --help stays quick
-    from nanochat.tokenizer import FILE_NAME, Tokenizer, bytes_per_token
+    from nanochat.data.sources import fingerprint, open_corpus, read_texts  # here: --help stays quick
+    from nanochat.tokenizer import Tokenizer, bytes_per_token
 
-    # ---------------------------------------------------------------------- read and train
+    # ---------------------------------------------------------------------- may it be saved?
     train, held_out = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     is_endless = train.block_count() is None
     max_chars = config.max_chars or (CHARS_OF_ENDLESS_DATA if is_endless else CHARS)
+    folder = tokenizer_dir()
+    origin_file = folder / "trained_from.txt"
+    origin = f"data {fingerprint(train)}, vocab_size {config.vocab_size}, max_chars {max_chars}, tokenizer "
+    needed = needed_tokenizer(folder)
+    if needed and not config.overwrite:
+        if origin_file.exists() and origin_file.read_bytes() == (origin + needed).encode():
+            print0(f"{folder} holds the tokenizer of this text and these flags: there is nothing to do")
+            return
+        raise UserError(
+            f"{folder} holds another tokenizer, and checkpoints in {base_dir()} were trained with it and "
+            f"would become useless: add --overwrite, or point NANOCHAT_BASE_DIR to a fresh folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # a folder that cannot be written is an error now, not after training
+
+    # ---------------------------------------------------------------------- read and train
     characters = 0
 
     def counted_texts() -> Iterator[str]:
@@ -54,7 +71,6 @@ def main(config: Config) -> None:
 
     vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size
     print0(f"training a tokenizer of at most {vocab_size:,} tokens on {config.data}")
-    begin = time.perf_counter()
     tokenizer = Tokenizer.train(counted_texts(), vocab_size)
 
     # Little text supports a small vocabulary only. Its size is known after reading, and the first merges are what
@@ -62,8 +78,7 @@ def main(config: Config) -> None:
     if config.vocab_size is None and tokenizer.vocab_size > SMALL_VOCAB_SIZE:
         supported = max(characters // CHARS_PER_TOKEN, SMALL_VOCAB_SIZE)
         tokenizer = tokenizer.shrink(min(tokenizer.vocab_size, supported))
-    seconds = time.perf_counter() - begin
-    print0(f"{characters:,} characters | {seconds:.1f} s | vocabulary of {tokenizer.vocab_size:,} tokens")
+    print0(f"{characters:,} characters | {time.time() - began:.1f} s | vocabulary of {tokenizer.vocab_size:,} tokens")
     if config.vocab_size is not None and tokenizer.vocab_size < config.vocab_size:
         print0(f"the text has no more to merge: {config.vocab_size:,} tokens need more or more varied text")
 
@@ -72,30 +87,21 @@ def main(config: Config) -> None:
     print0(f"held-out text: {compression:.3f} bytes per token")
 
     # ---------------------------------------------------------------------- save
-    folder = tokenizer_dir()
-    if not config.overwrite and would_orphan_checkpoints(folder, tokenizer.fingerprint()):
-        raise UserError(
-            f"{folder / FILE_NAME} is another tokenizer, and checkpoints in {base_dir()} were trained with it and "
-            f"would become useless: add --overwrite, or point NANOCHAT_BASE_DIR to a fresh folder"
-        )
     print0(f"saved to {tokenizer.save(folder)}")
+    origin_file.write_text(origin + tokenizer.fingerprint())
     record("tokenizer", None, began)
 
 
-def would_orphan_checkpoints(folder: Path, fingerprint: str) -> bool:
-    """Whether a save would replace another tokenizer while there are checkpoints that need it.
-
-    Training again with the same text and flags gives the same tokenizer, which can always be saved.
-    """
+def needed_tokenizer(folder: Path) -> str | None:
+    """The fingerprint of a tokenizer without which checkpoints here would be useless."""
     from nanochat.tokenizer import Tokenizer
 
+    if not any(base_dir().glob("checkpoints/*/*/step_*")):
+        return None
     try:
-        if Tokenizer.load(folder).fingerprint() == fingerprint:
-            return False
+        return Tokenizer.load(folder).fingerprint()
     except UserError:  # none, or a damaged one: nothing to lose
-        return False
-    checkpoints = base_dir() / "checkpoints"
-    return any(any((checkpoints / stage).glob("*/step_*")) for stage in STAGES)
+        return None
 
 
 if __name__ == "__main__":
