@@ -6,27 +6,20 @@ NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.worker
 """
 
 import contextlib
-import errno
 import ipaddress
-import multiprocessing
 import os
 import secrets
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from multiprocessing import connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from nanochat.shell.cli import Positive, Range, UserError, fail, out_of_memory, parse, run
 
-GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
 IDLE_SECONDS = 5  # a connection may wait so long for its next request
-STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
 
 
 @dataclass(frozen=True)
@@ -40,10 +33,8 @@ class Config:
     api_key_file: Path | None = None  # a file that holds the key
     allowed_hosts: str = ""  # further host names for this server, separated by commas; "*": any
     slots: Positive = 16  # replies generated at once
-    cache_gib: Annotated[float, Range(0.001)] | None = None  # memory of the caches; may reduce the slots
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
-    replicas: Positive = 1  # processes that share the port, each with a device of its own
-    device: str = "auto"  # auto, npu, cuda or cpu
+    device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     graphs: bool = False  # record what a decoded token launches on an accelerator, and replay it in one launch
 
@@ -64,17 +55,14 @@ def main(config: Config) -> None:
         print(f"{address}?key={key}" if made_here else address, flush=True)
 
         # -------------------------------------------------------------- serve until a signal arrives
-        config = replace(config, api_key=key)
-        if config.replicas == 1:
-            serve(config, listener)
-        else:
-            serve_replicas(config, listener)
+        serve(replace(config, api_key=key), listener)
 
 
-def serve(config: Config, listener: socket.socket, replica: int | None = None) -> None:
-    """One process, until a signal ends it. Raises whatever loading the model raised."""
+def serve(config: Config, listener: socket.socket) -> None:
+    """Raises whatever loading the model raised."""
     import uvicorn
 
+    from nanochat.serve.app import GRACE_SECONDS
     from nanochat.serve.connection import Connection
 
     if sys.platform == "linux":  # a connection is an open file, and 1,024, the usual limit, are few
@@ -89,7 +77,7 @@ def serve(config: Config, listener: socket.socket, replica: int | None = None) -
         server.should_exit = True
 
     settings = uvicorn.Config(
-        make_app(config, on_failure, replica),
+        make_app(config, on_failure),
         http=Connection,
         ws="none",
         timeout_keep_alive=IDLE_SECONDS,
@@ -104,53 +92,6 @@ def serve(config: Config, listener: socket.socket, replica: int | None = None) -
         raise failures[0]
 
 
-# ---------------------------------------------------------------------- several processes
-
-
-def serve_replicas(config: Config, listener: socket.socket) -> None:
-    """Processes that accept connections from one socket, whichever is free first. When one ends, all end."""
-    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
-    replicas = []
-    for index in range(config.replicas):
-        own = replace(config, device=f"{config.device}:{index}")
-        replicas.append(context.Process(target=serve_replica, args=(own, listener, index)))
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
-    for process in replicas:
-        process.start()
-    listener.close()
-    while not signals and all(process.is_alive() for process in replicas):
-        connection.wait([process.sentinel for process in replicas], timeout=0.2)
-    for process in replicas:
-        process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS + 4
-    for process in replicas:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.join()
-    if not signals:
-        fail("a replica ended, see above; the others were ended too")
-
-
-def serve_replica(config: Config, listener: socket.socket, replica: int) -> None:
-    """One of several processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent ends this one
-    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
-    try:
-        serve(config, listener, replica)
-    except UserError as error:
-        fail(f"replica {replica}: {error}")
-
-
-def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()  # waits for a pipe between the two to close
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 # ---------------------------------------------------------------------- the model
 
 
@@ -160,14 +101,12 @@ def check(config: Config) -> None:
     from nanochat.checkpoint_manager import find_source
 
     find_source(config.source, config.model_tag, config.step)
-    if config.replicas > 1 and ":" in config.device:
-        raise UserError(f"--device {config.device} with --replicas: leave the index out, each has a device of its own")
     kind = devices.kind_of(config.device)
     if config.graphs:
         devices.check_capture(kind)
 
 
-def make_app(config: Config, on_failure: Callable[[BaseException], None], replica: int | None = None) -> Any:
+def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any:
     """The ASGI application; it loads the model once it runs."""
     from nanochat.serve.app import create_app
     from nanochat.serve.state import LoadedModel
@@ -177,23 +116,17 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
         from nanochat.checkpoint_manager import load_model, tag_of
         from nanochat.engine import Engine, Slots
         from nanochat.serve.scheduler import Scheduler
-        from nanochat.shell.log import print0
 
         device = devices.init(config.device, config.dtype)
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
         engine = Engine(model, tokenizer, device, config.graphs)
-        cache_bytes = int((config.cache_gib or 0) * 2**30)
         try:
-            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue, cache_bytes=cache_bytes)
+            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             gib = config.slots * Slots.bytes_per_slot(engine) / 2**30
-            message = f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it, or set --cache_gib"
-            raise UserError(message) from error
-        slots = scheduler.stats().slots
-        if slots < config.slots:
-            print0(f"{slots} of --slots {config.slots} fit --cache_gib {config.cache_gib:g}")
+            raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
         scheduler.start()
         stage = meta.get("stage", "model")
         return LoadedModel(
@@ -205,15 +138,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None], replic
             created=int(time.time()),
         )
 
-    return create_app(
-        load,
-        api_key=config.api_key,
-        hosts=allowed_hosts(config),
-        grace=GRACE_SECONDS,
-        stall_seconds=STALL_SECONDS,
-        on_failure=on_failure,
-        replica=replica,
-    )
+    return create_app(load, api_key=config.api_key, hosts=allowed_hosts(config), on_failure=on_failure)
 
 
 def __getattr__(name: str) -> Any:
@@ -227,7 +152,7 @@ def __getattr__(name: str) -> Any:
 
     try:
         config = parse(Config, [])
-        for flag in ("host", "port", "replicas"):
+        for flag in ("host", "port"):
             if getattr(config, flag) != getattr(Config, flag):
                 raise UserError(f"--{flag} is for `python -m scripts.chat_web`: gunicorn has -b and -w")
         key = choose_key(config, open_to_others=True)  # where gunicorn listens is not known here
@@ -256,10 +181,8 @@ def choose_key(config: Config, open_to_others: bool) -> str | None:
     if config.api_key_file is not None:
         try:
             key = config.api_key_file.read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise UserError(f"--api_key_file {config.api_key_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"--api_key_file {config.api_key_file}: a key is ASCII text") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api_key_file {config.api_key_file}: {error}; a key is ASCII text in a file") from error
     if key == "none":
         return None
     if len(key) < 8 or not all(33 <= ord(character) < 127 for character in key):
@@ -296,14 +219,14 @@ def allowed_hosts(config: Config) -> tuple[str, ...]:
 @contextlib.contextmanager
 def listening(config: Config) -> Iterator[socket.socket]:
     """A socket that listens. Raises UserError: when the port is taken, or the host is not this machine's."""
+    from nanochat.serve.app import STALL_SECONDS
+
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UserError(f"--port {config.port} is taken: name another, or 0 for any free one") from error
-        message = f"--host {config.host} --port {config.port}: {error}; name an address of this machine"
-        raise UserError(message) from error
+        where = f"--host {config.host} --port {config.port}"
+        raise UserError(f"{where}: {error}; name an address of this machine and a free port, 0 for any") from error
     with listener:
         # Connections inherit both. With a small buffer the server notices sooner that a client stopped reading; after
         # the timeout the kernel closes the connection of a client that is gone.

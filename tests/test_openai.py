@@ -238,8 +238,7 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app
     stream = chat(client, temperature=1, max_tokens=400, n=2, stream=True)
     next(iter(stream))
     stream.close()
-    stats = app.state.nanochat.model.scheduler.stats
-    until(lambda: stats().running + stats().queued == 0)
+    until(lambda: not app.state.nanochat.model.scheduler.requests)
 
 
 # ---------------------------------------------------------------------- completions
@@ -282,7 +281,7 @@ def test_completion_logprobs(client: Any):
 
 def test_parts_of_a_character_have_names_and_places_of_their_own(engine: Engine):
     served = LoadedModel(cast(Any, None), engine.tokenizer, MODEL, CONTEXT, chats=True)
-    serializer = CompletionSerializer(served, num_logprobs=2)
+    serializer = CompletionSerializer(served)
     tokens = [*"é!".encode(), 0xC3]  # bytes stand first in every vocabulary
     single = {engine.tokenizer.decode_bytes([token]): token for token in range(256)}
     ids = [single[bytes([byte])] for byte in tokens]

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine, Slots
+from nanochat.engine import Engine
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.connection import Connection
 from nanochat.serve.load import closed_loop
+from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
-from nanochat.serve.scheduler import Chunk, Histogram, Overloaded, Request, Scheduler, Stats, Stream, TokenLogprob
+from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
 from nanochat.shell import cli
@@ -78,6 +79,10 @@ class FakeScheduler:
         self.lock = threading.RLock()
         self.work = threading.Event()
         self.thread = threading.Thread(target=self.loop, daemon=True)
+        self.metrics = SchedulerMetrics()
+        self.metrics.slots.set(self.slots)
+        self.metrics.running.set_function(lambda: len(self.running))
+        self.metrics.queued.set_function(lambda: len(self.waiting))
 
     def start(self) -> None:
         self.thread.start()
@@ -86,13 +91,13 @@ class FakeScheduler:
     def capacity(self) -> int:
         return self.slots + self.queue
 
-    def submit_all(self, requests: list[Request]) -> list[Stream]:
+    def submit_all(self, requests: list[Request], on_chunk: Any = None) -> list[Stream]:
         if self.raises:
             raise RuntimeError(self.raises)
         with self.lock:
             if len(self.running) + len(self.waiting) + len(requests) > self.capacity:
                 raise Overloaded(3.2)
-            streams = [Stream(len(request.prompt), self.work.set) for request in requests]
+            streams = [Stream(self.work.set, partial(on_chunk, number)) for number in range(len(requests))]
             self.requests += requests
             self.waiting += zip(requests, streams, strict=True)
             self.work.set()
@@ -121,7 +126,7 @@ class FakeScheduler:
         elif self.calls and request.tools and made == 0:
             stream.put(Chunk((), "2+", kind="python"))
             stream.put(Chunk((1,), "3", kind="python"))
-            stream.put(Chunk((), "5", by_model=False, kind="python_output"))
+            stream.put(Chunk((), "5", kind="python_output"))
         else:
             alternatives = tuple((65 + place, -0.5 - place) for place in range(request.logprobs))
             logprobs = (TokenLogprob(65, -0.5, alternatives),) if request.logprobs >= 0 else ()
@@ -134,18 +139,12 @@ class FakeScheduler:
             if reply in replies:
                 replies.remove(reply)
                 self.finished[reason] = self.finished.get(reason, 0) + 1
+                self.metrics.finished.labels(reason).inc()
                 reply[1].put(Chunk(finish_reason=reason, error=error))
 
     def close(self, grace: float = 10.0) -> None:
-        self.deadline = time.monotonic() + grace
+        self.deadline = self.deadline or time.monotonic() + grace
         self.thread.join(grace + 5)
-
-    def stats(self) -> Stats:
-        return Stats(
-            running=len(self.running), queued=len(self.waiting), slots=self.slots, tokens_generated=70,
-            requests_finished=dict(self.finished), cache_total=20,
-            first_token_seconds=Histogram((0.1, 1.0), (1, 2, 3), 5.5), token_seconds=Histogram((0.01,), (4, 0), 0.02),
-        )  # fmt: skip
 
 
 def loaded(scheduler: Any, chats: bool = True) -> LoadedModel:
@@ -498,7 +497,9 @@ def test_a_client_that_leaves_within_its_body_is_no_mistake_of_ours(capfd: pytes
             time.sleep(0.1)
         time.sleep(0.1)
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    assert +app.state.nanochat.responses == {200: 1}
+    assert [line for line in app.state.nanochat.metrics().splitlines() if b"responses_total{" in line] == [
+        b'nanochat_http_responses_total{status="200"} 1.0'
+    ]
     assert not "".join(capfd.readouterr())
 
 
@@ -635,9 +636,6 @@ def test_every_response_carries_the_strict_headers(monkeypatch: pytest.MonkeyPat
             assert "unsafe" not in headers["content-security-policy"] and headers["referrer-policy"] == "no-referrer"
         assert ask("HEAD", "/").status_code == ask("HEAD", "/health").status_code == 200
         assert ask("GET", "/").text == page.read_text() and "text/html" in ask("GET", "/").headers["content-type"]
-    monkeypatch.setattr("nanochat.serve.middleware.PAGE", tmp_path / "none")
-    with client_of(make_app()) as ask:
-        assert ask("GET", "/").status_code == 404 and error_of(ask("GET", "/"))
 
 
 def test_the_command_makes_a_key_where_others_could_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -755,16 +753,16 @@ def test_a_failure_on_the_device_logs_no_prompt(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["replicas", "gunicorn"])
-def test_several_processes_log_no_prompt_and_end_their_streams(how: str, tmp_path: Path):
-    """docs/deploy.md: what they print, and every file under their home."""
+@pytest.mark.parametrize("how", ["alone", "gunicorn"])
+def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, tmp_path: Path):
+    """docs/deploy.md: what it prints, and every file under its home."""
     if how == "gunicorn":
         pytest.importorskip("gunicorn", reason="GUNICORN IS NOT TESTED: pip install gunicorn")
     folder = checkpoint(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = f"--source {folder} --device cpu --slots 20"
-    words = f"scripts.chat_web --port {port} --replicas 2 {flags}"
+    words = f"scripts.chat_web --port {port} {flags}"
     if how == "gunicorn":
         words = f"gunicorn -b 127.0.0.1:{port} -k uvicorn.workers.UvicornWorker scripts.chat_web:app"
     own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "NANOCHAT_BASE_DIR")}
@@ -773,14 +771,13 @@ def test_several_processes_log_no_prompt_and_end_their_streams(how: str, tmp_pat
         command = [sys.executable, "-m", *words.split()]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
     try:
-        ready: set[str] = set()
-        until(lambda: ready.update(who_is_ready(port)) or len(ready) == (2 if how == "replicas" else 1), 60)
+        until(lambda: is_ready(port), 60)
         whisper(port)
         secret = [{"role": "user", "content": CANARY}]
         streams = [open_stream(port, messages=secret, max_tokens=400, seed=seed) for seed in range(20)]
         process.terminate()
         ends = [rest_of(stream) for stream in streams]
-        assert process.wait(15) == 0
+        assert process.wait(15) in (0, -signal.SIGTERM)
     finally:
         process.terminate()
         process.wait(20)
@@ -788,12 +785,10 @@ def test_several_processes_log_no_prompt_and_end_their_streams(how: str, tmp_pat
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
 
 
-def who_is_ready(port: int) -> list[str]:
-    """The number of the replica that responds, if it is ready; "" for a server that has none."""
+def is_ready(port: int) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        return re.findall(r'nanochat_ready(?:\{replica="(\d)"\})? 1.0\n', metrics)
-    return []
+        return "nanochat_ready 1.0\n" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    return False
 
 
 # ---------------------------------------------------------------------- S11: a clean end
@@ -802,8 +797,7 @@ def who_is_ready(port: int) -> list[str]:
 def serve_fake(port_to: Any) -> None:
     """In a process of its own: the app as `chat_web.serve` runs it, over replies of known length."""
     scheduler = FakeScheduler(slots=20, queue=4, tick=0.01)
-    chat_web.GRACE_SECONDS = 2.0
-    chat_web.make_app = lambda config, on_failure, replica=None: make_app(scheduler, grace=2.0)
+    chat_web.make_app = lambda config, on_failure: make_app(scheduler, grace=2.0)
     with chat_web.listening(chat_web.Config(port=0)) as listener:
         port_to.send(listener.getsockname()[1])
         chat_web.serve(chat_web.Config(), listener)
@@ -817,7 +811,7 @@ def test_sigterm_ends_every_stream_with_a_final_event():
     try:
         assert ours.poll(60)
         port = ours.recv()
-        until(lambda: who_is_ready(port), 20)
+        until(lambda: is_ready(port), 20)
         lengths = [5 * (number + 1) for number in range(10)] + [450] * 10  # half a second, and more than the grace
         streams = [open_stream(port, max_tokens=length) for length in lengths]
         process.terminate()
@@ -830,33 +824,6 @@ def test_sigterm_ends_every_stream_with_a_final_event():
     finished = ['"finish_reason":"length"' in text for text in texts]
     assert all(finished[:10]) and not any(finished[10:])
     assert all('"code":"cancelled"' in text for text in texts[10:])
-
-
-def stay(pipe: Any) -> None:
-    """In a process of its own: a replica that serves for ever."""
-    threading.Thread(target=chat_web.end_with_parent, daemon=True).start()
-    pipe.send("started")
-    time.sleep(60)
-
-
-def leave_a_replica(pipe: Any) -> None:
-    multiprocessing.get_context("fork").Process(target=stay, args=(pipe,)).start()
-    time.sleep(60)
-
-
-def test_replicas_end_with_their_parent_even_by_sigkill():
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    parent = context.Process(target=leave_a_replica, args=(theirs,))
-    parent.start()
-    theirs.close()
-    try:
-        assert ours.poll(60) and ours.recv() == "started"
-    finally:
-        parent.kill()
-    with pytest.raises(EOFError):  # the replica's end of the pipe closes with it
-        assert ours.poll(20)
-        ours.recv()
 
 
 # ---------------------------------------------------------------------- replies
@@ -941,10 +908,10 @@ def test_it_is_alive_before_it_is_ready():
         for path in ("/ready", "/v1/models"):
             answer = httpx.get(f"{base}{path}")
             assert answer.status_code == 503 and error_of(answer)["code"] == "not_ready"
-        assert not who_is_ready(port)
+        assert not is_ready(port)
         may_load.set()
         until(lambda: httpx.get(f"{base}/ready").status_code == 200)
-        assert who_is_ready(port)
+        assert is_ready(port)
 
     def broken() -> LoadedModel:
         raise MemoryError
@@ -975,21 +942,23 @@ def test_a_base_model_completes_and_does_not_chat():
 
 
 def test_metrics_are_in_prometheus_form():
-    with client_of(make_app(replica=2)) as ask:
+    scheduler = FakeScheduler()
+    for seconds in (0.001, 0.2, 0.2, 40):
+        scheduler.metrics.first_token.observe(seconds)
+    with client_of(make_app(scheduler)) as ask:
         ask("GET", "/nowhere")
         ask("POST", COMPLETIONS, json=PROMPT)
         families = list(text_string_to_metric_families(ask("GET", "/metrics").text))
     values = {}
     for sample in (sample for family in families for sample in family.samples):
-        assert sample.labels.pop("replica") == "2"
         values[(sample.name.removeprefix("nanochat_"), *sample.labels.values())] = sample.value
     assert {family.type for family in families} == {"counter", "gauge", "histogram"}
     assert values["http_responses_total", "404"] == values["http_responses_total", "200"] == 1
-    assert values["tokens_generated_total",] == 70 and values["cache_bytes",] == 20
-    assert values["requests_finished_total", "length"] == 1
+    assert values["requests_finished_total", "length"] == 1 and values["slots",] == 4
     first = "time_to_first_token_seconds"
-    assert [values[f"{first}_bucket", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 3, 6]
-    assert values[f"{first}_count",] == 6 and values[f"{first}_sum",] == 5.5
+    assert [values[f"{first}_bucket", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 3, 4]
+    assert values[f"{first}_count",] == 4 and values[f"{first}_sum",] == pytest.approx(40.401)
+    assert not [name for name, *_ in values if name.endswith("_created")]
 
 
 # ---------------------------------------------------------------------- the command
@@ -1011,7 +980,6 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             ("--api_key_file /nowhere/key", "/nowhere/key"),
             (f"--source {folder} --device gpu", "--device 'gpu'"),
             (f"--source {folder} --device cpu --graphs", "--graphs"),
-            (f"--source {folder} --device cpu:0 --replicas 2", "--replicas"),
             (f"--source {folder} --port {taken.getsockname()[1]}", f"--port {taken.getsockname()[1]}"),
             (f"--source {folder} --host 192.0.2.1 --api_key none", "--host 192.0.2.1"),
             (f"--source {folder} --host no.such.host.example --api_key none", "--host no.such.host.example"),
@@ -1024,7 +992,7 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_gunicorn_decides_where_to_listen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    for flags in ("--port 9000", "--host 0.0.0.0", "--replicas 2", "--api_key_file /nowhere/key", "--slots 0"):
+    for flags in ("--port 9000", "--host 0.0.0.0", "--api_key_file /nowhere/key", "--slots 0"):
         monkeypatch.setenv("NANOCHAT_CHAT_WEB", flags)
         with pytest.raises(SystemExit) as left:
             chat_web.__getattr__("app")
@@ -1032,22 +1000,14 @@ def test_gunicorn_decides_where_to_listen(monkeypatch: pytest.MonkeyPatch, capsy
         assert left.value.code == 3 and flags.split()[0] in err and len(err.splitlines()) == 1 and not out
 
 
-def test_a_cache_that_does_not_fit_names_the_flags(tmp_path: Path):
+def test_a_cache_that_does_not_fit_names_the_flag(tmp_path: Path):
     folder = checkpoint(tmp_path)
     errors: list[BaseException] = []
-    config = chat_web.Config(source=str(folder), device="cpu", queue=1)
-    for wrong, named in (
-        (replace(config, slots=10**10), r"--slots 10000000000.* [\d,.]+ GiB .*--cache_gib"),
-        (replace(config, cache_gib=1e-9), "--cache_gib"),
-    ):
-        with client_of(chat_web.make_app(wrong, errors.append)) as ask:
-            assert ask("GET", "/ready").status_code == 503
-        with pytest.raises(cli.UserError, match=named):
-            raise errors.pop()
-    size = Slots.bytes_per_slot(Engine(load_model(folder, "cpu")[0], tiny.tiny_tokenizer()))
-    app = chat_web.make_app(replace(config, cache_gib=2.5 * size / 2**30), errors.append)
-    with client_of(app) as ask:
-        assert "nanochat_slots 2.0\n" in ask("GET", "/metrics").text
+    config = chat_web.Config(source=str(folder), device="cpu", queue=1, slots=10**10)
+    with client_of(chat_web.make_app(config, errors.append)) as ask:
+        assert ask("GET", "/ready").status_code == 503
+    with pytest.raises(cli.UserError, match=r"--slots 10000000000.* [\d,.]+ GiB "):
+        raise errors.pop()
 
 
 def test_the_load_measures_every_gap_between_tokens(port: int):

@@ -24,21 +24,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from nanochat.serve import prompts
-from nanochat.serve.metrics import ServerCollector
-from nanochat.serve.middleware import AccessMiddleware, load_page, read_limited
-from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, EventStream, Reply
-from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, error_body, read_body
+from nanochat.serve.middleware import AccessMiddleware, error_response, load_page, read_limited
+from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
+from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
+STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
 
 
 def create_app(
@@ -46,19 +46,17 @@ def create_app(
     *,
     api_key: str | None = None,
     hosts: Sequence[str] = LOOPBACK,
-    grace: float = 8.0,
-    stall_seconds: float = 20.0,
+    grace: float = GRACE_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
     on_failure: Callable[[BaseException], None] = lambda error: None,
-    replica: int | None = None,
 ) -> FastAPI:
     """The ASGI application. `load` runs on a thread once the server has started; until it returns, /ready responds 503.
 
-    `hosts` are the names by which a request may call this server, () for any. Running replies get `grace` seconds when
-    the server closes; a client that reads nothing for `stall_seconds` is dropped. `replica` labels the metrics where
-    several processes share a port.
+    `hosts` are the names by which a request may call this server, () for any. `on_failure` is called with the error
+    when the model could not be loaded or its device stopped working.
     """
     state = ServerState(load, grace, on_failure)
-    metrics = ServerCollector(state, replica)
+    disable_created_metrics()  # the times at which each metric was made
     page, content_policy = load_page()
 
     @contextlib.asynccontextmanager
@@ -78,24 +76,14 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if isinstance(error, ApiError):
-            body = error.body
-        else:  # Starlette's own
-            messages = {404: "there is no such route", 405: "this route does not take this method"}
-            body = error_body(error.status_code, messages.get(error.status_code, str(error.detail)))
-        return JSONResponse(body, error.status_code, headers=error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid_address(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(error_body(422, "a parameter of the address is not valid"), 422)
+        if not isinstance(error, ApiError):  # Starlette's own: there is no such route, or not with this method
+            error = ApiError(error.status_code, error.detail, headers=error.headers)
+        return error_response(error)
 
     # ------------------------------------------------------------------ routes for people and machines that watch
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
-        if page is None:
-            raise ApiError(404, "this installation has no page (nanochat/serve/ui.html); the API is under /v1")
         return HTMLResponse(page)
 
     @app.head("/health", include_in_schema=False)
@@ -112,7 +100,7 @@ def create_app(
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """For Prometheus."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(state.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     # ------------------------------------------------------------------ OpenAI's routes
 
@@ -154,19 +142,21 @@ def create_app(
             async with parsing:
                 loaded, body, token_ids = await asyncio.to_thread(parse)
 
-        # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue. A chat
-        #    may call the calculator, a plain completion may not.
-        is_chat = isinstance(body, ChatBody)
-        queue = ChunkQueue(prompts.submit(loaded, body, token_ids, tools=is_chat))
+        # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
+        queue = ChunkQueue()
+        streams = prompts.submit(loaded, body, token_ids, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        serializer_type = ChatSerializer if is_chat else CompletionSerializer
-        serializer = serializer_type(loaded, body.num_logprobs)
-        prompt_tokens = sum(len(ids) for ids in token_ids)
-        reply = Reply(serializer, queue, prompt_tokens, body.include_usage)
-        if body.stream:
-            return EventStream(reply, stall_seconds)
-        return await reply.respond(request)
+        serializer_type = ChatSerializer if isinstance(body, ChatBody) else CompletionSerializer
+        return Reply(
+            serializer_type(loaded),
+            queue,
+            streams,
+            prompt_tokens=sum(len(ids) for ids in token_ids),
+            as_events=bool(body.stream),
+            include_usage=body.include_usage,
+            stall_seconds=stall_seconds,
+        )
 
     # ------------------------------------------------------------------ the description of the API
 

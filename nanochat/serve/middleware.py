@@ -10,18 +10,16 @@ import contextlib
 import hashlib
 import hmac
 import re
-import traceback
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import CLIENT_LEFT, ApiError
 from nanochat.serve.state import ServerState
-from nanochat.shell.log import print0
 
 MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
@@ -67,7 +65,7 @@ class AccessMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 if message["status"] != CLIENT_LEFT:
-                    self.state.responses[message["status"]] += 1
+                    self.state.responses.labels(message["status"]).inc()
                 MutableHeaders(scope=message).update(self.response_headers)
             await send(message)
 
@@ -78,9 +76,7 @@ class AccessMiddleware:
             else:
                 await _refuse(refusal, receive, send_with_headers)
         except Exception as error:
-            # Starlette would log the whole exception. Its message may quote what a user wrote, so the log only gets
-            # the type and the place.
-            print0(f"a request failed: {type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}")
+            log_failure("a request failed", error)  # Starlette would log the whole exception
             if started:
                 raise RuntimeError("a request failed after its response had begun") from None
             failure = ApiError(500, "the server failed on this request; its log names the line")
@@ -106,7 +102,7 @@ class AccessMiddleware:
 
         # The Origin: a browser names the page that sends a request. CORS is off, so it can only be our own page.
         origin = headers.get("origin")
-        if origin is not None and _netloc(origin) != host:
+        if origin is not None and origin.lower().partition("://")[2] != host:
             return ApiError(403, "requests from other sites' pages are refused", code="origin_not_allowed")
 
         # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
@@ -123,13 +119,6 @@ class AccessMiddleware:
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:20]) > MAX_BODY:
             return _too_large()
-        return None
-
-
-def _netloc(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
         return None
 
 
@@ -185,15 +174,15 @@ async def read_limited(request: Request) -> bytes:
         raise ApiError(408, "the body did not arrive in time", headers={"connection": "close"}) from error
 
 
-def load_page() -> tuple[str | None, str]:
-    """The chat page (None: not installed), and the policy that lets a browser run its script and style, nothing else.
+def load_page() -> tuple[str, str]:
+    """The chat page, and the policy that lets a browser run its script and style, nothing else.
 
     The policy names the SHA-256 of both, so that a script that a model writes into a reply could not run.
     """
-    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
+    page = PAGE.read_text(encoding="utf-8")
     sources = {}
     for tag in ("script", "style"):
-        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page or "", re.DOTALL)
+        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page, re.DOTALL)
         digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
         sources[tag] = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     return page, (

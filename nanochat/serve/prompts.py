@@ -1,10 +1,10 @@
 """From a checked body to requests for the scheduler: which tokens the model reads, and whether they fit its context."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nanochat.conversation import parts_of, render_prompt
-from nanochat.serve.scheduler import Overloaded, Request, Stream
+from nanochat.conversation import Part, parts_of, render_prompt
+from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody
 from nanochat.serve.state import LoadedModel
 from nanochat.shell.cli import UserError
@@ -38,13 +38,13 @@ def check_model_name(model: LoadedModel, name: str | None) -> None:
 def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
     messages = body.conversation()
     if body.truncation != "auto":
-        check_length(model, sum(_characters(message) for message in messages))
+        check_length(model, [message["content"] for message in messages])
         return render_prompt(model.tokenizer, messages)
 
     # Drop the oldest turns until there is room for the reply: for as many tokens as the client requested, but at most
     # half the context, or for an eighth of it without a request. The system message and the last question stay.
     question = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
-    check_length(model, sum(_characters(message) for message in question))
+    check_length(model, [message["content"] for message in question])
     reserved = min(body.requested_tokens or model.context // 8, model.context // 2)
     try:
         return render_prompt(model.tokenizer, messages, model.context - reserved)
@@ -52,15 +52,11 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
         return render_prompt(model.tokenizer, question)
 
 
-def _characters(message: dict) -> int:
-    return sum(len(part["text"]) for part in parts_of(message["content"]))
-
-
 def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
     """The begin token, then a text's tokens or the given ids. Special tokens are not accepted from a client."""
     bos = model.tokenizer.get_bos_token_id()
     if isinstance(prompt, str):
-        check_length(model, len(prompt))
+        check_length(model, [prompt])
         return model.tokenizer.encode(prompt, prepend=bos)
     vocabulary = len(model.tokenizer.tokens)  # without the special tokens
     if not all(0 <= token < vocabulary for token in prompt):
@@ -68,26 +64,27 @@ def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
     return [bos, *prompt]
 
 
-def check_length(model: LoadedModel, characters: int) -> None:
-    """Refuse a text far too long before any work on it. Raises ApiError: 400."""
-    longest_token = max(map(len, model.tokenizer.tokens))  # bytes; a character has at least one
-    least = characters // longest_token
+def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> None:
+    """Refuse texts far too long before any work on them. Raises ApiError: 400."""
+    characters = 0
+    for content in contents:
+        characters += sum(len(part["text"]) for part in parts_of(content))
+    least = characters // model.longest_token  # in bytes, and a character has at least one
     if least > model.context:
         raise _too_long(model, f"at least {least:,}", None)
 
 
 def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiError:
-    context = f"the model's context of {model.context:,}"
-    if requested is None:
-        message = f"the prompt has {prompt} tokens, which leaves no room for a reply in {context}; shorten the prompt"
-    else:
-        message = f"the prompt has {prompt} tokens and max_tokens is {requested:,}, together more than {context}; "
-        message += "shorten the prompt or lower max_tokens"
-    return ApiError(400, message, code="context_length_exceeded")
+    reply = "a reply" if requested is None else f"max_tokens {requested:,}"
+    message = f"the prompt has {prompt} tokens and leaves no room for {reply} in the context of {model.context:,}"
+    return ApiError(400, f"{message}; shorten the prompt or lower max_tokens", code="context_length_exceeded")
 
 
 def submit(
-    model: LoadedModel, body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], tools: bool
+    model: LoadedModel,
+    body: ChatBody | CompletionBody,
+    prompts: Sequence[Sequence[int]],
+    on_chunk: Callable[[int, Chunk], None],
 ) -> list[Stream]:
     """Pass every choice of every prompt to the scheduler, or none of them; `n` choices have consecutive seeds.
 
@@ -109,13 +106,11 @@ def submit(
                 sampling=replace(sampling, seed=sampling.seed + number),
                 stop=body.stop_strings,
                 logprobs=body.num_logprobs,
-                tools=tools,
+                tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
             )
             requests.append(request)
     try:
-        return model.scheduler.submit_all(requests)
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
+        return model.scheduler.submit_all(requests, on_chunk)
     except Overloaded as error:
         wait = {"retry-after": str(max(1, round(error.retry_after)))}
         raise ApiError(429, "the server is busy: try again later", code="overloaded", headers=wait) from error

@@ -1,29 +1,28 @@
 """From the scheduler's chunks to an HTTP response: one JSON object, or server-sent events as the chunks arrive.
 
 One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
-scheduler's thread to the event loop, a `Serializer` writes them as OpenAI's API does, a `Reply` puts both together. A
+scheduler's thread to the event loop, a `Serializer` writes them as OpenAI's API does, a `Reply` sends what it writes. A
 client that leaves, or stops reading, cancels its streams, and so frees their slots.
 """
 
 import asyncio
 import codecs
-import contextlib
 import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
+from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nanochat.conversation import Part, text_of
+from nanochat.conversation import text_of
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
-from nanochat.serve.schema import CLIENT_LEFT, ApiError
+from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
 from nanochat.shell.log import print0
 
@@ -35,86 +34,56 @@ HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, 
 class ChunkQueue:
     """The chunks of several streams, each with the number of its stream."""
 
-    def __init__(self, streams: Sequence[Stream]):
-        self.streams = streams
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._chunks: deque[tuple[int, Chunk]] = deque()
         self._arrived = asyncio.Event()
         self._notified = False
-        for number, stream in enumerate(streams):
-            stream.listen(partial(self._put, number))
 
-    def _put(self, number: int, chunk: Chunk) -> None:
+    def put(self, number: int, chunk: Chunk) -> None:
         """Runs on the scheduler's thread. Waking the event loop is costly, so it happens once per `take`."""
         self._chunks.append((number, chunk))
-        if self._notified:
-            return
-        self._notified = True
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
+        if not self._notified:
+            self._notified = True
             self._loop.call_soon_threadsafe(self._arrived.set)
 
-    async def take(self, seconds: float) -> list[tuple[int, Chunk]]:
-        """All chunks since the last call, neighbours of one stream and kind merged: a slow reader gets larger chunks,
-        not more of them. An empty list when none arrives for `seconds`."""
+    async def take(self, seconds: float) -> dict[int, list[Chunk]]:
+        """All chunks since the last call, by the number of their stream; none when none arrives for `seconds`.
+
+        Neighbours of one kind are merged: a slow reader gets larger chunks, not more of them.
+        """
         if not self._chunks:
             timer = self._loop.call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
         self._arrived.clear()
         self._notified = False  # before the chunks are taken: one that arrives meanwhile must notify again
-        taken: list[tuple[int, Chunk]] = []
-        places: dict[int, int] = {}  # index in `taken` of a stream's last chunk
+        taken: dict[int, list[Chunk]] = defaultdict(list)
         while self._chunks:
             number, chunk = self._chunks.popleft()
-            place = places.get(number)
-            if place is not None and taken[place][1].kind == chunk.kind:
-                taken[place] = (number, _merged(taken[place][1], chunk))
-            else:
-                places[number] = len(taken)
-                taken.append((number, chunk))
+            _append(taken[number], chunk)
         return taken
 
-    def cancel(self) -> None:
-        """Free the slots of all streams; streams that have ended stay as they are."""
-        for stream in self.streams:
-            stream.cancel()
 
-
-def _merged(first: Chunk, second: Chunk) -> Chunk:
-    return replace(
-        second,
-        token_ids=first.token_ids + second.token_ids,
-        text=first.text + second.text,
-        logprobs=first.logprobs + second.logprobs,
-    )
+def _append(chunks: list[Chunk], chunk: Chunk) -> None:
+    """Append a chunk to those of its stream; to the last one where both are of one kind."""
+    if not chunks or chunks[-1].kind != chunk.kind:
+        chunks.append(chunk)
+        return
+    last = chunks[-1]
+    token_ids = last.token_ids + chunk.token_ids
+    logprobs = last.logprobs + chunk.logprobs
+    chunks[-1] = replace(chunk, token_ids=token_ids, text=last.text + chunk.text, logprobs=logprobs)
 
 
 # ---------------------------------------------------------------------- OpenAI's JSON
 
 
-@dataclass
-class Choice:
-    """One finished or growing reply, for a response in one piece."""
-
-    parts: list[Part] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str = "stop"
-
-    def add(self, chunk: Chunk) -> None:
-        self.logprobs += chunk.logprobs
-        self.finish_reason = chunk.finish_reason or self.finish_reason
-        if chunk.text and self.parts and self.parts[-1]["type"] == chunk.kind:
-            self.parts[-1]["text"] += chunk.text
-        elif chunk.text:
-            self.parts.append({"type": chunk.kind, "text": chunk.text})
-
-
 class _Serializer:
     prefix = ""  # of the response's id
 
-    def __init__(self, model: LoadedModel, num_logprobs: int):
+    def __init__(self, model: LoadedModel):
         self.tokenizer = model.tokenizer
-        self.num_logprobs = num_logprobs  # -1: the client requested none
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
 
     def token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -139,22 +108,21 @@ class ChatSerializer(_Serializer):
             delta["content"] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
-        return _choice_object(number, self._logprobs(chunk.logprobs), chunk.finish_reason, delta=delta)
+        return _choice_object(number, self._logprobs([chunk]), chunk.finish_reason, delta=delta)
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(choice.parts), "refusal": None}
-        if any(part["type"] != "text" for part in choice.parts):
-            message["nanochat"] = {"parts": choice.parts}
-        return _choice_object(number, self._logprobs(choice.logprobs), choice.finish_reason, message=message)
+    def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        parts = [{"type": chunk.kind, "text": chunk.text} for chunk in chunks if chunk.text]
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(parts), "refusal": None}
+        if any(part["type"] != "text" for part in parts):
+            message["nanochat"] = {"parts": parts}
+        return _choice_object(number, self._logprobs(chunks), chunks[-1].finish_reason, message=message)
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self.num_logprobs < 0 or not logprobs:
-            return None
+    def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         content = []
-        for one in logprobs:
+        for one in _logprobs_of(chunks):
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
             content.append({**self.token(one.token_id, one.logprob), "top_logprobs": alternatives})
-        return {"content": content, "refusal": None}
+        return {"content": content, "refusal": None} if content else None
 
 
 class CompletionSerializer(_Serializer):
@@ -164,8 +132,8 @@ class CompletionSerializer(_Serializer):
     object = "text_completion"
     stream_object = "text_completion"
 
-    def __init__(self, model: LoadedModel, num_logprobs: int):
-        super().__init__(model, num_logprobs)
+    def __init__(self, model: LoadedModel):
+        super().__init__(model)
         # For `text_offset`: the characters of each choice so far. A character may span several tokens.
         self._offsets: Counter[int] = Counter()
         self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
@@ -174,17 +142,15 @@ class CompletionSerializer(_Serializer):
         return None
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
-        return _choice_object(number, self._logprobs(number, chunk.logprobs), chunk.finish_reason, text=chunk.text)
+        return self.choice(number, [chunk])
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        text = "".join(part["text"] for part in choice.parts)
-        return _choice_object(number, self._logprobs(number, choice.logprobs), choice.finish_reason, text=text)
+    def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        text = "".join(chunk.text for chunk in chunks)
+        return _choice_object(number, self._logprobs(number, chunks), chunks[-1].finish_reason, text=text)
 
-    def _logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self.num_logprobs < 0 or not logprobs:
-            return None
+    def _logprobs(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in logprobs:
+        for one in _logprobs_of(chunks):
             token = self.token(one.token_id, one.logprob)
             alternatives = [self.token(*alternative) for alternative in one.alternatives]
             lists["tokens"].append(_token_name(token))
@@ -192,10 +158,15 @@ class CompletionSerializer(_Serializer):
             lists["top_logprobs"].append({_token_name(other): other["logprob"] for other in alternatives})
             lists["text_offset"].append(self._offsets[number])
             self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
-        return lists
+        return lists if lists["tokens"] else None
 
 
 Serializer = ChatSerializer | CompletionSerializer
+
+
+def _logprobs_of(chunks: Sequence[Chunk]) -> Iterator[TokenLogprob]:
+    for chunk in chunks:
+        yield from chunk.logprobs
 
 
 def _token_name(token: dict[str, Any]) -> str:
@@ -216,105 +187,52 @@ def _choice_object(
 # ---------------------------------------------------------------------- the response
 
 
-class Reply:
-    """Everything that one HTTP request gets back."""
+@dataclass(eq=False)
+class Reply(Response):
+    """Everything that one HTTP request gets back, whole or as server-sent events, unless its client leaves first.
 
-    def __init__(self, serializer: Serializer, queue: ChunkQueue, prompt_tokens: int, include_usage: bool):
-        self.serializer = serializer
-        self.queue = queue
-        self.prompt_tokens = prompt_tokens
-        self.include_usage = include_usage
-
-    def usage(self) -> dict[str, int]:
-        generated = sum(stream.completion_tokens for stream in self.queue.streams)
-        total = self.prompt_tokens + generated
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """The chunks until every stream has ended; an empty batch when none arrived for a while.
-
-        Raises ApiError: when a stream was cancelled or failed.
-        """
-        running = len(self.queue.streams)
-        while running:
-            batch = await self.queue.take(HEARTBEAT_SECONDS)
-            for _, chunk in batch:
-                if chunk.finish_reason == "cancelled":
-                    raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
-                if chunk.finish_reason == "error":
-                    raise ApiError(500, chunk.error or "the reply failed", code="generation_failed")
-                if chunk.finish_reason is not None:
-                    running -= 1
-            yield batch
-
-    async def whole(self) -> Response:
-        """The response in one piece."""
-        choices = [Choice() for _ in self.queue.streams]
-        async for batch in self.batches():
-            for number, chunk in batch:
-                choices[number].add(chunk)
-        serializer = self.serializer
-        written = [serializer.choice(number, choice) for number, choice in enumerate(choices)]
-        body = {**serializer.head, "object": serializer.object, "choices": written, "usage": self.usage()}
-        return JSONResponse(body)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events. The last is always `[DONE]`; after a failure an error comes before it."""
-        serializer = self.serializer
-        head = {**serializer.head, "object": serializer.stream_object}
-        usage = {"usage": None} if self.include_usage else {}
-        for number in range(len(self.queue.streams)):
-            opening = serializer.opening(number)
-            if opening is not None:
-                yield _event({**head, "choices": [opening], **usage})
-        try:
-            async for batch in self.batches():
-                events = []
-                for number, chunk in batch:
-                    if chunk.text or chunk.logprobs or chunk.finish_reason:  # not half a character
-                        events.append(_event({**head, "choices": [serializer.chunk(number, chunk)], **usage}))
-                if events:
-                    yield b"".join(events)
-                elif not batch:
-                    yield b": waiting\n\n"  # a comment: clients skip it
-            if self.include_usage:
-                yield _event({**head, "choices": [], "usage": self.usage()})
-        except ApiError as error:
-            yield _event(error.body)
-        yield b"data: [DONE]\n\n"
-
-    async def respond(self, request: Request) -> Response:
-        """The response in one piece, unless the client leaves while it is generated."""
-        try:
-            return await until_client_leaves(request.receive, self.whole()) or Response(status_code=CLIENT_LEFT)
-        finally:
-            self.queue.cancel()
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(body).encode() + b"\n\n"
-
-
-class EventStream(Response):
-    """Sends a reply's events until they end, the client leaves, or it reads nothing for `stall_seconds`.
-
-    Starlette's StreamingResponse does the first two, but waits for ever for a client that reads nothing.
+    `stall_seconds` bounds how long a client of a stream may read nothing. Starlette's StreamingResponse would wait for
+    it for ever.
     """
 
-    def __init__(self, reply: Reply, stall_seconds: float):
-        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})  # for nginx
-        del self.headers["content-length"]
-        self.reply = reply
-        self.stall_seconds = stall_seconds
+    serializer: Serializer
+    queue: ChunkQueue
+    streams: Sequence[Stream]
+    prompt_tokens: int
+    as_events: bool
+    include_usage: bool
+    stall_seconds: float
+    background: BackgroundTask | None = None  # Starlette's
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work = self._send_events(send) if self.as_events else self._send_whole(scope, receive, send)
+        worker = asyncio.create_task(work)
+        listener = asyncio.create_task(disconnect())
         try:
-            await until_client_leaves(receive, self._send_events(send))
+            await asyncio.wait({worker, listener}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.reply.queue.cancel()
+            worker.cancel()  # of no effect on a task that has ended
+            listener.cancel()
+            await asyncio.wait({worker, listener})
+            for stream in self.streams:
+                stream.cancel()  # frees the slots of those that still run
+        if not worker.cancelled():
+            worker.result()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replies: list[list[Chunk]] = [[] for _ in self.streams]
+        async for batch in self.batches():
+            for number, chunks in batch.items():
+                for chunk in chunks:
+                    _append(replies[number], chunk)
+        serializer = self.serializer
+        written = [serializer.choice(number, chunks) for number, chunks in enumerate(replies)]
+        body = {**serializer.head, "object": serializer.object, "choices": written, "usage": self.usage()}
+        await JSONResponse(body)(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -325,27 +243,66 @@ class EventStream(Response):
             print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
             task.cancel()
 
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self.reply.events():
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]  # for nginx
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self.events():
             timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more per token
             await send({"type": "http.response.body", "body": event, "more_body": True})  # waits for a slow client
             timer.cancel()
         await send({"type": "http.response.body", "body": b""})
 
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events. The last is always `[DONE]`; after a failure an error comes before it."""
+        serializer = self.serializer
+        head = {**serializer.head, "object": serializer.stream_object}
+        usage = {"usage": None} if self.include_usage else {}
+        for number in range(len(self.streams)):
+            opening = serializer.opening(number)
+            if opening is not None:
+                yield _event({**head, "choices": [opening], **usage})
+        try:
+            async for batch in self.batches():
+                events = []
+                for number, chunks in batch.items():
+                    for chunk in chunks:
+                        if chunk.text or chunk.logprobs or chunk.finish_reason:  # not half a character
+                            events.append(_event({**head, "choices": [serializer.chunk(number, chunk)], **usage}))
+                if events:
+                    yield b"".join(events)
+                elif not batch:
+                    yield b": waiting\n\n"  # a comment: clients skip it
+            if self.include_usage:
+                yield _event({**head, "choices": [], "usage": self.usage()})
+        except ApiError as error:
+            yield _event(error.body)
+        yield b"data: [DONE]\n\n"
 
-async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` returns; None where the client disconnects first, and then `work` is cancelled."""
+    async def batches(self) -> AsyncIterator[dict[int, list[Chunk]]]:
+        """The chunks until every stream has ended; an empty batch when none arrived for a while.
 
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        Raises ApiError: when a stream was cancelled or failed.
+        """
+        running = len(self.streams)
+        while running:
+            batch = await self.queue.take(HEARTBEAT_SECONDS)
+            for chunks in batch.values():
+                last = chunks[-1]
+                if last.finish_reason == "cancelled":
+                    raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
+                if last.finish_reason == "error":
+                    raise ApiError(500, last.error or "the reply failed", code="generation_failed")
+                if last.finish_reason is not None:
+                    running -= 1
+            yield batch
 
-    worker = asyncio.create_task(work)
-    listener = asyncio.create_task(disconnect())
-    try:
-        await asyncio.wait({worker, listener}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        worker.cancel()  # of no effect on a task that has ended
-        listener.cancel()
-        await asyncio.wait({worker, listener})
-    return None if worker.cancelled() else worker.result()
+    def usage(self) -> dict[str, int]:
+        generated = sum(stream.completion_tokens for stream in self.streams)
+        total = self.prompt_tokens + generated
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(body).encode() + b"\n\n"

@@ -7,6 +7,7 @@ field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignor
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -33,17 +34,9 @@ MAX_ERRORS = 100  # described in one body; pydantic takes seconds to describe 10
 class ApiError(HTTPException):
     """A response with an error status and a body in OpenAI's form."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
+    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None, **fields: str | None):
         super().__init__(status, message, headers)
-        self.body = error_body(status, message, param, code)
+        self.body = error_body(status, message, **fields)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

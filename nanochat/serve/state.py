@@ -1,12 +1,14 @@
-"""The server's state: the loaded model, whether the server is closing, and the counts for `/metrics`."""
+"""The server's state: the loaded model, whether the server is closing, and the counts of its responses."""
 
 import contextlib
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.schema import ApiError
@@ -25,6 +27,11 @@ class LoadedModel:
     chats: bool  # False: a base model, which continues text
     created: int = 0  # seconds since 1970
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the tokenizer's longest token."""
+        return max(map(len, self.tokenizer.tokens))
+
 
 class ServerState:
     """Written by the thread that loads the model, by the signal to end and by the event loop; read by the routes.
@@ -37,12 +44,13 @@ class ServerState:
         self.model: LoadedModel | None = None
         self.closing = False
         self.failed = ""  # why there will be no more replies
-        self.responses: Counter[int] = Counter()  # by status
+        self.registry = CollectorRegistry()
+        self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
+        ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
+        ready.set_function(lambda: self.is_ready)
         self._load = load
         self._grace = grace
         self._on_failure = on_failure
-        self._lock = threading.Lock()
-        self._closed = False
 
     def load(self) -> None:
         """Load the model; runs on a thread of its own.
@@ -51,16 +59,12 @@ class ServerState:
         cores; they would fall asleep between two matrix products, and decoding would take twice as long.
         """
         try:
-            model = self._load()
+            self.model = self._load()
         except BaseException as error:
             self._fail("could not load its model", error)
             return
-        with self._lock:
-            if self._closed:
-                model.scheduler.close(0)
-                return
-            self.model = model
-        threading.Thread(target=self._watch, args=(model.scheduler.thread,), name="watch", daemon=True).start()
+        device_thread = self.model.scheduler.thread
+        threading.Thread(target=self._watch, args=(device_thread,), name="watch", daemon=True).start()
 
     def _watch(self, scheduler_thread: threading.Thread) -> None:
         """Report when the scheduler's thread ends although nobody closed the server: its device failed."""
@@ -69,17 +73,20 @@ class ServerState:
             error = UserError("the device takes no more work, see the error above: restart the server")
             self._fail("has lost its device", error)
 
+    def metrics(self) -> bytes:
+        """In Prometheus' text format."""
+        scheduler = b"" if self.model is None else generate_latest(self.model.scheduler.metrics.registry)
+        return generate_latest(self.registry) + scheduler
+
     def _fail(self, why: str, error: BaseException) -> None:
         self.failed = why
         self._on_failure(error)
 
     def close(self) -> None:
-        """Let running replies finish within the grace, end the others; blocks. A second caller waits for the first."""
+        """Let running replies finish within the grace, end the others; blocks. It may be called more than once."""
         self.closing = True
-        with self._lock:
-            if not self._closed and self.model is not None:
-                self.model.scheduler.close(self._grace)
-            self._closed = True
+        if self.model is not None:
+            self.model.scheduler.close(self._grace)
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +106,7 @@ def closing_at_signals(state: ServerState) -> Iterator[None]:
 
     uvicorn's own handler waits for open streams before it ends the app's lifespan, so it would wait for every reply.
     """
-    handlers: dict[int, Callable[[int, Any], Any]] = {}
+    handlers: dict[int, Any] = {}
 
     def handle(number: int, frame: Any) -> None:
         threading.Thread(target=state.close, name="close", daemon=True).start()
