@@ -143,7 +143,6 @@ def serve(config: Config) -> dict[str, Any]:
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
     from nanochat.serve.load import closed_loop
-    from nanochat.serve.scheduler import Request, Scheduler
 
     if not config.batches or min(config.batches) < 1:
         raise UserError("--batches: at least 1 each, such as --batches 1 16")
@@ -151,27 +150,26 @@ def serve(config: Config) -> dict[str, Any]:
         raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len")
     device = devices.init(config.device, config.dtype)
     engine = on_a_thread(partial(random_engine, config, device))
-    prompt = tuple(range(300, 300 + config.prompt_tokens))
+    prompt = list(range(300, 300 + config.prompt_tokens))
     metrics: dict[str, Any] = {"device": str(device), "engine": {}, "http": {}}
     print0(f"{device}, depth {config.depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
     # ------------------------------------------------------------------ the engine alone
-    request = Request(prompt, config.new_tokens, SamplingParams(temperature=0.0))
-    for batch in config.batches:
-        scheduler = on_a_thread(partial(Scheduler, engine, slots=batch))
-        scheduler.start()
+    def tokens_per_second(batch: int) -> float:
         rates = []
         for _ in range(4):  # the first warms up
             began = time.perf_counter()
-            streams = scheduler.submit_all([request] * batch)  # they share a prompt, which is read once
-            made = sum(len(chunk.token_ids) for stream in streams for chunk in stream)
-            rates.append(made / (time.perf_counter() - began))
-        scheduler.close()
-        metrics["engine"][batch] = {"tokens_per_second": max(rates[1:])}
-        print0(f"engine, batch {batch:>3}: {max(rates[1:]):>8,.0f} tokens/s")
+            engine.generate([prompt] * batch, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))
+            rates.append(batch * config.new_tokens / (time.perf_counter() - began))
+        return max(rates[1:])
+
+    for batch in config.batches:
+        rate = on_a_thread(partial(tokens_per_second, batch))
+        metrics["engine"][batch] = {"tokens_per_second": rate}
+        print0(f"engine, batch {batch:>3}: {rate:>8,.0f} tokens/s")
 
     # ------------------------------------------------------------------ over HTTP, the clients in another process
-    body = {"model": "bench", "prompt": list(prompt), "max_tokens": config.new_tokens, "temperature": 0.0}
+    body = {"model": "bench", "prompt": prompt, "max_tokens": config.new_tokens, "temperature": 0.0}
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as clients, serving(engine, max(config.batches)) as port:
         for batch in config.batches:
@@ -206,9 +204,9 @@ def random_engine(config: Config, device: Any) -> Any:
 
 
 def on_a_thread(work: Callable[[], Made]) -> Made:
-    """Run on a thread that ends, as the server loads its model.
+    """Run on a thread that ends, and its OpenMP workers with it, as the server loads its model.
 
-    With OpenMP's workers of two threads, more than there are cores, they sleep between the products, and decoding takes
+    With the workers of two threads, more than there are cores, they sleep between the products, and decoding takes
     twice as long.
     """
     with ThreadPoolExecutor(1) as pool:
