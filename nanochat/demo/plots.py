@@ -5,7 +5,7 @@ trouble, help, thanks, ...); a *telling* is one way to write a beat, with slots 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -49,10 +49,10 @@ class Plot:
 
     name: str
     key: tuple[str, ...]  # the roles that decide the split: kind of hero, want, obstacle, place
-    rows: tuple[dict[str, str], ...]  # words that fit together: a story takes one row
+    rows: list[dict[str, str]]  # words that fit together: a story takes one row
     beats: tuple[Beat, ...]
     draws: tuple[Draw, ...]
-    questions: tuple[tuple[str, str], ...]  # (question, answer), with slots
+    questions: list[list[str]]  # question and answer, with slots
 
 
 @cache
@@ -66,12 +66,8 @@ def tables() -> dict[str, str]:
 @cache
 def plots() -> dict[str, Plot]:
     """The plots by name."""
-    found: dict[str, Plot] = {}
-    for title, table in tables().items():
-        if title.startswith("plot "):
-            name = title.removeprefix("plot ")
-            found[name] = _read_plot(name, table)
-    return found
+    found = [_read_plot(title) for title in tables() if title.startswith("plot ")]
+    return {plot.name: plot for plot in found}
 
 
 @cache
@@ -105,53 +101,38 @@ def _read_columns(table: str) -> dict[str, list[str]]:
     return columns
 
 
-def _read_plot(name: str, table: str) -> Plot:
-    columns = _read_columns(tables()["opening"] + table + tables()["ending"] + tables()["questions"])
+def _read_plot(title: str) -> Plot:
+    columns = _read_columns("".join(tables()[part] for part in ("opening", title, "ending", "questions")))
     want, obstacle, place = columns.pop("key")[0].split()
-    rows = tuple(_read_rows(columns.pop("rows", [])))
-    questions = []
-    for line in columns.pop("questions"):
-        question, _, answer = line.partition(" | ")
-        questions.append((question, answer))
+    rows = _read_rows(columns.pop("rows", []))
+    questions = [line.split(" | ") for line in columns.pop("questions")]
     beats = tuple(_read_beat(title, lines) for title, lines in columns.items())  # all other entries are beats
 
-    roles: set[str] = set()
-    for beat in beats:
-        for telling in beat.tellings:
-            roles.update(role for _, role in SLOT.findall(telling) if not is_pronoun(role))
-    if rows:
-        roles -= rows[0].keys()
+    # What is in no row is drawn by itself. Sorted: the order of the draws is part of what a seed means.
+    slots = SLOT.findall(" ".join(telling for beat in beats for telling in beat.tellings))
+    roles = {role for _, role in slots if not is_pronoun(role)}
     draws: list[Draw] = []
-    for role in sorted(roles):  # sorted: the order of the draws is part of what a seed means
+    for role in sorted(roles.difference(*rows)):
         words = lexicon()[SAME_WORDS.get(role) or role.rstrip("23")]
         unlike = tuple(earlier.role for earlier in draws if earlier.words is words)
         draws.append(Draw(role, words, unlike))
-    return Plot(name, ("kind", want, obstacle, place), rows, beats, tuple(draws), tuple(questions))
+    return Plot(title.removeprefix("plot "), ("kind", want, obstacle, place), rows, beats, tuple(draws), questions)
 
 
-def _read_rows(lines: Sequence[str]) -> Iterator[dict[str, str]]:
-    """One row for each combination of the words that a line offers."""
-    if not lines:
-        return
-    roles = lines[0].split(" | ")
+def _read_rows(lines: Sequence[str]) -> list[dict[str, str]]:
+    """One row for each combination of the words that a line offers; the first line names the roles."""
+    rows = []
     for line in lines[1:]:
         cells = [cell.split(", ") for cell in line.split(" | ")]
-        for words in product(*cells):
-            yield dict(zip(roles, words, strict=True))
+        rows += [dict(zip(lines[0].split(" | "), words, strict=True)) for words in product(*cells)]
+    return rows
 
 
 def _read_beat(title: str, lines: Sequence[str]) -> Beat:
     tellings: list[str] = []
-    introduces: set[str] = set()
     for line in lines:
-        tellings += _spell_out(line)
-        introduces.update(role for new, role in SLOT.findall(line) if new)
-    return Beat(title.rstrip("?"), title.endswith("?"), tuple(tellings), frozenset(introduces))
-
-
-def _spell_out(line: str) -> list[str]:
-    """Every way through the `(one|other)` choices of a line."""
-    options: list[list[str]] = []
-    for index, part in enumerate(CHOICE.split(line)):  # plain text and choices in turn
-        options.append(part.split("|") if index % 2 == 1 else [part])
-    return ["".join(parts) for parts in product(*options)]
+        # Spell out every way through the `(one|other)` choices: the parts are plain text and choices in turn.
+        options = [part.split("|") for part in CHOICE.split(line)]
+        tellings += ["".join(parts) for parts in product(*options)]
+    introduces = frozenset(role for new, role in SLOT.findall(" ".join(lines)) if new)
+    return Beat(title.rstrip("?"), title.endswith("?"), tuple(tellings), introduces)
