@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
@@ -34,11 +34,10 @@ def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, ma
         block += 1
     tokens = tokens[: max_tokens + 1]
     row_count = max(1, math.ceil((len(tokens) - 1) / row_tokens))
-    padded = np.full(row_count * row_tokens + 1, IGNORE, dtype=np.int64)
-    padded[: len(tokens)] = tokens
+    missing = row_count * row_tokens + 1 - len(tokens)
+    padded = F.pad(torch.tensor(tokens, dtype=torch.long), (0, missing), value=IGNORE)
     # Rows overlap by one token: the last target of a row is the first input of the next.
-    windows = np.lib.stride_tricks.sliding_window_view(padded, row_tokens + 1)[::row_tokens]  # (N, T + 1)
-    return torch.from_numpy(windows.copy())
+    return padded.unfold(0, row_tokens + 1, row_tokens).contiguous()  # (N, T + 1)
 
 
 @torch.no_grad()  # not inference_mode: the weights that a sharded model gathers here need gradients afterwards
@@ -66,7 +65,7 @@ def bits_per_byte(
             break
         batch = mine[first : first + batch_rows]
         missing = batch_rows - len(batch)
-        batch = torch.nn.functional.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape, compiled once
+        batch = F.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape, compiled once
         batch = device.to_device(batch)
         inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token
         targets = batch[:, 1:]  # (B, T)
