@@ -18,6 +18,7 @@ nanochat keeps them, and so does this.
 Legend: B rows, T tokens, C width, N scored tokens, V vocab.
 """
 
+import contextlib
 import csv
 import fcntl
 import io
@@ -25,17 +26,18 @@ import json
 import math
 import random
 import shutil
+import tempfile
 import time
-import zipfile
-import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.hub import fetch_url, leaves_folder
@@ -50,7 +52,6 @@ from nanochat.tokenizer import Tokenizer
 # The address is the one in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
-MAX_BUNDLE_BYTES = 4 << 30  # unpacked; a zip that claims more is no bundle
 
 SHUFFLE_SEED = 1337  # of a task's examples, before the first so many are taken
 FEW_SHOT_SEED = 1234  # plus the example's number: of the solved examples before it
@@ -107,139 +108,93 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
     Raises UserError: when the bundle is damaged or out of reach, or has too few examples for the solved ones.
     """
     root = _downloaded() if source == "download" else Path(source).expanduser()
-    if not (root / "core.yaml").exists() and (root / "eval_bundle" / "core.yaml").exists():
+    if (root / "eval_bundle").is_dir():
         root = root / "eval_bundle"
     config = root / "core.yaml"
     if not config.is_file():
         raise UserError(
             f"--core {root} holds no core.yaml: use --core download, or the folder unpacked from {BUNDLE_URL}"
         )
-    baselines = _read_baselines(root / "eval_meta_data.csv")
-    tasks: list[CoreTask] = []
-    for entry in _read_entries(config):
-        label = entry["label"]
-        shots = entry["num_fewshot"][0]
-        if label not in baselines or any(label == task.label for task in tasks):
-            raise _damaged(config, f"task {label} is there twice, or has no baseline in eval_meta_data.csv")
-        examples = _read_examples(root / "eval_data" / entry["dataset_uri"], entry["icl_task_type"])
-        random.Random(SHUFFLE_SEED).shuffle(examples)
+    table = root / "eval_meta_data.csv"
+    with _blaming(table):
+        rows = csv.DictReader(io.StringIO(_read(table), newline=""))
+        baselines = {row["Eval Task"].strip(): float(row["Random baseline"]) / 100 for row in rows}
+    with _blaming(config):
+        tasks = [_read_task(entry, root, baselines) for entry in yaml.safe_load(_read(config))["icl_tasks"]]
+        labels = {task.label for task in tasks}
+        if not tasks or len(labels) < len(tasks):
+            raise ValueError("there are no icl_tasks, or two with the same label")
+    for task in tasks:
+        random.Random(SHUFFLE_SEED).shuffle(task.examples)
         if max_per_task:
-            examples = examples[:max_per_task]
-        if len(examples) <= shots:
-            what = f"--core_examples {max_per_task}" if max_per_task else f"--core {root}"
-            raise UserError(f"{what} leaves {len(examples)} examples of {label}: it needs at least {shots + 1}")
-        delimiter = entry.get("continuation_delimiter", " ")
-        tasks.append(CoreTask(label, entry["icl_task_type"], examples, shots, delimiter, baselines[label]))
+            del task.examples[max_per_task:]
+        if len(task.examples) <= task.shots:
+            flag = f"--core_examples {max_per_task}" if max_per_task else f"--core {root}"
+            raise UserError(
+                f"{flag} leaves {len(task.examples)} examples of {task.label}: it needs at least {task.shots + 1}"
+            )
     return tasks
 
 
 def _downloaded() -> Path:
-    """The unpacked public bundle. One process of a machine fetches it, the others wait and find it."""
+    """The folder with the unpacked public bundle. One process of a machine fetches it, the others wait and find it."""
     home = data_dir("core")
-    folder = home / "eval_bundle"
     home.mkdir(parents=True, exist_ok=True)
     with (home / ".unpack.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
+        if not (home / "eval_bundle").exists():
             try:
                 archive = fetch_url(BUNDLE_URL, home / "eval_bundle.zip", BUNDLE_SHA256)
             except UserError as error:
                 hint = f"fetch {BUNDLE_URL} where there is a network, unpack it, and name its folder: --core PATH"
                 raise UserError(f"--core download: {error}; or {hint}") from error
-            unpack(archive, folder)
+            # Its sha256 is known, so nothing in it is hostile. The rename makes it all appear, or nothing.
+            with tempfile.TemporaryDirectory(dir=home) as unfinished:
+                shutil.unpack_archive(archive, unfinished)
+                Path(unfinished, "eval_bundle").replace(home / "eval_bundle")
             archive.unlink()
-    return folder
+    return home
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Put what the zip has below `eval_bundle/` at `folder`, all of it or nothing.
-
-    Raises UserError: when the zip is damaged or a bomb, or a name in it leads out of its folder."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+@contextlib.contextmanager
+def _blaming(place: object) -> Iterator[None]:
+    """Whatever goes wrong with a file of the bundle becomes one line that names it."""
     try:
-        with zipfile.ZipFile(archive) as bundle:
-            for name in bundle.namelist():
-                if leaves_folder(name):
-                    raise UserError(f"{archive}: {name!r} leads out of the folder; nothing was unpacked")
-            if sum(entry.file_size for entry in bundle.infolist()) > MAX_BUNDLE_BYTES:
-                raise UserError(f"{archive} claims more than {MAX_BUNDLE_BYTES >> 30} GiB; nothing was unpacked")
-            bundle.extractall(unfinished)  # links come out as plain files, and no file larger than it claims
-        if not (unfinished / "eval_bundle").is_dir():
-            raise UserError(f"{archive} has no eval_bundle/: is it the bundle of {BUNDLE_URL}?")
-        (unfinished / "eval_bundle").replace(folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{archive}: {error}; delete it and run again") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _damaged(path: Path, problem: str) -> UserError:
-    return UserError(f"--core: {path}: {problem}; unpack the bundle again ({BUNDLE_URL}), or correct it")
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # hostile YAML, CSV and JSON cause many kinds
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"--core: {place}: {problem}; unpack the bundle again ({BUNDLE_URL}), or correct it") from error
 
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise _damaged(path, "the file is missing")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"it cannot be read as UTF-8 text ({error})") from error
+        raise FileNotFoundError("the file is missing")
+    return path.read_text(encoding="utf-8-sig")
 
 
-def _read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries below `icl_tasks` of core.yaml, checked."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(_read(path))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise _damaged(path, f"it is not YAML ({' '.join(str(error).split())})") from error
-    entries = content.get("icl_tasks") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise _damaged(path, "no list of tasks below icl_tasks")
-    for entry in entries:
-        fields = entry if isinstance(entry, dict) else {}
-        texts = [fields.get(key) for key in ("label", "dataset_uri", "icl_task_type")]
-        texts.append(fields.get("continuation_delimiter", " "))
-        shots = fields.get("num_fewshot")
-        is_count = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
-        if not all(isinstance(text, str) for text in texts) or not is_count:
-            form = "label, dataset_uri, icl_task_type, num_fewshot: [0 or more], continuation_delimiter if not a space"
-            raise _damaged(path, f"a task is {str(entry)[:200]!r}, not {form}")
-        if leaves_folder(fields["dataset_uri"]):
-            raise _damaged(path, f"dataset_uri {fields['dataset_uri']!r} leads out of eval_data")
-    return entries
-
-
-def _read_baselines(path: Path) -> dict[str, float]:
-    """Accuracy of guessing by task, from a table that has it in percent."""
-    baselines = {}
-    try:
-        table = list(csv.DictReader(io.StringIO(_read(path), newline="")))
-    except csv.Error as error:
-        raise _damaged(path, f"it is not CSV ({error})") from error
-    for row in table:
-        try:
-            label = row["Eval Task"].strip()
-            baselines[label] = float(row["Random baseline"]) / 100
-        except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise _damaged(path, f"{row} has no Eval Task, or no number as Random baseline") from error
-        if not 0 <= baselines[label] < 1:
-            raise _damaged(path, f"the Random baseline of {label} is not from 0 to below 100")
-    return baselines
-
-
-def _read_examples(path: Path, kind: str) -> list[CoreExample]:
+def _read_task(entry: dict[str, Any], root: Path, baselines: dict[str, float]) -> CoreTask:
+    """The task of an entry below `icl_tasks` of core.yaml, with its examples in the order of its file."""
+    label = entry["label"]
+    kind = entry["icl_task_type"]
+    shots = entry["num_fewshot"]
+    delimiter = entry.get("continuation_delimiter", " ")
+    if label not in baselines or not 0 <= baselines[label] < 1:
+        raise ValueError(f"{label} has no Random baseline from 0 to below 100 in eval_meta_data.csv")
+    if [type(count) for count in shots] != [int] or shots[0] < 0 or not isinstance(delimiter, str):
+        raise ValueError(f"num_fewshot of {label} is not [a count], or its continuation_delimiter not a text")
+    if leaves_folder(entry["dataset_uri"]):
+        raise ValueError(f"dataset_uri {entry['dataset_uri']!r} leads out of eval_data")
+    path = root / "eval_data" / entry["dataset_uri"]
+    with _blaming(path):
+        lines = _read(path).split("\n")
     examples = []
-    for number, line in enumerate(_read(path).split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
+            with _blaming(f"{path}, line {number}"):
                 examples.append(core_example(json.loads(line), kind))
-            except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-                problem = f"line {number} is not an example of {kind} ({type(error).__name__}: {error})"
-                raise _damaged(path, problem) from error
-    return examples
+    return CoreTask(label, kind, examples, shots[0], delimiter, baselines[label])
 
 
 def core_example(fields: dict[str, Any], kind: str) -> CoreExample:
@@ -256,9 +211,8 @@ def core_example(fields: dict[str, Any], kind: str) -> CoreExample:
             raise ValueError("the continuation is empty")
     else:
         raise ValueError("icl_task_type is multiple_choice, schema or language_modeling")
-    for context, continuation in options:
-        if not isinstance(context, str) or not isinstance(continuation, str):
-            raise ValueError("a context or a continuation is not a text")
+    if not all(isinstance(text, str) for option in options for text in option):
+        raise ValueError("a context or a continuation is not a text")
     if type(gold) is not int or not 0 <= gold < len(options):
         raise ValueError(f"gold is {gold!r}, with {len(options)} options")
     return CoreExample(options, gold)
@@ -270,11 +224,9 @@ def core_example(fields: dict[str, Any], kind: str) -> CoreExample:
 def prompts(task: CoreTask, index: int) -> list[str]:
     """The texts of one example, each after the same solved examples: one per option; for language modelling one
     without the continuation and one with it."""
-    # Draw from the other examples: numbers from `index` on move up by one.
-    drawn = random.Random(FEW_SHOT_SEED + index).sample(range(len(task.examples) - 1), task.shots)
+    others = task.examples[:index] + task.examples[index + 1 :]
     solved = ""
-    for number in drawn:
-        other = task.examples[number if number < index else number + 1]
+    for other in random.Random(FEW_SHOT_SEED + index).sample(others, task.shots):
         solved += task.delimiter.join(other.options[other.gold]) + "\n\n"
     options = task.examples[index].options
     texts = [solved + task.delimiter.join(option) for option in options]
@@ -292,26 +244,18 @@ def scored_texts(task: CoreTask, index: int, tokenizer: Tokenizer, context: int)
     """
     texts = tokenizer.encode_batch(prompts(task, index), prepend=tokenizer.get_bos_token_id())
     if task.kind == "schema":
-        shared = _shared_tokens([tokens[::-1] for tokens in texts])
-        starts = [len(tokens) - shared for tokens in texts]
+        shared = len(commonprefix([tokens[::-1] for tokens in texts]))
     else:
-        starts = [_shared_tokens(texts)] * len(texts)
-    if task.kind == "language_modeling":  # only the text with its continuation is scored
-        texts, starts = texts[1:], starts[1:]
+        shared = len(commonprefix(texts))
+    if task.kind == "language_modeling":
+        del texts[0]  # only the text with its continuation is scored
     scored = []
-    for option, (tokens, start) in enumerate(zip(texts, starts, strict=True)):
+    for option, tokens in enumerate(texts):
+        start = len(tokens) - shared if task.kind == "schema" else shared
         cut = max(len(tokens) - context, 0)
         start = max(start - cut, 1)  # nothing predicts the first token that is left
         scored.append(ScoredText(index, option, tokens[cut:], start))
     return scored
-
-
-def _shared_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all texts begin with."""
-    for length, column in enumerate(zip(*texts, strict=False)):
-        if any(token != column[0] for token in column):
-            return length
-    return min(len(tokens) for tokens in texts)
 
 
 # ---------------------------------------------------------------------- scores
@@ -358,41 +302,38 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
 def _count_correct(
     model: GPT, tokenizer: Tokenizer, task: CoreTask, device: Device, batch_rows: int
 ) -> tuple[int, int]:
-    """How many of this rank's share of the examples the model gets right, and how many were cut to the context.
-
-    Texts wait for others of their padded length, so that shapes repeat, and are the same at any number of ranks."""
+    """How many of this rank's share of the examples the model gets right, and how many were cut to the context."""
     context = model.config.sequence_len
-    cut = 0
-    scores: dict[int, list[tuple[float, bool]]] = {}  # of each example: its options' (mean loss, greedy match)
+    mine = range(device.rank, len(task.examples), device.world_size)
+    texts = (text for index in mine for text in scored_texts(task, index, tokenizer, context))
+    scores: dict[int, dict[int, tuple[float, bool]]] = defaultdict(dict)  # example -> option -> score
+    cut: set[int] = set()
+    for length, batch in _batches(texts, context, batch_rows):
+        for text, score in zip(batch, score_texts(model, batch, length, batch_rows, device), strict=True):
+            scores[text.example][text.option] = score
+            if text.tokens[0] != tokenizer.get_bos_token_id():
+                cut.add(text.example)
+    correct = sum(_is_right(task, index, scores[index]) for index in mine)
+    return correct, len(cut)
+
+
+def _batches(texts: Iterable[ScoredText], context: int, batch_rows: int) -> Iterator[tuple[int, list[ScoredText]]]:
+    """Texts wait for others of their padded length, so that shapes repeat, and are the same at any number of ranks."""
     waiting: dict[int, list[ScoredText]] = defaultdict(list)  # by padded length
-
-    def score(length: int) -> None:
-        texts = waiting.pop(length)
-        for text, result in zip(texts, score_texts(model, texts, length, batch_rows, device), strict=True):
-            scores[text.example][text.option] = result
-
-    for index in range(device.rank, len(task.examples), device.world_size):
-        texts = scored_texts(task, index, tokenizer, context)
-        scores[index] = [(math.nan, False)] * len(texts)
-        if any(text.tokens[0] != tokenizer.get_bos_token_id() for text in texts):
-            cut += 1
-        for text in texts:
-            length = padded_length(len(text.tokens) - 1, context)
-            waiting[length].append(text)
-            if len(waiting[length]) == batch_rows:
-                score(length)
-    for length in list(waiting):
-        score(length)
-    correct = [index for index, of_options in scores.items() if _is_right(task, index, of_options)]
-    return len(correct), cut
+    for text in texts:
+        length = padded_length(len(text.tokens) - 1, context)
+        waiting[length].append(text)
+        if len(waiting[length]) == batch_rows:
+            yield length, waiting.pop(length)
+    yield from waiting.items()
 
 
-def _is_right(task: CoreTask, index: int, scores: Sequence[tuple[float, bool]]) -> bool:
+def _is_right(task: CoreTask, index: int, scores: dict[int, tuple[float, bool]]) -> bool:
     if task.kind == "language_modeling":
         return scores[0][1]
     # If one option's text is the beginning of all the others, it has no tokens of its own, and its loss is NaN. As in
     # nanochat it is chosen if it comes first, never elsewhere.
-    best = min(range(len(scores)), key=lambda option: scores[option][0])
+    best = min(sorted(scores), key=lambda option: scores[option][0])
     return best == task.examples[index].gold
 
 
@@ -431,10 +372,8 @@ def score_texts(
     # Sum by row.
     rows = scored // length
     counts = torch.bincount(rows, minlength=batch_rows)
-    loss_sums = torch.zeros(batch_rows, dtype=torch.float64)
-    hit_sums = torch.zeros(batch_rows, dtype=torch.float64)
-    loss_sums.index_add_(0, rows, torch.cat(losses)[: len(scored)].cpu().double())
-    hit_sums.index_add_(0, rows, torch.cat(hits)[: len(scored)].cpu().double())
+    loss_sums = torch.bincount(rows, torch.cat(losses)[: len(scored)].cpu().double(), minlength=batch_rows)
+    hit_sums = torch.bincount(rows, torch.cat(hits)[: len(scored)].cpu(), minlength=batch_rows)
     mean_losses = (loss_sums / counts).tolist()
     all_hit = (hit_sums == counts).tolist()
     return list(zip(mean_losses, all_hit, strict=True))[: len(texts)]
