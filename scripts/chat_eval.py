@@ -53,30 +53,26 @@ def main(config: Config) -> None:
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     engine = Engine(model, tokenizer, device, config.graphs)
+    tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
 
     # ------------------------------------------------------------------ a line for each task
-    settings = {
-        "max_examples": config.max_examples,
-        "samples": config.samples,
-        "max_tokens": config.max_tokens,
-        **asdict(config.sampling),
-    }
+    sizes = {"max_examples": config.max_examples, "samples": config.samples, "max_tokens": config.max_tokens}
     width = max(len(name) for name in (*tasks, "task"))
     print0(f"\n{'task':{width}}  accuracy    95% interval  guessing  questions  too long  seconds")
     results: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, Graded]] = []
     for name, task in tasks.items():
         result, replies = evaluate(
-            task, model, engine, batch_rows=config.device_batch_size, max_examples=config.max_examples,
-            samples=config.samples, max_tokens=config.max_tokens, sampling=config.sampling, keep=config.show,
+            task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=config.sampling,
+            keep=config.show,
         )  # fmt: skip
         interval = f"{result.low:.1%} - {result.high:.1%}"
         print0(
             f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
             f"  {result.too_long:8,}  {result.seconds:7.1f}"
         )
-        results[name] = {**asdict(result), "settings": settings}
+        results[name] = {**asdict(result), "settings": {**sizes, **asdict(config.sampling)}}
         shown += [(name, reply) for reply in replies]
 
     # ------------------------------------------------------------------ some replies, as a reader sees them
@@ -90,24 +86,20 @@ def main(config: Config) -> None:
     if device.is_main:
         samples = [{"task": name, **asdict(graded)} for name, graded in shown]
         report: dict[str, Any] = {"step": meta["step"], "tasks": results, "samples": samples}
-        path = None
-        if config.source in STAGES:
-            path = run_dir(config.source, tag_of(Path(meta["folder"]))) / "chat_eval.json"
-            merged = merge(path, report)
-            if merged is None:
-                print0(f"\nnot written: {path} has results with other settings; move it away to start a new one")
-                path = None
-            report = merged or report
+        path = run_dir(config.source, tag) / "chat_eval.json" if config.source in STAGES else None
+        merged = merge(path, report) if path else report
+        if merged is None:
+            print0(f"\nnot written: {path} has results with other settings; move it away to start a new one")
+        report = merged or report
         report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in report["tasks"].values())
         earlier = len(report["tasks"]) - len(results)
         before = f", {earlier} of them evaluated before" if earlier else ""
         print0(f"\nChatCORE: {report['chatcore']:.4f}, the mean over {len(report['tasks'])} tasks{before}")
-        if path is not None:
+        if path and merged:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(report, indent=1, ensure_ascii=False)
-            path.write_text(text, encoding="utf-8", errors="replace")
+            path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8", errors="replace")
     if config.source in STAGES:
-        record(config.source, tag_of(Path(meta["folder"])), began, device)
+        record(config.source, tag, began, device)
     devices.shutdown(device)
 
 
@@ -118,18 +110,16 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any] | None:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != report["step"]:
             return report
-        tasks = {}
-        for name, task in earlier["tasks"].items():
-            if name in report["tasks"] and report["tasks"][name]["settings"] != task["settings"]:
-                return None
-            tasks[name] = {**task, "accuracy": float(task["accuracy"]), "baseline": float(task["baseline"])}
+        tasks = {**earlier["tasks"], **report["tasks"]}
+        if any(task["settings"] != tasks[name]["settings"] for name, task in earlier["tasks"].items()):
+            return None
         samples = [sample for sample in earlier["samples"] if sample["task"] not in report["tasks"]]
     except FileNotFoundError:
         return report
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
-    return {**report, "tasks": {**tasks, **report["tasks"]}, "samples": [*samples, *report["samples"]]}
+    return {**report, "tasks": tasks, "samples": [*samples, *report["samples"]]}
 
 
 if __name__ == "__main__":

@@ -168,7 +168,10 @@ DAMAGES = [
     (edited("core.yaml", "icl_tasks", "tasks"), r"core\.yaml: .*icl_tasks"),
     (edited("core.yaml", "[1]", "[[1]"), r"core\.yaml: ParserError"),
     (edited("core.yaml", "icl_tasks:", "icl_tasks: " + "[" * 5000), r"core\.yaml: "),
-    (edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"), r"core\.yaml: ConstructorError"),
+    (
+        edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"),
+        r"core\.yaml: ConstructorError",
+    ),
     (edited("core.yaml", "[2]", "[4]"), "leaves 4 examples of endings: it needs at least 5"),
 ]
 

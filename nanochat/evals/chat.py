@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
 from nanochat.device import Device
@@ -68,10 +69,11 @@ def graded_choices(text: str) -> list[TaskSpec]:
     """
     choices = parse_tasks(text or ",".join(BUILT_IN))
     require_grades(choices)
-    for place, choice in enumerate(choices):
+    names = [choice.name for choice in choices]
+    for choice in choices:
         if choice.weight != 1:
             raise UserError(f"--tasks {choice.name}:{choice.weight:g}: a weight is for training; leave it out")
-        if any(choice.name == earlier.name for earlier in choices[:place]):
+        if names.count(choice.name) > 1:
             raise UserError(f"--tasks names {choice.name} twice: leave one out")
     return choices
 
@@ -96,10 +98,8 @@ def evaluate(
     `engine` generates with the model's weights, `batch_rows` prompts at once, `samples` replies to each question;
     the accuracy is the mean over all of them (pass@1). Also returned: the first replies to up to `keep` questions,
     in the order of the examples, of those that this rank graded. The result is the same on every rank.
-    Raises UserError: when the task is a dialogue, has no examples, or letters that are not one token each.
+    Raises UserError: when the task has no examples, or letters that are not one token each.
     """
-    if task.kind == "dialogue":
-        raise UserError(f"--tasks {task.name}: a dialogue has no right answer to grade")
     if not len(task):
         raise UserError(f"--tasks {task.name}: there are no examples in it")
     began = time.monotonic()
@@ -124,15 +124,15 @@ def evaluate(
     for place in range(device.rank, len(batches), device.world_size):
         batch = batches[place]
         batch_prompts = [prompts[number] for number in batch]
-        replies: list[list[Part]]
+        replies: list[list[Part]] = []
         if is_choice:
             preferred = preferred_letters(model, batch_prompts, [letters[number] for number in batch], device)
-            chosen = [examples[number].letters[letter] for number, letter in zip(batch, preferred, strict=True)]
-            replies = [[{"type": "text", "text": letter}] for letter in chosen]
+            for number, letter in zip(batch, preferred, strict=True):
+                replies.append([{"type": "text", "text": examples[number].letters[letter]}])
         else:
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
-            seeds = [seed_of(sampling.seed, place * batch_rows + row) for row in range(len(batch))]
-            settings = [replace(sampling, seed=seed) for seed in seeds]
+            first = place * batch_rows
+            settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
             sequences, _ = engine.generate(batch_prompts, max_tokens=max_tokens, sampling=settings)
             replies = [parse_reply(engine.tokenizer, ids) for ids in sequences]
         for number, reply in zip(batch, replies, strict=True):
@@ -159,11 +159,8 @@ def _letter_ids(task: Task, example: Example, tokenizer: Tokenizer) -> list[int]
     ids = [tokenizer.encode(letter) for letter in example.letters]
     for letter, tokens in zip(example.letters, ids, strict=True):
         if len(tokens) != 1:
-            raise UserError(
-                f"--tasks {task.name}: the letter {letter!r} is {len(tokens)} tokens of this tokenizer, where one is "
-                f"needed; leave the task out"
-            )
-    assert ids, f"{task.name} has a question without letters"
+            problem = f"the letter {letter!r} is {len(tokens)} tokens of this tokenizer, where one is needed"
+            raise UserError(f"--tasks {task.name}: {problem}; leave the task out")
     return [tokens[0] for tokens in ids]
 
 
@@ -172,9 +169,9 @@ def preferred_letters(
     model: GPT, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[int]], device: Device
 ) -> list[int]:
     """The index of the likeliest of each prompt's letters (token ids) as the next token."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    tokens, choices = _padded(prompts, 0), _padded(letters, -1)  # (B, T), (B, L)
-    tokens, choices, lengths = (device.to_device(tensor) for tensor in (tokens, choices, lengths))
+    lengths = device.to_device(torch.tensor([len(prompt) for prompt in prompts]))
+    tokens = device.to_device(_padded(prompts, 0))  # (B, T)
+    choices = device.to_device(_padded(letters, -1))  # (B, L)
     with device.autocast():
         hidden = model.hidden(tokens)  # (B, T, C); no token attends to the padding after it
         logits = model.logits(hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1])  # (B, V)
@@ -183,10 +180,7 @@ def preferred_letters(
 
 
 def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
-    padded = torch.full((len(rows), max(map(len, rows))), filling)
-    for row, ids in zip(padded, rows, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    return padded
+    return pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True, padding_value=filling)
 
 
 # ---------------------------------------------------------------------- reports
@@ -199,12 +193,6 @@ def chat_core(scores: Iterable[tuple[float, float]]) -> float:
 
 
 def readable(reply: Sequence[Part]) -> str:
-    """A reply in one text, its calls and their answers as `[2+3 -> 5]`."""
-    pieces: list[str] = []
-    for place, part in enumerate(reply):
-        if part["type"] == "python_output":
-            call = pieces.pop()[1:-1] + " " if place and reply[place - 1]["type"] == "python" else ""
-            pieces.append(f"[{call}-> {part['text']}]")
-        else:
-            pieces.append(f"[{part['text']}]" if part["type"] == "python" else part["text"].strip())
-    return " ".join(pieces)
+    """A reply in one text, its calls and their answers as `[2+3] [-> 5]`."""
+    forms = {"text": "{}", "python": "[{}]", "python_output": "[-> {}]"}
+    return " ".join(forms[part["type"]].format(part["text"].strip()) for part in reply)
