@@ -16,7 +16,6 @@ from markdown_it import MarkdownIt  # rich brings it
 
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
-from nanochat.report import tables
 from nanochat.shell import cli
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import STAGES
@@ -158,14 +157,18 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
 # ---------------------------------------------------------------------- numbers
 
 
-def as_dicts(table: tables.Table) -> dict[str, dict[str, str]]:
+def headline(summary: report.RunSummary) -> list[tuple[str, str, str]]:
+    return [(line.number, line.what, line.detail) for line in report_page.headline(summary)]
+
+
+def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
     """Row -> column -> text."""
     texts = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     return {name: dict(zip(table.heads[1:], row, strict=True)) for name, row in texts.items()}
 
 
 def test_the_headline(whole):
-    assert tables.headline(whole.summary) == [
+    assert headline(whole.summary) == [
         ("0.938", "bits per byte", "base, held out; 2.34 at first"),
         ("68%", "stories hold together", "base"),
         ("68%", "accuracy after rl", "mean of shared tasks; mid 15%, sft 38%, dpo 45%"),
@@ -176,12 +179,12 @@ def test_the_headline(whole):
 
 def test_without_held_out_rewards_the_training_rewards_count(base):
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, reward=lambda step: 0.125 if step < 20 else 0.875))
-    numbers = tables.headline(report.collect(TAG))
+    numbers = headline(report.collect(TAG))
     assert numbers[0] == ("0.12 → 0.88", "RL reward", "training questions, first and last tenth of the steps")
     held_out = {"reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, **held_out))
-    numbers = tables.headline(report.collect(TAG))
-    assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, before and after")
+    numbers = headline(report.collect(TAG))
+    assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, first and last evaluation")
 
 
 def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
@@ -189,8 +192,8 @@ def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
         scores = {task: {"accuracy": accuracy} for task, accuracy in tasks.items()}
         write(base, stage, "chat_eval.json", {"tasks": scores})
     summary = report.collect(TAG)
-    assert tables.headline(summary) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
-    assert tables.stage_table(summary).heads == ["stage"]  # nobody knows any times
+    assert headline(summary) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
+    assert report_page.stage_table(summary).heads == ["stage"]  # nobody knows any times
 
 
 def test_times_add_up(whole):
@@ -199,8 +202,7 @@ def test_times_add_up(whole):
     times = {"tokenizer": 11.0, "base": 520.0, "mid": 70.0, "sft": 40.0, "dpo": 16.0, "rl": 50.0}
     assert summary.seconds_by_stage() == times
     assert list(summary.seconds_by_stage()) == list(times)
-    assert "no finished training on record of rl: its steps alone count" in summary.notes
-    total = as_dicts(tables.stage_table(summary))["total"]
+    total = as_dicts(report_page.stage_table(summary))["total"]
     assert total["training"] == "9m15s" and total["in all"] == "11m47s"
 
 
@@ -211,7 +213,7 @@ def test_a_resumed_stage_in_training_counts_all_its_steps(base):
 
 
 def test_the_tables_hold_what_the_files_hold(whole):
-    table = as_dicts(tables.stage_table(whole.summary))
+    table = as_dicts(report_page.stage_table(whole.summary))
     assert list(table) == ["tokenizer", *STAGES, "total"]
     assert table["base"] == {
         "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
@@ -219,12 +221,12 @@ def test_the_tables_hold_what_the_files_hold(whole):
     }  # fmt: skip
     assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
 
-    score_table = tables.score_table(whole.summary)
+    score_table = report_page.score_table(whole.summary)
     scores = {(row[0].text, row[0].detail): row[1:] for row in score_table.rows}
     assert score_table.heads == ["", *STAGES]
     assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
     assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
-    assert scores["stories", "hold together"][0] == tables.Cell("68.5%", "137/200", 0.685)
+    assert scores["stories", ""][0] == report_page.Cell("68.5%", "", 0.685)
     arithmetic = scores["arithmetic", ""]
     assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
     assert [cell.best for cell in arithmetic] == [False, False, False, False, True]
@@ -243,14 +245,14 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
     assert [len(block) for block in blocks] == [2 + 7, 2 + 7]  # six stages with a total; seven evaluations
     rendered = MARKDOWN.render(text)
     assert rendered.count("<table>") == 2 and rendered.count("<tr>") == 16 and rendered.count("<blockquote>") == 3
-    assert rendered.count("<td") == 7 * len(tables.stage_table(whole.summary).heads) + 7 * 6
+    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6
     assert "| base | 40 | 40K | 0.1000 |" in text
     assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
     assert "> Once upon a time." in text
     assert "> **user** What is 6 \\* 7?\n>\n> **mid ✗** [python] 6 \\* 7 [python\\_output] 42 7\n" in text
     assert "> **rl ✓** [python] 6 \\* 7 [python\\_output] 42 forty-two" in text
     assert "- computed on: 8 × Abacus 9000 (beads, bfloat16)\n" in text
-    assert "\npython -m scripts.base_train --seed 7  # 3m20s\n" in text
+    assert "\n    python -m scripts.base_train --seed 7  # 3m20s\n" in text
     assert "7777" not in text and "2h09m" not in text
 
 
@@ -260,7 +262,7 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
 def test_the_page_is_whole_and_requests_nothing(whole):
     html = whole.html
     page = Page(html)
-    for text in ("0.938", "0.25 → 0.73", "11m47s", "137/200", "85–95", "5.12K", "37.5%", "forty-two", "A frog sang."):
+    for text in ("0.938", "0.25 → 0.73", "11m47s", "68.5%", "85–95", "5.12K", "37.5%", "forty-two", "A frog sang."):
         assert text in page.text, text
     assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
     assert not page.tags & {"script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject"}
@@ -283,7 +285,7 @@ def test_each_plot_has_a_line_for_each_stage(whole):
 
     for key in ("loss", "lr", "tok_per_sec", "peak_memory_gib"):
         assert lines(key) == list(STAGES), key
-    assert lines("val_bpb") == ["base"] and lines("accuracy") == ["mid", "sft", "dpo", "rl"]
+    assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)
     assert lines("margin") == lines("val_margin") == ["dpo"]
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
 
@@ -347,8 +349,8 @@ def test_what_a_model_writes_stays_text(base, payload):
     rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
     assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
     # The sample; a question's role and text, four replies and the kind of one; stage; device and dtype; command; and
-    # the task, of which 40 characters are kept.
-    assert rendered.text.count(payload) == 1 + 2 + 4 + 1 + 1 + 2 + 1 + (len(payload) <= 40)
+    # the task.
+    assert rendered.text.count(payload) == 1 + 2 + 4 + 1 + 1 + 2 + 1 + 1
 
 
 def test_a_command_stays_in_its_block(base):
@@ -426,7 +428,7 @@ def test_any_file_may_be_alone(base, name):
         write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
     summary = report.collect(TAG)
     expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
-    assert [number for number, _, _ in tables.headline(summary)] == [expected]
+    assert [number for number, _, _ in headline(summary)] == [expected]
     assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
 
 
@@ -461,12 +463,11 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
     assert report.newest_tag() == "fresh"  # a report is no run
 
 
-def test_a_report_needs_no_torch_and_reading_one_no_matplotlib(whole):
+def test_a_report_needs_no_torch_and_no_pyplot(whole):
     code = (
         "import sys; from nanochat.report import page as report_page, summary as report; "
         "summary = report.collect(sys.argv[1]); "
-        "report_page.to_markdown(summary); "
-        "assert 'matplotlib' not in sys.modules; report_page.to_html(summary); assert 'torch' not in sys.modules; "
+        "report_page.to_markdown(summary); report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"
     )
     done = subprocess.run(

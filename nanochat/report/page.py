@@ -8,15 +8,218 @@ are a model's words.
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from nanochat.report import tables
-from nanochat.report.summary import Points, RunSummary, Stage
+import jinja2
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 from nanochat.shell.log import duration
 from nanochat.shell.paths import STAGES
+
+
+class Headline(NamedTuple):
+    number: str
+    what: str
+    detail: str
+
+
+@dataclass
+class Cell:
+    text: str = ""
+    detail: str = ""
+    share: float | None = None  # of 1: a bar under the number
+    best: bool = False  # of its row
+
+
+@dataclass
+class Table:
+    heads: list[str]
+    rows: list[list[Cell]]
+
+
+@dataclass
+class Question:
+    """One question with the answers of all stages."""
+
+    task: str
+    messages: Pairs
+    answers: list[tuple[str, Chat]]  # (stage, chat)
+    turn: int  # so many questions of its task come before it
+
+
+# ---------------------------------------------------------------------- the headline
+
+
+def headline(summary: RunSummary) -> Iterator[Headline]:
+    """The results in at most five numbers; those that are not known are left out."""
+    for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
+        earlier = stage.values("val_bpb")[:-1]
+        start = f"; {earlier[0]:.2f} at first" if earlier else ""
+        yield Headline(f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}")
+
+    shares: dict[str, float] = {}  # stage -> share of its stories that pass the checker
+    for stage in summary.stages:
+        if "stories" in stage.scores:
+            shares[stage.name] = stage.scores["stories"]["accuracy"]
+    if shares:
+        *earlier, last = shares
+        before = "".join(f"; {name} {shares[name]:.0%}" for name in earlier)
+        yield Headline(f"{shares[last]:.0%}", "stories hold together", f"{last}{before}")
+
+    evaluated = [stage for stage in summary.stages if stage.scores and stage.name != "base"]  # it only tells stories
+    if evaluated:
+        shared = set.intersection(*(set(stage.scores) for stage in evaluated))
+        means = {}
+        for stage in evaluated:
+            means[stage.name] = fmean(stage.scores[task]["accuracy"] for task in shared or stage.scores)
+        best = max(means, key=lambda name: means[name])
+        others = ", ".join(f"{name} {mean:.0%}" for name, mean in means.items() if name != best)
+        detail = f"mean of {'shared' if shared else 'its'} tasks; {others}" if others else "mean of its tasks"
+        yield Headline(f"{means[best]:.0%}", f"accuracy after {best}", detail)
+
+    rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
+    held_out = rl.values("reward_before")[:1] + rl.values("eval_reward")
+    training = rl.values("reward")
+    if len(held_out) > 1:
+        ends = f"{held_out[0]:.2f} → {held_out[-1]:.2f}"
+        yield Headline(ends, "RL reward", "held-out questions, first and last evaluation")
+    elif len(training) > 1:
+        tenth = len(training) // 10 + 1
+        ends = f"{fmean(training[:tenth]):.2f} → {fmean(training[-tenth:]):.2f}"
+        yield Headline(ends, "RL reward", "training questions, first and last tenth of the steps")
+
+    seconds = sum(summary.seconds_by_stage().values())
+    if seconds:
+        yield Headline(duration(seconds), "in all", f"{duration(training_seconds(summary))} of it training steps")
+
+
+def training_seconds(summary: RunSummary) -> float:
+    return sum(stage.last("seconds") or 0 for stage in summary.stages)
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def stage_table(summary: RunSummary) -> Table:
+    """A row a stage: what it did and how long it took. Columns that are empty are left out."""
+    seconds = summary.seconds_by_stage()
+    stages = {stage.name: stage for stage in summary.stages}
+    rows: list[dict[str, str]] = []
+    for name in [*(name for name in seconds if name not in stages), *stages]:
+        stage = stages.get(name, Stage(name))
+        step = stage.last("step")
+        mfu = stage.values("mfu")
+        row = {
+            "stage": name,
+            "steps": "" if step is None else f"{step + 1:,.0f}",
+            "tokens": in_a_word(stage, "tokens", "last"),
+            "loss": _decimals(stage.last("loss")),
+            "val loss": _decimals(stage.last("val_loss")),
+            "val bpb": _decimals(stage.val_bpb),
+            "tokens/s": in_a_word(stage, "tok_per_sec", "median"),
+            "GiB": in_a_word(stage, "peak_memory_gib", "peak"),
+            "MFU": f"{median(mfu):.1%}" if mfu else "",
+            "training": duration(stage.last("seconds") or 0) if stage.metrics else "",
+            "in all": duration(seconds[name]) if name in seconds else "",
+        }
+        rows.append(row)
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    total = {"stage": "total", "training": duration(training_seconds(summary))}
+    rows.append(total | {"in all": duration(sum(seconds.values()))})
+    return Table(heads, [[Cell(row.get(head, "")) for head in heads] for row in rows])
+
+
+def score_table(summary: RunSummary) -> Table:
+    """A row an evaluation, a column a stage."""
+    stages = [stage for stage in summary.stages if stage.scores or stage.evaluation]
+
+    def numbers(name: str, detail: str, key: str) -> list[Cell]:
+        return [Cell(name, detail), *(Cell(_decimals(stage.evaluation.get(key))) for stage in stages)]
+
+    rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
+    for task, chance in chances(stages).items():
+        detail = f"chance {chance:.0%}" if chance else ""
+        rows.append([Cell(task, detail), *(_score_cell(stage, task) for stage in stages)])
+    rows += [numbers("ChatCORE", "", "chatcore"), numbers("CORE", "", "core")]
+    for row in rows:
+        shares = [cell.share for cell in row if cell.share is not None]
+        for cell in row:
+            cell.best = len(shares) > 1 and cell.share == max(shares)
+    return Table(["", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])])
+
+
+def chances(stages: list[Stage]) -> dict[str, float]:
+    """Each task with the accuracy of guessing."""
+    found: dict[str, float] = {}
+    for stage in stages:
+        for task, score in stage.scores.items():
+            found[task] = max(found.get(task, 0), score.get("baseline", 0))
+    return found
+
+
+def _score_cell(stage: Stage, task: str) -> Cell:
+    score = stage.scores.get(task)
+    if score is None:
+        return Cell()
+    interval = "–".join(f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score)
+    return Cell(f"{score['accuracy']:.1%}", interval, score["accuracy"])
+
+
+def questions(summary: RunSummary) -> list[Question]:
+    """Each question once, with the answers to it; the tasks take turns."""
+    found: dict[tuple[str, Pairs], Question] = {}
+    turn: Counter[str] = Counter()
+    for stage in summary.stages:
+        for chat in stage.chats:
+            if (chat.task, chat.messages) not in found:
+                found[chat.task, chat.messages] = Question(chat.task, chat.messages, [], turn[chat.task])
+                turn[chat.task] += 1
+            found[chat.task, chat.messages].answers.append((stage.name, chat))
+    return sorted(found.values(), key=lambda question: question.turn)
+
+
+# ---------------------------------------------------------------------- numbers as words
+
+
+def in_a_word(stage: Stage, key: str, how: str) -> str:
+    """A stage's values in one word: their last, peak, median or ends; "" where there are none."""
+    values = stage.values(key)
+    if not values:
+        return ""
+    if how == "ends":
+        return f"{values[0]:.2f} → {smooth(stage.curve(key))[-1][1]:.2f}"
+    return short({"last": values[-1], "peak": max(values), "median": median(values)}[how])
+
+
+def smooth(points: Points) -> Points:
+    """Means over a thirtieth of the curve to either side."""
+    reach = len(points) // 30
+    smoothed = []
+    for index, (x, _) in enumerate(points):
+        near = points[max(0, index - reach) : index + reach + 1]
+        smoothed.append((x, fmean(y for _, y in near)))
+    return smoothed
+
+
+def short(value: float) -> str:
+    """`950`, `12.3K`, `2.87M`, `3.1B`, `4e-5`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.{3 if value >= 1e-3 else 2}g}".replace("e-0", "e-")
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
 
 # ---------------------------------------------------------------------- plots
 
@@ -30,7 +233,6 @@ class Plot:
     detail: str
     word: str  # the number above each stage: its last, peak, median, or its ends
     from_zero: bool = True  # the y axis
-    of_peak: bool = False  # draw each stage's values as a share of its peak
     smooth: bool = True  # draw a moving mean over the values
     dots: str | None = None  # a second metric, drawn into the same axes
 
@@ -40,7 +242,7 @@ PLOTS = (
     Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out", "ends",
          dots="val_margin"),
     Plot("val_bpb", "Bits per byte", "held-out text of each stage", "last", from_zero=False, smooth=False),
-    Plot("lr", "Learning rate", "share of its peak, which is above", "peak", of_peak=True, smooth=False),
+    Plot("lr", "Learning rate", "the peak is above", "peak", smooth=False),
     Plot("tok_per_sec", "Throughput", "tokens a second; the median is above", "median"),
     Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=False),
     Plot("kl", "KL to the reference", "nats a token", "last"),
@@ -50,120 +252,87 @@ LOSS = Plot("loss", "", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "ink", "quiet", "line", "card"])}
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5, "axes.titlesize": 7.5,
+    "axes.titlecolor": COLOURS["ink"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
+    "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "xtick.labelcolor": COLOURS["quiet"], "xtick.major.size": 0,
+    "ytick.labelcolor": COLOURS["quiet"], "ytick.major.size": 0,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.spines.bottom": False,
+}  # fmt: skip
 
 
-def _svg(name: str, width: float, height: float, draw: Callable[[Any], None], left: float = 0.4) -> str:
-    """One pair of axes, in inches, as inline SVG."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    settings: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5}
+def _svg(figure: Figure, name: str) -> str:
+    """A figure as inline SVG. The page decides on fonts, the size and the colours."""
     file = io.StringIO()
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
-        figure = FigureCanvasSVG(Figure(figsize=(width, height))).figure
-        axes = figure.add_axes((left / width, 0.21 / height, 1 - (left + 0.12) / width, 1 - 0.42 / height))
-        axes.spines[:].set_visible(False)
-        axes.grid(color=COLOURS["line"], linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=0, labelcolor=COLOURS["quiet"], which="both")
-        draw(axes)
-        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
-    # Leave to the page what belongs to it: fonts, the size, colours; and drop ids that another plot has too.
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'font-family: [^;]*; | id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)
-    svg = re.sub(r'<svg width="\S+" height="\S+"', "<svg", svg)
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    svg = file.getvalue().partition("<svg")[2]
+    svg = re.sub(r' id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)  # ids that another plot has too
     for variable, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    return svg
+    return f"<svg{svg}"
 
 
-def _curves(plot: Plot, stages: list[Stage], width: float, height: float) -> str:
+def _curves(plot: Plot, stages: list[Stage], width: float = 4.2) -> str:
     """Stages side by side, each over its training time: faint values, a bold mean."""
     stages = [stage for stage in stages if stage.values(plot.metric)]
     curves = [stage.curve(plot.metric) for stage in stages]
-    total = sum(curve[-1][0] for curve in curves) or 1
-    widths = [max(curve[-1][0] / total, 0.2) for curve in curves]  # a short stage is wider than its share
-
-    def draw(axes: Any) -> None:
-        left = 0.0
-        for stage, curve, stage_width in zip(stages, curves, widths, strict=True):
-            per_second = stage_width / (curve[-1][0] or 1)
-            top = (max(y for _, y in curve) or 1) if plot.of_peak else 1
-            style = {"color": COLOURS[stage.name], "markersize": 3.5}
-            axes.plot(*_placed(curve, left, per_second, top), **style, linewidth=0.8, alpha=0.35)
-            mean = tables.smooth(curve) if plot.smooth else curve
-            style["marker"] = "o" if len(curve) < 12 else ""
-            axes.plot(*_placed(mean, left, per_second, top), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
-            if plot.dots and stage.values(plot.dots):
-                style |= {"color": COLOURS["ink"], "marker": "o", "gid": f"{plot.dots}-{stage.name}"}
-                axes.plot(*_placed(stage.curve(plot.dots), left, per_second, top), **style, linewidth=0)
-            place = {"x": left + stage_width / 2, "ha": "center", "transform": axes.get_xaxis_transform()}
-            axes.text(y=1.05, s=tables.in_a_word(stage, plot.metric, plot.word), color=COLOURS["ink"], **place)
-            axes.text(y=-0.05, s=stage.name, color=COLOURS[stage.name], va="top", weight="bold", **place)
-            left += stage_width + 0.03
-            if stage is not stages[-1]:
-                axes.axvline(left - 0.015, color=COLOURS["line"], linewidth=0.6)
-        axes.set_xlim(-0.01, left - 0.02)
+    seconds = [curve[-1][0] for curve in curves]
+    shares = [max(part, sum(seconds) / 5) or 1 for part in seconds]  # a short stage is wider than its share
+    figure = Figure(figsize=(width, 1.2 + width / 6), layout="constrained")
+    panels = figure.subplots(1, len(stages), sharey=True, squeeze=False, width_ratios=shares)[0]
+    for axes, stage, curve in zip(panels, stages, curves, strict=True):
+        style: dict[str, Any] = {"color": COLOURS[stage.name], "markersize": 3.5}
+        axes.plot(*zip(*curve, strict=True), **style, linewidth=0.8, alpha=0.35)
+        style["marker"] = "o" if len(curve) < 12 else ""
+        mean = smooth(curve) if plot.smooth else curve
+        axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
+        if plot.dots and stage.values(plot.dots):
+            style |= {"color": COLOURS["ink"], "marker": "o", "linewidth": 0}
+            axes.plot(*zip(*stage.curve(plot.dots), strict=True), **style, gid=f"{plot.dots}-{stage.name}")
+        axes.set_title(in_a_word(stage, plot.metric, plot.word))
+        axes.set_xlabel(stage.name, color=COLOURS[stage.name])
         axes.set_xticks([])
-        _scale(axes, plot.from_zero)
-
-    return _svg(plot.metric + "-".join(stage.name for stage in stages), width, height, draw)
-
-
-def _placed(points: Points, left: float, per_second: float, top: float) -> tuple[list[float], list[float]]:
-    """The coordinates of a stage's points in axes that several stages share."""
-    return [left + per_second * x for x, _ in points], [y / top for _, y in points]
-
-
-def _scale(axes: Any, from_zero: bool) -> None:
-    """The y axis: from zero, or logarithmic for positive values that span more than a factor of five."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
-
-    low, high = axes.dataLim.intervaly
+    # The y axis: from zero, or logarithmic for positive values that span more than a factor of five.
+    low = min(y for curve in curves for _, y in curve)
+    high = max(y for curve in curves for _, y in curve)
+    axes = panels[0]
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    if from_zero:
-        axes.set_ylim(min(0, 1.08 * low), 1.08 * high or 1)
+    if plot.from_zero:
+        axes.set_ylim(bottom=min(0, 1.08 * low))
     elif low > 0 and high > 5 * low:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
-        axes.set_ylim(low / 1.15, high * 1.15)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.short(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: short(value))
+    return _svg(figure, plot.metric + "-".join(stage.name for stage in stages))
 
 
 def _accuracy(stages: list[Stage]) -> str:
     """A row a task: a dot with its 95% interval for each stage, and a thin line at a random guess."""
-    tasks = list(dict.fromkeys(task for stage in stages for task in stage.scores))
-
-    def draw(axes: Any) -> None:
-        for index, stage in enumerate(stages):
-            shift = (index - (len(stages) - 1) / 2) * min(0.2, 0.7 / len(stages))  # stages do not overlap
-            rows = [tasks.index(task) + shift for task in stage.scores]
-            scores = list(stage.scores.values())
-            colour = COLOURS[stage.name]
-            for row, score in zip(rows, scores, strict=True):
-                interval = [score.get("low", score["accuracy"]), score.get("high", score["accuracy"])]
-                axes.plot(interval, [row, row], color=colour, alpha=0.35, linewidth=2.5)
-            axes.plot(
-                [score["accuracy"] for score in scores], rows, color=colour, linewidth=0, marker="o", markersize=5,
-                markeredgecolor=COLOURS["card"], gid=f"accuracy-{stage.name}",
-            )  # fmt: skip
-        for row, task in enumerate(tasks):
-            chance = max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages)
-            axes.plot([chance, chance], [row - 0.4, row + 0.4], color=COLOURS["quiet"], linewidth=0.8)
-        axes.grid(visible=False, axis="y")
-        axes.set_yticks(range(len(tasks)), [task if len(task) < 18 else f"{task[:16]}…" for task in tasks])
-        axes.set_ylim(len(tasks) - 0.45, -0.55)
-        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100%"])
-        axes.set_xlim(-0.02, 1.02)
-
-    left = 0.2 + 0.055 * min(17, max(map(len, tasks)))
-    return _svg("accuracy", 4.2, max(1.9, 0.45 + 0.32 * len(tasks)), draw, left)
+    guessing = chances(stages)
+    tasks = list(guessing)
+    figure = Figure(figsize=(4.2, max(1.9, 0.45 + 0.32 * len(tasks))), layout="constrained")
+    axes = figure.subplots()
+    for index, stage in enumerate(stages):
+        shift = (index - (len(stages) - 1) / 2) * min(0.2, 0.7 / len(stages))  # stages do not overlap
+        rows = [tasks.index(task) + shift for task in stage.scores]
+        accuracies = [score["accuracy"] for score in stage.scores.values()]
+        lows = [score.get("low", score["accuracy"]) for score in stage.scores.values()]
+        highs = [score.get("high", score["accuracy"]) for score in stage.scores.values()]
+        style: dict[str, Any] = {"color": COLOURS[stage.name], "markeredgecolor": COLOURS["card"], "markersize": 5}
+        axes.hlines(rows, lows, highs, color=COLOURS[stage.name], alpha=0.35, linewidth=2.5)
+        axes.plot(accuracies, rows, "o", **style, gid=f"accuracy-{stage.name}")
+    for row, chance in enumerate(guessing.values()):
+        axes.vlines(chance, row - 0.4, row + 0.4, color=COLOURS["quiet"], linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    axes.set_yticks(range(len(tasks)), [task if len(task) < 18 else f"{task[:16]}…" for task in tasks])
+    axes.set_ylim(len(tasks) - 0.45, -0.55)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100%"])
+    axes.set_xlim(-0.02, 1.02)
+    return _svg(figure, "accuracy")
 
 
 # ---------------------------------------------------------------------- the page and the Markdown
@@ -171,54 +340,37 @@ def _accuracy(stages: list[Stage]) -> str:
 
 def to_html(summary: RunSummary) -> str:
     """The whole page."""
-    plots = {}
-    for plot in PLOTS:
-        if any(stage.values(plot.metric) for stage in summary.stages):
-            plots[plot] = _curves(plot, summary.stages, 4.2, 1.9)
-    evaluated = [stage for stage in summary.stages if stage.scores]
-    trained = [stage for stage in summary.stages if stage.values("loss")]
-    loss_inches = min(4.2, 8.25 / max(1, len(trained)))  # so many are next to each other
-    return _render(
-        "report.html", summary, autoescape=True, plots=plots, accuracy=_accuracy(evaluated) if evaluated else None,
-        losses=[_curves(LOSS, [stage], loss_inches, 1.2 + 0.15 * loss_inches) for stage in trained],
-        loss_inches=loss_inches,
-    )  # fmt: skip
+    stages = summary.stages
+    evaluated = [stage for stage in stages if stage.scores]
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
+        return _render(
+            "report.html", summary, accuracy=_accuracy(evaluated) if evaluated else None,
+            plots={plot: _curves(plot, stages) for plot in PLOTS if any(stage.values(plot.metric) for stage in stages)},
+            losses=[_curves(LOSS, [stage], 2.1) for stage in stages if stage.values("loss")],
+        )  # fmt: skip
 
 
 def to_markdown(summary: RunSummary) -> str:
     """The report without plots: numbers, tables, some samples, machine and commands."""
-    lines = "\n".join(f"{command.line}  # {duration(command.seconds)}" for command in summary.commands)
-    longest = max(map(len, re.findall("`+", lines)), default=0)
-    fence = "`" * max(3, longest + 1)  # a fence in a command does not close the block
-    return _render("report.md", summary, autoescape=False, commands=lines, fence=fence)
+    return _render("report.md", summary)
 
 
-def _render(template: str, summary: RunSummary, autoescape: bool, **further: Any) -> str:
-    import jinja2
-
+def _render(template: str, summary: RunSummary, **plots: Any) -> str:
     environment = jinja2.Environment(
-        autoescape=autoescape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=jinja2.select_autoescape(),
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"duration": duration, "clip": _clip, "markdown": _markdown}
-    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return environment.from_string(text).render(
-        summary=summary,
-        headline=tables.headline(summary),
-        stage_table=tables.stage_table(summary),
-        score_table=tables.score_table(summary),
-        questions=tables.questions(summary),
-        stage_names=list(STAGES),
-        verdicts={True: " ✓", False: " ✗", None: ""},
-        **further,
-    )
-
-
-def _clip(text: str, limit: int = 1500) -> str:
-    return text if len(text) <= limit else text[:limit].rstrip() + " …"
+    environment.filters |= {"duration": duration, "markdown": _markdown}
+    text = environment.get_template(template).render(
+        summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
+        questions=questions(summary), stage_names=list(STAGES), **plots,
+    )  # fmt: skip
+    # A file holds no lone surrogates, and a page no control characters.
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()
 
 
 def _markdown(text: str) -> str:
     """Text in one line that Markdown shows as it is."""
-    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", " ".join(_clip(text).split()))
+    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", " ".join(text.split()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

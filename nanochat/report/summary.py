@@ -8,8 +8,8 @@ import contextlib
 import json
 import os
 import platform
-import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from nanochat.conversation import text_of
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import STAGES, base_dir, run_dir, safe_tag
+from nanochat.shell.paths import STAGES, base_dir, run_dir
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
@@ -39,14 +39,18 @@ class Chat:
 
 @dataclass(frozen=True)
 class Command:
-    """One finished command."""
+    """One finished command: a line that `shell.log.record` wrote."""
 
     script: str
-    line: str
+    command: str
     stage: str
     tag: str | None  # None: it serves every run, such as training a tokenizer
     seconds: float
-    computed_on: str
+    started: str
+    world_size: int = 1
+    device: str = ""
+    kind: str = ""
+    dtype: str = ""
 
 
 @dataclass
@@ -55,10 +59,30 @@ class Stage:
 
     name: str
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
-    evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json, and chatcore
+    evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json and chat_eval.json
     samples: list[str] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
     chats: list[Chat] = field(default_factory=list)
+
+    def add_evaluation(self, values: Any) -> None:
+        """What `base_eval` wrote."""
+        self.samples = [sample for sample in values.get("samples", []) if isinstance(sample, str)]
+        self.evaluation |= _numbers(values)
+        if self.evaluation.get("stories"):
+            share = self.evaluation["stories_passed"] / self.evaluation["stories"]
+            self.scores["stories"] = {"accuracy": share}
+
+    def add_chat_evaluation(self, values: Any) -> None:
+        """What `chat_eval` wrote."""
+        chats = []
+        for sample in values.get("samples", []):
+            messages = tuple((str(message["role"]), text_of(message["content"])) for message in sample["messages"])
+            reply = tuple((part["type"], part["text"]) for part in sample["reply"])
+            chats.append(Chat(str(sample["task"]), messages, reply, sample["correct"]))
+        scores = {task: _numbers(score) for task, score in values["tasks"].items()}
+        self.chats = chats
+        self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
+        self.evaluation |= _numbers({"chatcore": values.get("chatcore")})
 
     def values(self, key: str) -> list[float]:
         return [line[key] for line in self.metrics if key in line]
@@ -92,27 +116,24 @@ class RunSummary:
     stages: list[Stage]  # in the order of the pipeline
     commands: list[Command]  # in the order in which they finished
     machine: dict[str, str]  # what computed, and where the report was made
-    notes: list[str]  # what was left out
+    notes: list[str]  # what is missing or damaged
 
     def seconds_by_stage(self) -> dict[str, float]:
         """The time of each stage's finished commands, in the order of the pipeline.
 
         Training counts at least its training seconds: a run that has not finished, or was killed, has no command.
         """
-        spent: dict[str, dict[str, float]] = {}  # stage -> script -> seconds
+        spent: dict[tuple[str, str], float] = defaultdict(float)  # (stage, script) -> seconds
         for command in self.commands:
-            scripts = spent.setdefault(command.stage, {})
-            scripts[command.script] = scripts.get(command.script, 0) + command.seconds
+            spent[command.stage, command.script] += command.seconds
         for stage in self.stages:
-            scripts = spent.setdefault(stage.name, {})
-            script = STAGES[stage.name]
-            scripts[script] = max(scripts.get(script, 0), stage.last("seconds") or 0)
-        seconds = {}
-        for name in [name for name in spent if name not in STAGES] + list(STAGES):  # the tokenizer is first
-            total = sum(spent.get(name, {}).values())
-            if total > 0:
-                seconds[name] = total
-        return seconds
+            training = (stage.name, STAGES[stage.name])
+            spent[training] = max(spent[training], stage.last("seconds") or 0)
+        others = [stage for stage, _ in spent if stage not in STAGES]  # such as the tokenizer, which is first
+        seconds = dict.fromkeys([*others, *STAGES], 0.0)
+        for (stage, _), value in spent.items():
+            seconds[stage] += value
+        return {name: total for name, total in seconds.items() if total}
 
 
 def newest_tag() -> str:
@@ -133,17 +154,10 @@ def collect(tag: str) -> RunSummary:
     Raises UserError: when there is nothing.
     """
     runs = base_dir() / "runs"
-    tag = safe_tag(tag)
     notes: list[str] = []
-    stages = []
-    missing = []
-    for name in STAGES:
-        stage = _read_stage(name, run_dir(name, tag), notes)
-        if stage.metrics or stage.evaluation or stage.scores:
-            stages.append(stage)
-        else:
-            missing.append(name)
-    finished = _parsed(runs / "commands.jsonl", _command, notes)
+    read = [_read_stage(name, run_dir(name, tag), notes) for name in STAGES]
+    stages = [stage for stage in read if stage.metrics or stage.evaluation or stage.scores]
+    finished = _parsed(runs / "commands.jsonl", lambda line: Command(**line), notes)
     if not stages and tag not in [command.tag for command in finished]:
         raise UserError(
             f"--model_tag {tag}: {runs} has no run of it: run `python -m scripts.base_train --model_tag {tag}` first"
@@ -151,20 +165,11 @@ def collect(tag: str) -> RunSummary:
     shared = {command.script: command for command in finished if command.tag is None}  # the newest of each script
     commands = [command for command in finished if command.tag == tag or command is shared.get(command.script)]
 
+    missing = [stage.name for stage in read if stage not in stages]
     if missing:
         notes.append(f"no run of {', '.join(missing)}")
-    for stage in stages:
-        if not stage.scores and stage.name != "base":
-            notes.append(f"no chat evaluation of {stage.name}")
-    scripts = [command.script for command in commands]
-    unfinished = [stage.name for stage in stages if stage.metrics and STAGES[stage.name] not in scripts]
-    if unfinished:
-        notes.append(f"no finished training on record of {', '.join(unfinished)}: its steps alone count")
-
-    machine = {}
-    devices = dict.fromkeys(command.computed_on for command in commands if command.computed_on)
-    if devices:
-        machine["computed on"] = "; ".join(devices)
+    devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in commands if one.device]
+    machine = {"computed on": "; ".join(dict.fromkeys(devices))} if devices else {}
     return RunSummary(tag, stages, commands, machine | _machine(), notes)
 
 
@@ -172,13 +177,8 @@ def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:
     stage = Stage(name)
     by_step = {line["step"]: line for line in _parsed(folder / "metrics.jsonl", _metrics, notes)}
     stage.metrics = [by_step[step] for step in sorted(by_step)]
-    for evaluation, samples in _parsed(folder / "eval.json", _evaluation, notes):
-        stage.evaluation = evaluation
-        stage.samples = samples
-    for chatcore, scores, chats in _parsed(folder / "chat_eval.json", _chat_evaluation, notes):
-        stage.evaluation = stage.evaluation | chatcore
-        stage.scores = scores
-        stage.chats = chats
+    _parsed(folder / "eval.json", stage.add_evaluation, notes)
+    _parsed(folder / "chat_eval.json", stage.add_chat_evaluation, notes)
     return stage
 
 
@@ -190,64 +190,26 @@ def _parsed(path: Path, parse: Callable[[Any], Parsed], notes: list[str]) -> lis
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
-    is_lines = path.suffix == ".jsonl"
     parsed = []
     damaged = 0
-    for part in text.split("\n") if is_lines else [text]:
-        if not part.strip():
-            continue
-        try:
-            parsed.append(parse(json.loads(part)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            damaged += 1
+    for part in text.split("\n") if path.suffix == ".jsonl" else [text]:
+        if part.strip():
+            try:
+                parsed.append(parse(json.loads(part)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                damaged += 1
     if damaged:
-        what = f"damaged lines skipped: {damaged}" if is_lines else "damaged"
-        notes.append(f"{path.relative_to(base_dir())}: {what}")
+        notes.append(f"{path.relative_to(base_dir())}: damaged lines skipped: {damaged}")
     return parsed
 
 
 def _metrics(line: Any) -> dict[str, float]:
     numbers = _numbers(line)
-    if "step" not in numbers:
-        raise KeyError("step")
     if "peak_memory_bytes" in numbers:
         numbers["peak_memory_gib"] = numbers["peak_memory_bytes"] / 2**30
+    if "step" not in numbers:
+        raise KeyError("step")
     return numbers
-
-
-def _evaluation(values: Any) -> tuple[dict[str, float], list[str]]:
-    return _numbers(values), [_text(sample) for sample in values.get("samples", [])]
-
-
-def _chat_evaluation(values: Any) -> tuple[dict[str, float], dict[str, dict[str, float]], list[Chat]]:
-    """ChatCORE, the scores by task, the conversations."""
-    scores = {}
-    for task, score in values["tasks"].items():
-        numbers = _numbers(score)
-        if "accuracy" in numbers:
-            scores[_text(task)[:40]] = numbers
-    chats = []
-    for sample in values.get("samples", []):
-        messages = tuple((_text(part["role"]), _text(text_of(part["content"]))) for part in sample["messages"])
-        reply = tuple((_text(part["type"]), _text(part["text"])) for part in sample["reply"])
-        correct = sample.get("correct")
-        chats.append(Chat(_text(sample["task"])[:40], messages, reply, correct if isinstance(correct, bool) else None))
-    chatcore = {key: value for key, value in _numbers(values).items() if key == "chatcore"}
-    return chatcore, scores, chats
-
-
-def _command(line: Any) -> Command:
-    texts = {key: _text(value) for key, value in line.items() if isinstance(value, str)}
-    numbers = _numbers(line)
-    computed_on = ""
-    if "device" in texts:
-        kind = ", ".join(texts[key] for key in ("kind", "dtype") if key in texts)
-        computed_on = f"{numbers.get('world_size', 1):.0f} × {texts['device']} ({kind})"
-    script = texts["script"]
-    return Command(
-        script, texts.get("command", script), texts.get("stage") or script, texts.get("tag"),
-        max(0.0, numbers["seconds"]), computed_on,
-    )  # fmt: skip
 
 
 def _numbers(values: Any) -> dict[str, float]:
@@ -259,24 +221,19 @@ def _numbers(values: Any) -> dict[str, float]:
     return numbers
 
 
-def _text(text: str) -> str:
-    """Text that every file can hold: no control characters, no lone surrogates."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()
-
-
 # ---------------------------------------------------------------------- this machine
 
 
 def _machine() -> dict[str, str]:
     """Where the report is made; no device is touched."""
     machine = {"system": f"{platform.platform()}, {os.cpu_count()} cores", "Python": platform.python_version()}
-    versions = {found.metadata["Name"] or "": found.version for found in metadata.distributions()}
-    for name in sorted(versions):
-        if re.fullmatch(r"torch([-_]\w+)?|nanochat", name):
-            machine[name] = versions[name]
+    for name in ("nanochat", "torch", "torch_npu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            machine[name] = metadata.version(name)
+    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists():
-        git = ["git", "--no-optional-locks", "-C", os.fspath(root), "describe", "--always", "--dirty", "--exclude=*"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
-            machine["commit"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout
-    return {name: _text(value).strip() for name, value in machine.items()}
+            commit = subprocess.run(git, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout
+            machine["commit"] = commit.strip()
+    return machine
