@@ -252,7 +252,7 @@ LOSS = Plot("loss", "", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "ink", "quiet", "line", "card"])}
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5, "axes.titlesize": 7.5,
     "axes.titlecolor": COLOURS["ink"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
     "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "xtick.labelcolor": COLOURS["quiet"], "xtick.major.size": 0,
