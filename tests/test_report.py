@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from markdown_it import MarkdownIt  # rich brings it
+from markdown_it import MarkdownIt
 
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
