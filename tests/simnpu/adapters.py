@@ -8,6 +8,7 @@ itself: operators' workspaces, HCCL's buffers, the runtime. Whatever the host re
 whose output's shape depends on data, and control flow that depends on it, are not those of a real run.
 
     tests/simnpu/run --adapters calls.jsonl python my_program.py      # with section("step"): around what is of interest
+    python tests/simnpu/adapters.py calls.jsonl                       # prints the sections, or:
     for record in adapters.sections("calls.jsonl")["step"]: ...
 
 What a call costs below its name is CANN's affair and follows rules, written down once: `copied_inputs`, `on_ai_cpu`.
@@ -19,6 +20,8 @@ import json
 import math
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,3 +198,21 @@ def on_ai_cpu(record: Record) -> bool:
     tail = math.prod(target.shape[len(indices) :])
     many = defined[0].numel > 100 or tail > 128
     return target.dtype not in READ or (target.dtype not in WRITTEN and many)
+
+
+def main() -> None:
+    """Print the sections of a log: what was called how often, and what CANN makes of it."""
+    for name, records in sections(sys.argv[1]).items():
+        called = Counter(f"{record.kind} {record.what}" for record in records)
+        copied = Counter(f"{record.kind} {record.what}" for record in records for _ in copied_inputs(record))
+        slow = Counter(f"{record.kind} {record.what}" for record in records if on_ai_cpu(record))
+        print(f"{name or 'outside of sections'}: {sum(record.launches for record in records)} launches, ", end="")
+        print(f"{copied.total()} inputs copied first, {slow.total()} on the AI CPU")
+        for what, count in called.most_common():
+            notes = f", {copied[what]} inputs copied first" if copied[what] else ""
+            notes += f", {slow[what]} on the AI CPU" if slow[what] else ""
+            print(f"  {count:6d} {what}{notes}")
+
+
+if __name__ == "__main__":
+    main()

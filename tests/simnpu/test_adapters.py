@@ -98,6 +98,17 @@ def test_the_ai_cpu_rule():
     assert put("bfloat16", tensor(2, dtype="bool")) and put("float64", tensor(2)) and put("int64", tensor(2))
 
 
+def test_a_log_is_printed_by_section(tmp_path, monkeypatch, capsys):
+    strided = '{"shape": [2, 3], "strides": [9, 1], "storage": [18], "offset": 0, "dtype": 27, "at": 1}'
+    lines = [f'"operator", "what": "aclnnRelu", "arguments": [{strided}, 0]', '"wait", "what": "device"']
+    lines = ['"mark", "what": "begin one"', *lines, '"mark", "what": "end one"', '"wait", "what": "stream"']
+    log = tmp_path / "calls.jsonl"
+    log.write_text("".join(f'{{"kind": {line}}}\n' for line in lines))
+    monkeypatch.setattr("sys.argv", ["adapters.py", str(log)])
+    adapters.main()
+    assert "one: 1 launches, 1 inputs copied first, 0 on the AI CPU\n" in capsys.readouterr().out
+
+
 def test_the_fused_adamw_reads_neither_scale_nor_skip(depth_12: Measured):
     """So a caller must divide the gradients and mask a bad step by itself."""
     results, log = depth_12
