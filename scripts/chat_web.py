@@ -59,7 +59,7 @@ def main(config: Config) -> None:
 
 
 def serve(config: Config, listener: socket.socket) -> None:
-    """Raises whatever loading the model raised."""
+    """Serve until a signal ends the process. Raises whatever loading the model raised."""
     import uvicorn
 
     from nanochat.serve.app import GRACE_SECONDS

@@ -247,8 +247,10 @@ class Reply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self.events():
             timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more per token
-            await send({"type": "http.response.body", "body": event, "more_body": True})  # waits for a slow client
-            timer.cancel()
+            try:
+                await send({"type": "http.response.body", "body": event, "more_body": True})  # waits for a slow client
+            finally:
+                timer.cancel()
         await send({"type": "http.response.body", "body": b""})
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -15,6 +15,7 @@ Requests are not checked here. serve/prompts.py passes on only what the model's 
 """
 
 import codecs
+import logging
 import threading
 import time
 import traceback
@@ -27,7 +28,6 @@ from typing import Literal, cast
 from nanochat.engine import CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
 from nanochat.sampling import SamplingParams
 from nanochat.serve.metrics import SchedulerMetrics
-from nanochat.shell.log import print0
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as so many of them
 SMOOTHING = 0.2  # weight of the newest value in a running mean
@@ -73,7 +73,6 @@ class Overloaded(Exception):
     """Slots and queue are full; there may be room in `retry_after` seconds."""
 
     def __init__(self, retry_after: float):
-        super().__init__(f"all slots are taken and the queue is full: try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
@@ -409,7 +408,8 @@ class Scheduler:
 
 def log_failure(what: str, error: Exception) -> None:
     """Log where an error happened, not its message, which may quote what a user wrote."""
-    print0(f"{what}\n{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}")
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logging.getLogger(__name__).error("%s\n%s%s", what, where, type(error).__name__)
 
 
 def _mean(mean: float, newest: float) -> float:

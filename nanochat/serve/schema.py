@@ -216,11 +216,11 @@ class ChatBody(RequestBody):
             content = message.content
             if role == "assistant" and message.nanochat is not None:
                 content = message.nanochat.parts
-            if content is None and role != "assistant":
-                raise ApiError(400, f"message {len(messages)} ({role}) has no content", param="messages")
+            elif role == "assistant" and content is None:
+                content = ""
             if isinstance(content, list):
                 content = [part.model_dump() for part in content]
-            messages.append({"role": role, "content": content or ""})
+            messages.append({"role": role, "content": content})
         try:
             check_messages(messages)
         except ValueError as error:
