@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -142,7 +142,7 @@ def serve(config: Config) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
-    from nanochat.serve.load import closed_loop
+    from nanochat.serve.load import LoadStats, closed_loop
 
     if not config.batches or min(config.batches) < 1:
         raise UserError("--batches: at least 1 each, such as --batches 1 16")
@@ -176,11 +176,11 @@ def serve(config: Config) -> dict[str, Any]:
             clients.apply(closed_loop, ("127.0.0.1", port, body, batch, batch))  # warm up
             trials = []
             for _ in range(3):
-                trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)).summary())
-            best = max(trials, key=lambda stats: stats["tokens_per_second"])
-            metrics["http"][batch] = best
-            share = best["tokens_per_second"] / metrics["engine"][batch]["tokens_per_second"]
-            print0(f"HTTP, {batch:>3} clients: {described(best)}, {share:.0%} of what the engine makes alone")
+                trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)))
+            best = max(trials, key=LoadStats.tokens_per_second)
+            metrics["http"][batch] = {"tokens_per_second": best.tokens_per_second(), **asdict(best)}
+            share = best.tokens_per_second() / metrics["engine"][batch]["tokens_per_second"]
+            print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of what the engine makes alone")
     return metrics
 
 
@@ -241,18 +241,6 @@ def serving(engine: Any, slots: int) -> Iterator[int]:
         yield listener.getsockname()[1]
         server.should_exit = True
         thread.join(20)
-
-
-def described(stats: dict[str, Any]) -> str:
-    """`1,234 tokens/s, first token 12 ms (95%: 20), between tokens 3 ms (95%: 5)`"""
-    parts = [f"{stats['tokens_per_second']:>8,.0f} tokens/s"]
-    for what, key in (("first token", "first_token_seconds"), ("between tokens", "between_tokens_seconds")):
-        middle = 1e3 * stats[key].get("p50", 0)
-        slow = 1e3 * stats[key].get("p95", 0)
-        parts.append(f"{what} {middle:,.0f} ms (95%: {slow:,.0f})")
-    if stats["refused"] or stats["failed"]:
-        parts.append(f"{stats['refused']} refused, {stats['failed']} failed")
-    return ", ".join(parts)
 
 
 if __name__ == "__main__":

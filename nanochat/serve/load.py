@@ -25,22 +25,19 @@ class LoadStats:
     first_token: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
 
-    def summary(self) -> dict[str, Any]:
-        return {
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
-            "requests": self.requests,
-            "refused": self.refused,
-            "failed": self.failed,
-            "first_token_seconds": _quantiles(self.first_token),
-            "between_tokens_seconds": _quantiles(self.between_tokens),
-        }
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
-
-def _quantiles(values: list[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {"p50": values[0], "p95": values[0]} if values else {}
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    return {"p50": cuts[9], "p95": cuts[18]}
+    def __str__(self) -> str:
+        """`1,234 tokens/s, first token 12 ms (95%: 20), between tokens 3 ms (95%: 5)`"""
+        parts = [f"{self.tokens_per_second():>8,.0f} tokens/s"]
+        for name, times in (("first token", self.first_token), ("between tokens", self.between_tokens)):
+            if len(times) > 1:
+                cuts = statistics.quantiles(times, n=20, method="inclusive")
+                parts.append(f"{name} {1e3 * cuts[9]:,.0f} ms (95%: {1e3 * cuts[18]:,.0f})")
+        if self.refused or self.failed:
+            parts.append(f"{self.refused} refused, {self.failed} failed")
+        return ", ".join(parts)
 
 
 def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, requests: int) -> LoadStats:
