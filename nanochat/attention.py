@@ -37,26 +37,33 @@ class Segments:
     def __init__(self, numbers: Tensor, prepare_mask: Callable[[Tensor], Tensor]):
         self.numbers = numbers  # (B, T), equal for tokens of one document
         self.prepare_mask = prepare_mask  # the kernels', once per mask instead of once per layer
-        self._distance: Tensor | None = None
-        self._document: Tensor | None = None
-        self._prepared: dict[int, Tensor] = {}
+        self._masks: dict[int, Tensor] = {}  # by window
 
     def mask(self, window: int) -> Tensor:
         """(B, 1, T, T): same document, not later, within the window; in the form that the kernels take."""
-        # Once per forward pass, for all windows. Every mask costs several launches, and it is the same in each layer.
-        if self._distance is None or self._document is None:
-            index = torch.arange(self.numbers.size(1), device=self.numbers.device)
-            self._distance = index[:, None] - index  # (T, T): how far a key lies before its query
-            # Numbers 0 0 1 compared with themselves as a column and as a row: a block of True for each document.
-            same_document = self.numbers[:, :, None] == self.numbers[:, None]  # (B, T, T)
-            self._document = same_document & (self._distance >= 0)
-        # Once per window, for all layers that have it.
-        if window not in self._prepared:
-            mask = self._document
-            if window:
-                mask = mask & (self._distance < window)
-            self._prepared[window] = self.prepare_mask(mask[:, None])
-        return self._prepared[window]
+        # Once per window, for all layers that have it: every mask costs several launches.
+        if window not in self._masks:
+            mask = causal_mask(0, 0, self.numbers.size(1), window, self, self.numbers.device)
+            self._masks[window] = self.prepare_mask(mask)
+        return self._masks[window]
+
+
+def causal_mask(
+    first: int, start: int, end: int, window: int, segments: Segments | None, device: torch.device
+) -> Tensor:
+    """Which of the keys `first` to `end` (exclusive) each of the queries `start` to `end` may attend to: (T, S), or
+    with segments (B, 1, T, S)."""
+    index = torch.arange(first, end, device=device)
+    distance = index[start - first :, None] - index  # (T, S): how far a key lies before its query
+    mask = distance >= 0
+    if window:
+        mask = mask & (distance < window)
+    if segments is not None:
+        # Numbers 0 0 1 compared with themselves as a column and as a row: a block of True for each document.
+        numbers = segments.numbers
+        same_document = numbers[:, start:end, None] == numbers[:, None, first:end]  # (B, T, S)
+        mask = mask & same_document[:, None]
+    return mask
 
 
 def fused_attention(
@@ -82,60 +89,23 @@ def windowed_attention(
 
     Work and masks grow with T x 2w instead of T x T. Source: Beltagy et al. 2020, Longformer.
     """
-    B, T, _, _ = q.shape
-    w = window
-
     # The row is cut into blocks of w queries. A query's window reaches back w - 1 tokens, so a block needs the keys of
     # itself and of the block before it: 2w keys. With w = 3 and T = 8:
     #
     #     block 0   queries 0 1 2   keys       0 1 2
     #     block 1   queries 3 4 5   keys 0 1 2 3 4 5
-    #     block 2   queries 6 7 -   keys 3 4 5 6 7 -       (- is padding)
-
-    # The first block has no block before it: plain causal attention within the block. Its window ends nowhere inside
-    # the block, so the window adds nothing to the causal mask.
-    first_mask = None
-    if segments is not None:
-        same_document = segments.numbers[:, :w, None] == segments.numbers[:, None, :w]
-        first_mask = same_document.tril()[:, None]  # (B, 1, w, w)
-    first = fused_attention(
-        q[:, :w], k[:, :w], v[:, :w], scale=scale, is_causal=first_mask is None, mask=first_mask
-    )  # (B, w, H, D)
-
-    # Pad the row to whole blocks. The padding follows every token, so no token attends to it.
-    blocks = (T - 1) // w  # without the first
-    padding = (blocks + 1) * w - T
-    q = F.pad(q, (0, 0, 0, 0, 0, padding))  # (B, w + blocks x w, H, D)
-    k = F.pad(k, (0, 0, 0, 0, 0, padding))
-    v = F.pad(v, (0, 0, 0, 0, 0, padding))
-
-    # Query i of a block is key w + i of its 2w keys. It attends to the keys at a distance of 0 to w - 1. The mask is
-    # the same for every block; for w = 3 it is 0 1 1 1 0 0, 0 0 1 1 1 0, 0 0 0 1 1 1.
-    index = torch.arange(2 * w, device=q.device)
-    distance = index[w:, None] - index  # (w, 2w)
-    mask = (distance >= 0) & (distance < w)
-    # Documents end at different places in different blocks: with them every block has a mask of its own.
-    if segments is not None:
-        numbers = F.pad(segments.numbers, (0, padding), value=-1)
-        numbers = numbers.unfold(1, 2 * w, w)  # (B, blocks, 2w): the documents of each block's keys
-        same_document = numbers[:, :, w:, None] == numbers[:, :, None]  # (B, blocks, w, 2w)
-        mask = (same_document & mask).flatten(0, 1)[:, None]  # (B x blocks, 1, w, 2w)
-
-    # The blocks become rows of a batch, and one call computes them all. No block reads another's result.
-    q = q[:, w:].reshape(B * blocks, w, *q.shape[2:])
-    k = _with_block_before(k, blocks, w)
-    v = _with_block_before(v, blocks, w)
-    rest = fused_attention(q, k, v, scale=scale, mask=mask)  # (B x blocks, w, H, D)
-    rest = rest.reshape(B, blocks * w, *q.shape[2:])
-    return torch.cat((first, rest), dim=1)[:, :T]
-
-
-def _with_block_before(x: Tensor, blocks: int, w: int) -> Tensor:
-    """(B, w + blocks x w, K, D) -> (B x blocks, 2w, K, D): each block but the first, after the one before it."""
-    # Blocks 0 1 2 3: `before` is 0 1 2 and `own` is 1 2 3, joined to the pairs 01, 12 and 23.
-    before = x[:, :-w].unflatten(1, (blocks, w))
-    own = x[:, w:].unflatten(1, (blocks, w))
-    return torch.cat((before, own), dim=2).flatten(0, 1)
+    #     block 2   queries 6 7     keys 3 4 5 6 7
+    #
+    # The mask of block 1 is 0 1 1 1 0 0, 0 0 1 1 1 0, 0 0 0 1 1 1.
+    T = q.size(1)
+    blocks = []
+    for start in range(0, T, window):
+        end = min(start + window, T)
+        first = max(0, start - window)  # the first key of the block before
+        mask = causal_mask(first, start, end, window, segments, q.device)
+        block = fused_attention(q[:, start:end], k[:, first:end], v[:, first:end], scale=scale, mask=mask)
+        blocks.append(block)  # (B, w, H, D)
+    return torch.cat(blocks, dim=1)
 
 
 # Without a cache every new token costs a pass over the whole sequence. The keys and values of earlier tokens never
@@ -225,13 +195,7 @@ class KVCache:
         distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
         causal = distance >= 0
         # Layers of the same window share one mask.
-        masks = {}
-        for window in set(windows):
-            mask = causal
-            if window:
-                mask = causal & (distance < window)
-            masks[window] = mask
-        return masks
+        return {window: causal & (distance < window) if window else causal for window in set(windows)}
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store k and v (B, T, K, D) at `positions` (B, T)."""

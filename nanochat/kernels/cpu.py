@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.attention import Segments
+from nanochat.attention import Segments, causal_mask
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels.torch_ import TorchKernels
 
@@ -52,12 +52,9 @@ class CpuKernels(TorchKernels):
         return out.view(B, H, T, D)
 
     def packs(self, dtype: torch.dtype) -> bool:
-        operators = torch.ops.mkldnn
-        if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+        if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return False
-        if not torch.backends.mkldnn.is_available():
-            return False
-        return dtype == torch.float32 or operators._is_mkldnn_bf16_supported()
+        return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def pack(self, model: Any) -> Any:
         # The head first: its padding is cut off, and the loop below then leaves it alone.
@@ -87,15 +84,7 @@ def plain_attention(
     for start in range(0, T, PLAIN_BLOCK):
         end = min(start + PLAIN_BLOCK, T)
         first = max(0, start - window + 1) if window else 0  # no query of the block attends to an earlier key
-        index = torch.arange(first, end, device=q.device)
-        distance = index[start - first :, None] - index  # (queries, keys): how far a key lies before its query
-        mask = distance >= 0
-        if window:
-            mask = mask & (distance < window)
-        if segments is not None:
-            numbers = segments.numbers
-            same_document = numbers[:, start:end, None] == numbers[:, None, first:end]  # (B, queries, keys)
-            mask = mask & same_document[:, None]
+        mask = causal_mask(first, start, end, window, segments, q.device)
         # Products in the dtype of q, softmax in fp32.
         scores = (q[:, :, start:end] @ k[:, :, first:end].mT).float() * scale
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)

@@ -38,6 +38,7 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class NpuKernels(TorchKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul"
     device_type = "npu"
+    static_shapes = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/measurements.md)."""

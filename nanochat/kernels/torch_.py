@@ -27,6 +27,9 @@ class TorchKernels:
     loss_chunk_elements = 1 << 27
     # top_p looks at so many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
+    # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to its
+    # filled part, which is fewer keys to read, in a shape that changes every CACHE_STEP tokens (engine.py).
+    static_shapes = False
 
     def __str__(self) -> str:
         return self.name
