@@ -5,7 +5,6 @@ the project uses that value and never names a vendor. `torch.npu` mirrors `torch
 `getattr(torch, kind)`. The operators that differ between devices are in kernels/.
 """
 
-import contextlib
 import ctypes
 import datetime
 import importlib.util
@@ -16,7 +15,6 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,12 +39,10 @@ BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 # not listed has no known peak and prints "mfu n/a": a guess would look like a measurement. Sources: vendors' data
 # sheets. The Ascend rows are the numbers in public use, because the vendor publishes none per chip.
 PEAK_FLOPS = (
-    (r"B300|GB300", 2.25e15),
-    (r"B200|GB200", 2.25e15),
-    (r"H200|H100 (80GB )?HBM3|H100.*SXM|GH200", 989e12),
+    (r"B200|B300", 2.25e15),
+    (r"H200|H800|H100 (80GB )?HBM3|H100.*SXM", 989e12),
     (r"H100.*NVL", 835e12),
     (r"H100", 756e12),
-    (r"H800", 989e12),
     (r"H20\b", 148e12),
     (r"A100\b|A800\b", 312e12),
     (r"L40S", 362e12),
@@ -55,9 +51,7 @@ PEAK_FLOPS = (
     (r"RTX 5090", 209e12),
     (r"RTX 4090", 165e12),
     (r"RTX 3090", 71e12),
-    (r"Ascend910_93", 376e12),  # 910C, one die
-    (r"Ascend910B1", 376e12),
-    (r"Ascend910B2", 376e12),
+    (r"Ascend910_93|Ascend910B1|Ascend910B2", 376e12),  # 910_93 is one die of a 910C
     (r"Ascend910B3", 313e12),
     (r"Ascend910B4", 280e12),
 )
@@ -115,13 +109,11 @@ class Device:
         """The operators for a model that runs here: `GPT(config, device.kernels)`."""
         return kernels(self.kind)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> torch.autocast:
         """Matrix products in `dtype`; sums and parameters stay in fp32."""
         # autocast picks the dtype per operator, so that norms, softmax and losses keep fp32 (source: Micikevicius et
         # al. 2018, Mixed Precision Training). bf16 has the range of fp32, so that no loss scaling is needed.
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.kind, dtype=self.dtype)
+        return torch.autocast(self.kind, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
@@ -146,9 +138,7 @@ class Device:
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators on the host and on this device."""
-        torch.manual_seed(seed)
-        if self.kind != "cpu":
-            self.module.manual_seed_all(seed)
+        torch.manual_seed(seed)  # also seeds every accelerator that torch knows
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Every generator state of this process, for a checkpoint."""
@@ -207,18 +197,6 @@ class Device:
             if name and shutil.which(name):
                 return None
         return "a C++ compiler"
-
-    @property
-    def static_shapes(self) -> bool:
-        """Whether decoding attends to the whole cache, in one shape, instead of to its filled part."""
-        # True: one shape, which can be recorded and replayed. False: fewer keys to read, in a shape that changes every
-        # CACHE_STEP tokens (engine.py).
-        return self.kind == "npu"
-
-    @property
-    def packs_weights(self) -> bool:
-        """Whether decoding is faster with weights that `kernels.pack` has laid out."""
-        return self.kernels.packs(self.dtype)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record what `function` launches, without running it. The function must have run before: lazy set-up inside a
@@ -314,9 +292,18 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     else:
         if kind == "npu":
-            _set_npu_environment()
+            for variable, value in NPU_ENVIRONMENT.items():
+                # torch has a vendor-free name for the allocator's options, and having both set is an error.
+                if variable != "PYTORCH_NPU_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
+                    os.environ.setdefault(variable, value)
         # The first call that needs the device would fail anyway, but not with a line that says what to change.
-        _require_device(kind, local_rank, module.device_count(), world_size)
+        count = module.device_count()
+        if local_rank >= count and world_size > 1:
+            raise UserError(f"process {local_rank} has no device: {count} found; lower --nproc_per_node")
+        if local_rank >= count:
+            raise UserError(f"--device {kind}:{local_rank}: there are {count}, counted from 0")
+        if kind == "npu" and world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
+            raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
         module.set_device(local_rank)
     # TF32 rounds the inputs of an fp32 product to a fraction of 10 bits, so that tensor cores can compute it. A request
     # for float32 is a request for its precision.
@@ -324,7 +311,10 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
 
     # Precision: bf16 where the hardware computes in it. On a CPU a request is enough: it is slow there, but right.
-    name = _cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
+    if kind == "cpu":
+        name = _cpu_info("model name") or platform.processor() or platform.machine()
+    else:
+        name = module.get_device_name(local_rank)
     has_bfloat16 = _has_fast_bfloat16(kind, module)
     if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
         raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
@@ -332,7 +322,14 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
 
     # This waits for the other processes. It is last, so that a mistake in the flags is reported without a wait.
     if world_size > 1 and not dist.is_initialized():
-        _join_process_group(kind, rank, local_rank, world_size)
+        dist.init_process_group(
+            BACKENDS[kind],
+            timeout=PROCESS_GROUP_TIMEOUT,
+            store=_store_of_this_start(),  # None: torch makes one from torchrun's variables
+            rank=rank,
+            world_size=world_size,
+            device_id=None if kind == "cpu" else torch.device(kind, local_rank),
+        )
     return Device(
         kind=kind,
         module=module,
@@ -343,32 +340,6 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
         name=name,
         peak_flops=peak_flops(name) if use_bfloat16 else None,
     )
-
-
-def _set_npu_environment() -> None:
-    for name, value in NPU_ENVIRONMENT.items():
-        # torch has a vendor-free name for the allocator's options, and having both set is an error.
-        if name == "PYTORCH_NPU_ALLOC_CONF" and "PYTORCH_ALLOC_CONF" in os.environ:
-            continue
-        os.environ.setdefault(name, value)
-
-
-def _require_device(kind: str, local_rank: int, count: int, world_size: int) -> None:
-    if local_rank >= count and world_size > 1:
-        raise UserError(f"process {local_rank} has no device: {count} found; lower --nproc_per_node")
-    if local_rank >= count:
-        raise UserError(f"--device {kind}:{local_rank}: there are {count}, counted from 0")
-    if kind == "npu" and world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
-        raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
-
-
-def _join_process_group(kind: str, rank: int, local_rank: int, world_size: int) -> None:
-    device_id = None if kind == "cpu" else torch.device(kind, local_rank)
-    store = _store_of_this_start()
-    place: dict[str, Any] = {}
-    if store is not None:  # without one, torch finds its place in torchrun's variables
-        place = {"store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group(BACKENDS[kind], timeout=PROCESS_GROUP_TIMEOUT, device_id=device_id, **place)
 
 
 def _store_of_this_start() -> Store | None:
@@ -406,8 +377,6 @@ def explain(error: BaseException) -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if re.match(r"EI\d{4}", line)), lines[0])[:300]
     where = f"rank {os.environ.get('RANK', '0')}"
-    if re.search("closed by peer|connection reset", text, re.IGNORECASE):
-        return f"{where}: another process is gone ({reason}): the first error among the processes' lines is the cause"
     if re.search(r"error code is 9\b|EI0002|EI0006|EI0015|time[d ]*out", text, re.IGNORECASE):
         return (
             f"{where}: another process did not take part in a collective in time ({reason}): the first error among the "
@@ -426,13 +395,8 @@ def peak_flops(name: str) -> float | None:
 
 
 def _available(kind: str) -> bool:
-    if kind == "cpu":
-        return True
-    if kind == "npu" and not hasattr(torch, "npu"):
-        if importlib.util.find_spec("torch_npu") is None:
-            return False
-        importlib.import_module("torch_npu")  # adds torch.npu; torch >= 2.5 does so by itself
-    return getattr(torch, kind).is_available()
+    module = getattr(torch, kind, None)  # `import torch` imports torch_npu too, which adds torch.npu
+    return module is not None and module.is_available()
 
 
 def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
@@ -457,17 +421,8 @@ def _keep_freed_memory() -> None:
         mallopt(-2, 1 << 28)  # M_TOP_PAD: grow by 256 MiB at a time
 
 
-def _cpu_name() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
 def _cpu_info(field: str) -> str:
     """The first core's value of a field such as "model name"; empty where Linux does not report it."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            for line in lines:
-                if line.startswith(field):
-                    return line.partition(":")[2].strip()
-    except OSError:  # not Linux
-        pass
-    return ""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")

@@ -18,7 +18,6 @@ The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the ro
 Legend: B rows, T tokens, C width, V vocab.
 """
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,32 +111,25 @@ class Engine:
     def _snapshot(self, model: GPT) -> GPT:
         if model.is_packed:  # by another engine
             return model
-        # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
-        if is_sharded(model):
-            model = self._gathered(model)
-        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
-        # (docs/measurements.md).
-        if self.device.packs_weights:
-            return model.kernels.pack(copy.deepcopy(model).to(self.device.dtype)).eval()
         # In fp32 the snapshot would be equal to the model, so the engine shares its weights.
-        if self.device.dtype == torch.float32:
+        packs = model.kernels.packs(self.device.dtype)
+        if self.device.dtype == torch.float32 and not packs and not is_sharded(model):
             return model.eval()
-        # Decoding a few rows is bound by reading the weights once per token, not by arithmetic.
-        return copy.deepcopy(model).to(self.device.dtype).eval()  # bf16 halves the bytes that a decoded token reads
-
-    def _gathered(self, model: GPT) -> GPT:
-        """A whole copy of a sharded model; one parameter at a time is whole in fp32."""
+        # Decoding a few rows is bound by reading the weights once per token, not by arithmetic: bf16 halves the bytes.
         # A model on "meta" has shapes and no memory: no fp32 copy is ever there as a whole.
         with torch.device("meta"):
             copied = GPT(model.config, model.kernels).to(self.device.dtype)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
+        # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)
-        return copied
+        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
+        # (docs/measurements.md).
+        return (model.kernels.pack(copied) if packs else copied).eval()
 
     @torch.no_grad()
     def update(self, model: GPT) -> None:
         """Take over a model's present weights, as RL does before it samples."""
-        if self.device.packs_weights:
+        if self.model.is_packed:
             self.model = self._snapshot(model)
         elif self.model is not model:
             _copy_weights(self.model, model)  # in place: recorded launches read them there
@@ -161,7 +153,7 @@ class Engine:
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
         """
-        # Check the request, and give every row its settings and its room in the context.
+        # Check the request, and give every row its settings.
         settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         for one in set(settings):
             check_ranges(one)
@@ -171,14 +163,12 @@ class Engine:
         longest = max(len(prompt) for prompt in prompts)
         if longest >= context:
             raise UserError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
+        if max_tokens < 1:
+            return
         waiting: deque[Row] = deque()
         for number, (prompt, params) in enumerate(zip(prompts, settings, strict=True)):
             # The rotary tables end with the context, so prompt and reply together must fit into it.
-            room = min(max_tokens, context - len(prompt))
-            if room > 0:
-                waiting.append(Row(prompt, room, params, number))
-        if not waiting:
-            return
+            waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number))
 
         # The cache is as large as the longest row needs. It is written once and read at every token.
         slots = Slots(self, min(len(waiting), max_rows or len(waiting)), capacity=min(context, longest + max_tokens))
@@ -224,19 +214,10 @@ class Engine:
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
 
     def advance(self, row: Row, token: int, forced: bool) -> tuple[str, str | None]:
-        """Count a new token in; returns its kind and, where the row ends with it, the reason. See NewToken."""
-        # The marks around the tool's answer end the reply where the model writes them, but not where they are forced.
-        if forced:
-            kind = "python_output"
-        elif token in self.stop_ids:
-            return "text", "stop"
-        else:
-            kind = self._follow_call(row, token)
-        row.made += 1
-        return kind, "length" if row.made >= row.max_tokens else None
+        """Count a new token in, and queue the tool's answer at the end of a call.
 
-    def _follow_call(self, row: Row, token: int) -> str:
-        """Keep track of a tool call that the model writes; at its end, queue the tool's answer. Returns the kind."""
+        Returns the token's kind and, where the row ends with it, the reason. See NewToken.
+        """
         # The row's state after each token of "It is <|python_start|> 2+3 <|python_end|>" (a text is one token here):
         #
         #     token             tool_call   forced_tokens                          kind
@@ -246,19 +227,27 @@ class Engine:
         #     <|python_end|>    None        <|output_start|> 5 <|output_end|>      python
         #
         # The next three steps take the queued tokens instead of what the model chooses.
-        if token == self.call_start:
+        kind = "text"
+        if forced:
+            kind = "python_output"
+        # The marks around the tool's answer end the reply where the model writes them, but not where they are forced.
+        elif token in self.stop_ids:
+            return kind, "stop"
+        elif token == self.call_start:
+            kind = "python"
             row.tool_call = []
-        elif row.tool_call is None:
-            return "text"
-        elif token == self.call_end:
-            if row.answers_calls:
-                answer = calculate(self.tokenizer.decode(row.tool_call))
-                text = NO_ANSWER if answer is None else answer
-                row.forced_tokens.extend(self.tokenizer.encode(text, prepend=self.answer_start, append=self.answer_end))
-            row.tool_call = None
-        else:
-            row.tool_call.append(token)
-        return "python"
+        elif row.tool_call is not None:
+            kind = "python"
+            if token != self.call_end:
+                row.tool_call.append(token)
+            else:
+                if row.answers_calls:
+                    text = calculate(self.tokenizer.decode(row.tool_call)) or NO_ANSWER
+                    answer = self.tokenizer.encode(text, prepend=self.answer_start, append=self.answer_end)
+                    row.forced_tokens.extend(answer)
+                row.tool_call = None
+        row.made += 1
+        return kind, "length" if row.made >= row.max_tokens else None
 
 
 @torch.no_grad()
@@ -301,7 +290,10 @@ class Slots:
         self.size = size
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
-        self.cache = engine.model.new_cache(size, _round_up(capacity, CACHE_STEP), engine.device.dtype)
+        self.cache = KVCache.empty(
+            config.n_layer, size, _round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
+            engine.device.dtype,
+        )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
         # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.
@@ -311,7 +303,7 @@ class Slots:
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
         self.seen = torch.zeros(size, config.vocab_size, dtype=torch.bool, device=device)  # for the repetition penalty
         self._settings: RowSettings | None = None  # None: rows came or left since
-        self._recorded: dict[int, Recorded] = {}  # by number of rows, see `_logits`
+        self._recorded: dict[int, Recorded] = {}  # by number of rows, see `_step`
 
     @staticmethod
     def bytes_per_slot(engine: Engine) -> int:
@@ -336,11 +328,7 @@ class Slots:
             # A prompt's last token is not read with the rest: it is the first one decoded, and its logits are those of
             # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
             for filled in range(0, len(together[0]) - 1, self.prefill_chunk):
-                pieces = []
-                for prompt in together:
-                    piece = prompt[filled:-1][: self.prefill_chunk]
-                    if piece:
-                        pieces.append(piece)
+                pieces = [prompt[filled:-1][: self.prefill_chunk] for prompt in together if len(prompt) - 1 > filled]
                 self.prefill(first + start, pieces, filled)
         # RL and `generate_batch` sample one prompt many times. Rows of an equal prompt begin with the same slot, and
         # `admit` copies it for all but one.
@@ -357,9 +345,7 @@ class Slots:
         # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
         # attends to positions up to its own, and the row's next tokens take these positions.
         size = _round_up(max(len(piece) for piece in pieces), CHUNK_STEP)
-        tokens = torch.zeros(len(pieces), size, dtype=torch.long)
-        for row, piece in zip(tokens, pieces, strict=True):
-            row[: len(piece)] = torch.tensor(piece)
+        tokens = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
         lengths = torch.tensor([len(piece) for piece in pieces])
 
         # Only keys and values are wanted: the logits of a prompt's tokens are never read.
@@ -373,20 +359,23 @@ class Slots:
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of a slot's prompt into another slot, which then need not read them."""
-        self._copy_cache([source], [target], tokens)
+        self.cache.copy_rows(self._index([source]), self._index([target]), tokens)
 
     # ---- rows
 
     @torch.inference_mode()
     def admit(self, rows: Sequence[Row]) -> None:
         """Start rows whose prompts, all but the last token, are in the cache at `row.slot`."""
-        if not rows:
-            return
         to_device = self.engine.device.to_device
         first = len(self.rows)
         end = len(self.rows) + len(rows)
-        # Rows go to the slots after the running ones, wherever their prompts were read.
-        self._copy_cache([row.slot for row in rows], list(range(first, end)), max(len(row.prompt) for row in rows))
+        # Rows go to the slots after the running ones, wherever their prompts were read. A row that is in its slot
+        # already needs no copy, which is the usual case for a new prompt.
+        targets = [slot for slot, row in enumerate(rows, first) if row.slot != slot]
+        if targets:
+            sources = [rows[slot - first].slot for slot in targets]
+            longest = max(len(row.prompt) for row in rows)
+            self.cache.copy_rows(self._index(sources), self._index(targets), longest)
         self.last[first:end] = to_device(torch.tensor([row.prompt[-1] for row in rows]))
         self.cache.position[first:end] = to_device(torch.tensor([len(row.prompt) - 1 for row in rows]))
         self.table[first:end] = to_device(torch.tensor([RowSettings.numbers(row.sampling) for row in rows]))
@@ -414,36 +403,22 @@ class Slots:
         """Let rows go, wherever they are; the last running rows move into the gaps."""
         # A move copies the row's keys and values once, which is about what one token of the row reads. A gap would cost
         # that much at every token from then on.
-        ended = set(ended)
-        gaps = [row.slot for row in self.rows if row in ended]
-        if not gaps:
+        kept = [row for row in self.rows if row not in ended]
+        if len(kept) == len(self.rows):
             return
         # n rows stay, in slots 0 to n - 1 from now on. As many rows lie above as there are gaps below.
-        kept = [row for row in self.rows if row not in ended]
-        gaps = [slot for slot in gaps if slot < len(kept)]
+        gaps = [row.slot for row in self.rows[: len(kept)] if row in ended]
         movers = [row for row in kept if row.slot >= len(kept)]
         if movers:
-            self.relocate(movers, gaps)
+            source = self._index([row.slot for row in movers])
+            target = self._index(gaps)
+            self.cache.copy_rows(source, target, max(len(row.prompt) + row.made for row in movers))
+            for tensor in (self.last, self.cache.position, self.noise, self.table, self.seen):
+                tensor[target] = tensor[source]
+            for row, slot in zip(movers, gaps, strict=True):
+                row.slot = slot
         self.rows = sorted(kept, key=lambda row: row.slot)
         self._settings = None
-
-    @torch.inference_mode()
-    def relocate(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
-        """Move running rows to other slots."""
-        sources = [row.slot for row in rows]
-        self._copy_cache(sources, slots, max(len(row.prompt) + row.made for row in rows))
-        source = self._index(sources)
-        target = self._index(slots)
-        # The right side is a copy, so a target may be another row's source.
-        for tensor in (self.last, self.cache.position, self.noise, self.table, self.seen):
-            tensor[target] = tensor[source]
-        for row, slot in zip(rows, slots, strict=True):
-            row.slot = slot
-
-    @torch.inference_mode()
-    def override(self, tokens: dict[int, int]) -> None:
-        """Replace the newest token of some slots, {slot: token}: what the model chose does not count."""
-        self.last[self._index(list(tokens))] = self._index(list(tokens.values()))
 
     def reset(self) -> None:
         """Let all rows go. Raises whatever the device raises that takes no more work."""
@@ -464,6 +439,8 @@ class Slots:
         B = len(self.rows)
         if self._settings is None:
             self._settings = RowSettings([row.sampling for row in self.rows], self.table[:B])
+            self._running = self.cache.view(0, B)
+            self._running.max_position = None  # every row runs, and a running row is inside its slot: nothing to clamp
 
         # 1. Forward: each row's last token joins the cache and yields the logits of the next.
         logits, noise = self._step()  # (B, V), (B, 1)
@@ -490,24 +467,24 @@ class Slots:
             likely = [numbers[1:] for numbers in table]
 
         # 4. A row that reads the tool's answer takes the answer's next token instead of the model's.
-        forced = {row.slot: row.forced_tokens.popleft() for row in self.rows if row.forced_tokens}
-        if forced:
-            self.override(forced)
+        forced: dict[int, int] = {}  # by slot
         new_tokens = []
         for row, token, numbers in zip(self.rows, chosen, likely, strict=True):
-            token = forced.get(row.slot, token)
+            if row.forced_tokens:
+                token = row.forced_tokens.popleft()
+                forced[row.slot] = token
             kind, finish_reason = self.engine.advance(row, token, row.slot in forced)
             new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
+        if forced:
+            self.last[self._index(list(forced))] = self._index(list(forced.values()))
         return new_tokens
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the next ones."""
         B = len(self.rows)
         if not self.engine.graphs:
-            cache = self.cache.view(0, B)
-            cache.max_position = None  # every row runs, and a running row is inside its slot: nothing to clamp
-            self._attend_up_to(cache, max(len(row.prompt) + row.made for row in self.rows))
-            return self._forward(cache)
+            self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows))
+            return self._forward(self._running)
         # Recorded, a token takes 9 launches instead of 280 (depth 12, simulated NPU, docs/measurements.md).
         # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
         # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
@@ -531,17 +508,8 @@ class Slots:
 
     def _attend_up_to(self, cache: KVCache, tokens: int) -> None:
         """Attend to no more of the cache than rows of up to `tokens` tokens need, where the device gains by that."""
-        if not self.engine.device.static_shapes:
+        if not self.engine.model.kernels.static_shapes:
             cache.attended_len = min(cache.capacity, _round_up(tokens, CACHE_STEP))
-
-    def _copy_cache(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` keys and values of slots into other slots; both lists may overlap."""
-        # A row that is in its slot already needs no copy, which is the usual case for a new prompt.
-        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
-        if pairs:
-            source = self._index([source for source, _ in pairs])
-            target = self._index([target for _, target in pairs])
-            self.cache.copy_rows(source, target, tokens)
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return self.engine.device.to_device(torch.tensor(numbers))

@@ -89,9 +89,7 @@ class GPTConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim {self.head_dim} is odd: rotary positions turn pairs of channels, use an even one"
-            )
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs of channels")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
 
@@ -197,8 +195,19 @@ class Attention(nn.Module):
             gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
             v = v + gate.unsqueeze(-1) * value.view(B, T, K, D)
 
-        y = self._attend(q, k, v, context)  # (B, T, H, D)
-        return self.output(y.reshape(B, T, H * D))
+        # The new tokens attend to each other, and with a cache to the tokens before them.
+        if context.cache is None:
+            y = self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
+        else:
+            # The cache receives the new keys and values first, so that a token also attends to itself there. Then the
+            # queries attend to everything the cache holds of their rows.
+            assert context.positions is not None
+            context.cache.write(self.layer, k, v, context.positions)
+            keys, values = context.cache.read(self.layer)  # (B, K, S, D)
+            q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
+            y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
+            y = y.transpose(1, 2)
+        return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def _norm(self, qk: Tensor) -> Tensor:
         """Norm each head of the queries and the keys (B, T, H + K, D)."""
@@ -208,20 +217,6 @@ class Attention(nn.Module):
             return self.q_norm(qk)
         q, k = qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """The new tokens attend to each other, and with a cache to the tokens before them."""
-        cache = context.cache
-        if cache is None:
-            return self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
-        # The cache receives the new keys and values first, so that a token also attends to itself there. Then the
-        # queries attend to everything the cache holds of their rows.
-        assert context.positions is not None
-        cache.write(self.layer, k, v, context.positions)
-        keys, values = cache.read(self.layer)  # (B, K, S, D)
-        q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
-        y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
-        return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -344,8 +339,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def fill_rotary(self) -> None:
         """Compute the rotary tables (T, D); needed again once the model has left the meta device."""
-        if self.rotary_cos.is_meta:
-            return
         D = self.config.head_dim
         # Pair i turns by position x theta^(-2i / D): fast pairs separate neighbours, slow pairs distant tokens.
         # At D = 128 and theta = 100,000 a full turn takes pair 0 about 6 tokens, pair 32 2,000 and pair 63 525,000.
@@ -503,11 +496,6 @@ class GPT(nn.Module):
         weight = self.head.weight if isinstance(self.head, Head) else self.embedding.weight
         return weight[: self.config.vocab_size]
 
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
-        c = self.config
-        return KVCache.empty(c.n_layer, batch, capacity, c.n_kv_head, c.head_dim, self.device, dtype)
-
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Every parameter once, by the role that decides how it is optimised (optim.py)."""
         roles = ("matrix", "qkv", "embedding", "value_embedding", "head", "vector", "residual_scale")
@@ -515,14 +503,9 @@ class GPT(nn.Module):
         # Muon takes matrices, AdamW the rest with a learning rate per role (scaling.py). The embedding scales are
         # vectors: the residual scales have a role of their own because they multiply the whole stream.
         for name, parameter in self.named_parameters():
-            if name == "residual_scales":
-                role = "residual_scale"
-            elif name.startswith("embedding."):
-                role = "embedding"
-            elif name.startswith("value_embeddings."):
-                role = "value_embedding"
-            elif name.startswith("head."):
-                role = "head"
+            part = name.partition(".")[0]
+            if part in ("embedding", "value_embeddings", "head", "residual_scales"):
+                role = part.removesuffix("s")  # these parts of the model have roles of their own names
             elif parameter.ndim < 2 or "value_gate" in name:
                 # A gate is a matrix, but too small a one for Muon.
                 role = "vector"
@@ -542,8 +525,7 @@ class GPT(nn.Module):
         for layer in reversed(range(self.config.n_layer)):
             parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]
         parts += ["residual_scales", "embedding_scales", "embedding"]
-        names = [name for name, _ in self.named_parameters()]
-        names.reverse()
+        names = [name for name, _ in self.named_parameters()][::-1]
         order = []
         for part in parts:
             order += [name for name in names if name == part or name.startswith(f"{part}.")]

@@ -7,9 +7,9 @@ import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import engine as engines
-from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
+from nanochat.kernels.cpu import CpuKernels
 from nanochat.shell.cli import Interrupted, UserError
 
 CONTEXT = 48
@@ -241,7 +241,7 @@ def test_a_mark_that_the_assistant_may_not_write_ends_the_reply(mark: str, monke
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_update_takes_over_every_weight(packs: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "packs_weights", property(lambda self: packs and torch.backends.mkldnn.is_available()))
+    monkeypatch.setattr(CpuKernels, "packs", lambda self, dtype: packs and torch.backends.mkldnn.is_available())
     model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
     engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=dtype))
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str)
 def test_a_row_has_the_same_bits_at_every_number_of_rows() -> None:
     """Why no number of rows must be padded on a CPU: products of packed weights, of every size from 1 to 33."""
     engine = make_engine()
-    if not engine.device.packs_weights:
+    if not engine.model.is_packed:
         pytest.skip("no packed products here")
     rows = torch.randn(33, engine.model.config.width)
     with torch.inference_mode():

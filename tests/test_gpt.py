@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny import SHAPES, cpu_device, lively_model, tiny_config
 from torch import Tensor
 
+from nanochat.attention import KVCache
 from nanochat.cross_entropy import IGNORE
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
@@ -106,7 +107,8 @@ def greedy(model: GPT, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tuple[Tensor, Tensor]:
     """The same against a cache; the prompt goes in by `chunks`."""
-    cache = model.new_cache(prompt.size(0), model.config.sequence_len, torch.float32)
+    c = model.config
+    cache = KVCache.empty(c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32)
     out: list[Tensor] = []
     for tokens in prompt.split(chunks, dim=1):
         last = model(tokens, cache=cache)[:, -1]

@@ -327,9 +327,7 @@ def test_nearly_every_line_for_npus_runs(texts, tmp_path, monkeypatch):
     )  # fmt: skip
     (texts / "pieces.py").write_text(PIECES)
     covered(f"{training} --device=auto --dtype=float32 --window_pattern=SL")
-    with monkeypatch.context() as patch:
-        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        covered(script=str(texts / "pieces.py"))
+    covered(script=str(texts / "pieces.py"))
     covered(training, ranks=2)
     covered(training, ranks=2, code=1, flags="--hccl_fail all_reduce:2@1")
     for wrong in ("--device=gpu", "--device=cuda", "--device=npu:3", "--dtype=float16", "--compile=on"):
