@@ -18,7 +18,7 @@ Legend: N matrices of one shape (rows, columns).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -73,7 +73,6 @@ class ParameterGroup:
     betas: tuple[float, float] = (0.8, 0.95)  # Muon uses the second alone: its momentum follows a schedule
     eps: float = 1e-10
     row_splits: tuple[int, ...] = ()  # Muon: rows of each parameter that are matrices of their own (q, k, v)
-    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,11 @@ class Optimizer:
     ):
         self.layout = layout or Layout()
         self.groups = [group for group in groups if group.parameters]
-        self._rules = [_make_rule(group, self.layout, dtype) for group in self.groups]
+        muon = _Muon if self.layout.ranks == 1 else _DistributedMuon
+        self._rules: list[_AdamW | _Muon] = [
+            muon(group, self.layout, dtype) if group.kind == "muon" else _AdamW(group, self.layout)
+            for group in self.groups
+        ]
 
         # The queue. All ranks start their collectives in one order, because backends match them by it.
         shares: dict[str, _Share] = {}
@@ -207,9 +210,7 @@ class Optimizer:
         """
         state: dict[str, Tensor] = {}
         for rule in self._rules:
-            for name, tensor in rule.group.state.items():
-                shape = rule.whole_shapes.get(name)
-                state[name] = tensor if shape is None else self.layout.as_share(tensor, shape)
+            state.update(rule.state)
         return state
 
 
@@ -245,6 +246,10 @@ class _Share:
         """This rank's rows, over the parameter's memory."""
         held = local(self.parameter)
         return held[self.rows] if self.is_split else held
+
+    def as_whole(self, rows: Tensor) -> Tensor:
+        """This rank's rows of a tensor of the parameter's shape, as a DTensor where other ranks have the others."""
+        return self.layout.as_share(rows, tuple(self.parameter.shape)) if self.is_part else rows
 
     def send_gradient(self) -> None:
         held = local(self.parameter)
@@ -302,34 +307,18 @@ def _pad(rows: Tensor, count: int) -> Tensor:
 # ---------------------------------------------------------------------- phase 2
 
 
-class _Rule:
-    """How the shares of one group are updated."""
-
-    shares: dict[str, _Share]  # by name
-
-    def __init__(self, group: ParameterGroup):
-        self.group = group
-        self.whole_shapes: dict[str, tuple[int, ...]] = {}  # of the states of which each rank has a part
-
-    def update(self, settings: _Settings) -> None:
-        """Update the weights of the shares from their gradients."""
-        raise NotImplementedError
+# A rule updates one group: `update` moves the weights of the group's `shares` from their gradients.
 
 
-def _make_rule(group: ParameterGroup, layout: Layout, dtype: torch.dtype) -> _Rule:
-    if group.kind == "adamw":
-        return _AdamW(group, layout)
-    if layout.ranks == 1:
-        return _Muon(group, layout, dtype)
-    return _DistributedMuon(group, layout, dtype)
-
-
-class _AdamW(_Rule):
+class _AdamW:
     """AdamW (source: Loshchilov and Hutter 2019, Decoupled weight decay regularization)."""
 
     def __init__(self, group: ParameterGroup, layout: Layout):
-        super().__init__(group)
-        self.shares = {}
+        self.group = group
+        self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
+        self.shares: dict[str, _Share] = {}
+        self.first_moments: dict[str, Tensor] = {}
+        self.second_moments: dict[str, Tensor] = {}
         for name, parameter in group.parameters:
             # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are not
             # split, see SHARD_ELEMENTS.
@@ -338,15 +327,13 @@ class _AdamW(_Rule):
             self.shares[name] = share
             # Two running means for each element: of its gradient, and of its gradient's square. They take twice the
             # memory of the weights. A rank holds those of its share alone: this is what ZeRO saves.
-            for moment in ("first_moment", "second_moment"):
-                key = f"adamw.{name}.{moment}"
-                group.state[key] = torch.zeros_like(share.weight())
-                if share.is_part:
-                    self.whole_shapes[key] = tuple(parameter.shape)
+            for moment, moments in (("first_moment", self.first_moments), ("second_moment", self.second_moments)):
+                moments[name] = torch.zeros_like(share.weight())
+                self.state[f"adamw.{name}.{moment}"] = share.as_whole(moments[name])
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         first_name, first_parameter = group.parameters[0]
         self.steps = torch.zeros(1, device=first_parameter.device)
-        group.state[f"adamw.{first_name}.steps"] = self.steps
+        self.state[f"adamw.{first_name}.steps"] = self.steps
 
     def update(self, settings: _Settings) -> None:
         group = self.group
@@ -364,8 +351,8 @@ class _AdamW(_Rule):
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [share.weight() for share in shares.values()],
             [share.grad for share in shares.values()],
-            [group.state[f"adamw.{name}.first_moment"] for name in shares],
-            [group.state[f"adamw.{name}.second_moment"] for name in shares],
+            [self.first_moments[name] for name in shares],
+            [self.second_moments[name] for name in shares],
             [],
             [self.steps] * len(shares),
             lr=group.learning_rate * settings.lr_scale,
@@ -431,7 +418,7 @@ class _Stack:
     second_moment: Tensor  # (owned, rows, 1), or (owned, 1, columns) where matrices are wide
 
 
-class _Muon(_Rule):
+class _Muon:
     """Muon on one process (source: Jordan et al. 2024, Muon).
 
     Matrices of one shape are stacked: one orthogonalisation serves them all.
@@ -441,7 +428,8 @@ class _Muon(_Rule):
     # (docs/measurements.md). It also has half of AdamW's state: one mean for each element, and little more.
 
     def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype):
-        super().__init__(group)
+        self.group = group
+        self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
         self.layout = layout
         self.dtype = dtype
         self.shares = {name: _Share(parameter, layout, is_large=True) for name, parameter in group.parameters}
@@ -469,9 +457,8 @@ class _Muon(_Rule):
             "second_moment": torch.zeros(len(owned), *neurons, device=parameter.device),
         }
         for state_name, state in states.items():
-            key = f"muon.{name}.{rows}x{columns}.{state_name}"
-            self.group.state[key] = state
-            self.whole_shapes[key] = (len(matrices), *state.shape[1:])
+            whole_shape = (len(matrices), *state.shape[1:])
+            self.state[f"muon.{name}.{rows}x{columns}.{state_name}"] = self.layout.as_share(state, whole_shape)
         return _Stack(shape, matrices, owned, **states)
 
     def update(self, settings: _Settings) -> None:
