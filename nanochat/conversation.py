@@ -103,12 +103,9 @@ def _check_message(number: int, message: dict) -> None:
         raise ValueError(f"message {number} has the role {role!r}: system, user or assistant")
     if not isinstance(content, str | list):
         raise ValueError(f"message {number} ({role}) has no content: a text, or a list of parts")
-    if isinstance(content, str):
-        content = []  # a text has no parts to check
-    for part in content:
+    for part in parts_of(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in MARKS or not isinstance(text, str):
+        if kind not in list(MARKS) or not isinstance(part.get("text"), str):
             raise ValueError(f"message {number} ({role}) has a part that is not type ({', '.join(MARKS)}) and text")
         if kind != "text" and role != "assistant":
             raise ValueError(f"message {number} ({role}) has a {kind} part: only the assistant calls a tool")
@@ -132,7 +129,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
         ids.append(tokenizer.encode_special(f"<|{role}_start|>"))
         mask.append(0)
         for part in parts:
-            tokens = _encode_part(tokenizer, part)
+            start, end = MARKS[part["type"]]
+            tokens = tokenizer.encode(part["text"], prepend=start or None, append=end or None)
             ids += tokens
             mask += [int(learned and part["type"] != "python_output")] * len(tokens)
         # The end of a turn is the assistant's choice too: this is where it learns to stop.
@@ -209,8 +207,3 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
             tokens.append(token)
     # Decoded once per part and not per token: a character may be spread over several tokens.
     return [{"type": kind, "text": tokenizer.decode(tokens)} for kind, tokens in runs if tokens]
-
-
-def _encode_part(tokenizer: Tokenizer, part: Part) -> list[int]:
-    start, end = MARKS[part["type"]]
-    return tokenizer.encode(part["text"], prepend=start or None, append=end or None)

@@ -5,7 +5,7 @@ Legend: N scaling parameters, D training tokens (the horizon), B tokens a batch.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from nanochat.gpt import GPT, GPTConfig
@@ -140,16 +140,10 @@ class Rates:
     def scaled(self, factor: float, tables: float = 1.0) -> "Rates":
         """The rates of a later stage: all times `factor`, those of embeddings and head times `tables` as well, and no
         weight decay."""
-        return replace(
-            self,
-            matrix=factor * self.matrix,
-            embedding=factor * self.embedding * tables,
-            value_embedding=factor * self.value_embedding * tables,
-            head=factor * self.head * tables,
-            vector=factor * self.vector,
-            residual_scale=factor * self.residual_scale,
-            weight_decay=0.0,
-        )
+        scaled = {name: factor * rate for name, rate in asdict(self).items()}
+        for table in ("embedding", "value_embedding", "head"):
+            scaled[table] *= tables
+        return Rates(**{**scaled, "weight_decay": 0.0})
 
 
 def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
