@@ -37,7 +37,6 @@ class Samples:
     ids: list[list[int]]  # question and reply
     masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
     rewards: np.ndarray  # (Q, G)
-    replies: list[str]  # as text with the marks, to look at
 
 
 def sample_replies(
@@ -103,16 +102,16 @@ def sample_replies(
         own = None
 
     # 4. Exchange: every rank packs the same batch from all replies, in the order of questions and samples.
-    replies = sorted(_from_all_ranks(own, device), key=lambda reply: reply.numbers)
-    rewards = np.zeros((len(questions), samples))
-    for reply in replies:
-        question, sample = reply.numbers
-        rewards[question, sample] = reply.reward
+    replies: list[_Reply] = []
+    for share in gather_objects(own, device):
+        if share is None:
+            raise Interrupted
+        replies += share
+    replies.sort(key=lambda reply: reply.numbers)
     return Samples(
         ids=[prompts[reply.numbers[0]] + reply.tokens for reply in replies],
         masks=[[0] * len(prompts[reply.numbers[0]]) + reply.mask for reply in replies],
-        rewards=rewards,
-        replies=[tokenizer.decode(reply.tokens) for reply in replies],
+        rewards=np.array([reply.reward for reply in replies]).reshape(len(questions), samples),
     )
 
 
@@ -122,16 +121,6 @@ class _Reply:
     tokens: list[int]
     mask: list[int]
     reward: float
-
-
-def _from_all_ranks(own: list[_Reply] | None, device: Device) -> list[_Reply]:
-    """Raises Interrupted: when a rank has None."""
-    replies: list[_Reply] = []
-    for share in gather_objects(own, device):
-        if share is None:
-            raise Interrupted
-        replies += share
-    return replies
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:

@@ -23,8 +23,8 @@ class Config(StageFlags):
     examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # of a reply
-    temperature: Frozen[float] = 1.0  # of the samples; the loss is that of temperature 1
-    top_k: Frozen[int] = 0  # 0: off
+    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the samples; the loss is that of temperature 1
+    top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
@@ -52,7 +52,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
-    from nanochat.engine import Engine, SamplingParams, seed_of
+    from nanochat.engine import Engine, seed_of
     from nanochat.run.stage import Run, begin
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
@@ -60,9 +60,6 @@ def main(config: Config) -> None:
     from nanochat.train import make_optimizer, train_step
 
     # ------------------------------------------------------------------ loss
-    if config.temperature < 0.01:
-        raise UserError(f"--temperature {config.temperature}: replies must differ to be compared; 1.0 is usual")
-    cli.check_ranges(SamplingParams(config.temperature, config.top_k))
     loss = losses.find(losses.POLICY_LOSSES, config.loss)
     if config.kl and not loss.takes("kl"):
         raise UserError(f"--kl {config.kl}: --loss {config.loss} has no KL penalty, grpo has")
@@ -178,8 +175,9 @@ def main(config: Config) -> None:
                 if reference is not None:
                     metrics["kl"] = rollout.mean_kl(model, batches, device)
                 run.log(stats, **metrics)
-                if run.should_evaluate and samples.replies:
-                    run.logger.message(f"a reply, reward {samples.rewards.flat[0]:g}: {samples.replies[0]!r}")
+                if run.should_evaluate and samples.ids:
+                    text = start.tokenizer.decode(samples.ids[0])
+                    run.logger.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")
     run.finish(f"held-out reward {reward_before:.3f} -> {reward_after:.3f}")
 
 

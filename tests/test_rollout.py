@@ -59,10 +59,10 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
         engine, questions(5, task), samples=3, max_tokens=12, temperature=1.0, seed=1, rows=4
     )
     assert drawn.rewards.shape == (5, 3) and len(drawn.ids) == 15
-    for number, (ids, mask, reply) in enumerate(zip(drawn.ids, drawn.masks, drawn.replies, strict=True)):
+    for number, (ids, mask) in enumerate(zip(drawn.ids, drawn.masks, strict=True)):
         question = engine.tokenizer.decode(ids)
         assert question.startswith(f"<|bos|><|user_start|>{'q' * (number // 3 % 3 + 1)}<|user_end|><|assistant_start|>")
-        assert question.endswith(reply) and len(mask) == len(ids)
+        assert len(mask) == len(ids)
         text = text_of(parse_reply(engine.tokenizer, [t for t, m in zip(ids, mask, strict=True) if m]))
         assert drawn.rewards.flat[number] == len(text)
     assert sorted(answer for answer, _ in task.seen) == [i // 3 for i in range(15)], "each reply is graded once"
@@ -82,13 +82,14 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
     drawn = rollout.sample_replies(
         engine, questions(1, task), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8
     )
-    assert drawn.replies[0] == ("<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5<|assistant_end|>")
+    reply = "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5<|assistant_end|>"
+    assert tokenizer.decode(drawn.ids[0]).endswith(reply)
     chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
     assert tokenizer.decode(chosen) == "<|python_start|>2+3<|python_end|>5<|assistant_end|>"
 
 
 def test_a_batch_carries_each_samples_advantage_and_share():
-    samples = rollout.Samples([[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], np.zeros((1, 2)), ["", ""])
+    samples = rollout.Samples([[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], np.zeros((1, 2)))
     rows = pack_sequences(samples.ids, samples.masks, 8)
     batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]), cpu_device())
     of = {(s, t): (a, w) for s, t, a, w in zip(

@@ -114,7 +114,7 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
     call("chat_dpo", *DPO, "--num_iterations=4", "--eval_every=2")
     call("chat_rl", *RL, "--num_iterations=2", "--eval_every=1", "--source=dpo")
     out = capsys.readouterr().out
-    assert "held-out reward" in out and "a reply, reward" in out
+    assert "held-out reward" in out and "a question and a reply, reward" in out
     keys = (("mid", "val_bpb", 8), ("sft", "val_loss", 8), ("dpo", "val_accuracy", 4), ("rl", "eval_reward", 2))
     for stage, key, steps in keys:
         lines = metrics(start, stage)
