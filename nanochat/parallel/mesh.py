@@ -32,10 +32,8 @@ class Layout:
     mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None on one process
 
     def __str__(self) -> str:
-        if self.sharded and self.replicas > 1:
-            return f"fsdp over {self.ranks}, {self.replicas} replicas"
         if self.sharded:
-            return f"fsdp over {self.ranks}"
+            return f"fsdp over {self.ranks}" + (f", {self.replicas} replicas" if self.replicas > 1 else "")
         return "ddp" if self.ranks > 1 else "one process"
 
     @property

@@ -70,10 +70,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     end = 0
     for name in names:
         tensor = tensors[name]
-        start = end
-        end = start + tensor.nbytes
-        dtype = DTYPES[dtype_name(tensor)]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        offsets = [end, end + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[dtype_name(tensor)], "shape": list(tensor.shape), "data_offsets": offsets}
+        end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
 
@@ -128,14 +127,13 @@ def held_box(tensor: Tensor) -> Box:
     size = list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return offset, size
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # every rank of a run is in its mesh
+    mesh = tensor.device_mesh
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             # torch gives each rank ceil(n / ranks) rows; the last ranks hold fewer, or none.
             dim = placement.dim
-            rows = math.ceil(size[dim] / tensor.device_mesh.size(mesh_dim))
-            start = min(coordinate[mesh_dim] * rows, size[dim])
+            rows = math.ceil(size[dim] / mesh.size(mesh_dim))
+            start = min(mesh.get_local_rank(mesh_dim) * rows, size[dim])
             offset[dim] += start
             size[dim] = min(rows, size[dim] - start)
     return offset, size
@@ -149,10 +147,8 @@ def local(tensor: Tensor) -> Tensor:
 def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
     """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
     if isinstance(tensor, DTensor):  # a shard that several replicas hold: the first replica's
-        coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None
-        pairs = zip(coordinate, tensor.placements, strict=True)
-        return all(index == 0 for index, placement in pairs if isinstance(placement, Replicate))
+        copies = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+        return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in copies)
     if name.startswith("rank"):  # of one rank alone: its generators, its loader
         return name.startswith(f"rank{rank}/")
     return rank == 0  # the same on all ranks
@@ -216,10 +212,8 @@ def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
     writers = set()
     for name, tensor in state.items():
         entry = index.get(name)
-        if entry is None:
-            raise ValueError(f"the training state has no {name}: it belongs to another model or optimizer")
-        if entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor):
-            raise ValueError(f"the training state's {name} has another shape: it belongs to another model")
+        if entry is None or entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor):
+            raise ValueError(f"the training state has no such {name}: it belongs to another model or optimizer")
         writers |= {chunk["rank"] for chunk in entry["chunks"]}
     for writer in sorted(writers):
         try:
@@ -238,11 +232,9 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
     held_offset, held_size = held_box(tensor)
     from_chunk = []
     to_held = []
-    for start, length, held_start, held_length in zip(
-        chunk["offset"], chunk["size"], held_offset, held_size, strict=True
-    ):
+    for dim, (start, held_start) in enumerate(zip(chunk["offset"], held_offset, strict=True)):
         first = max(start, held_start)
-        end = min(start + length, held_start + held_length)
+        end = min(start + chunk["size"][dim], held_start + held_size[dim])
         if first >= end:
             return  # nothing in common
         from_chunk.append(slice(first - start, end - start))
