@@ -51,7 +51,7 @@ AT_ONCE_SECONDS = 1.0  # a second Ctrl-C within this is the first one, sent twic
 class Beat:
     """What a rank publishes about itself once a second."""
 
-    number: int
+    sent: float  # by the rank's own clock
     host: str
     step: int  # the last boundary it passed
     phase: str  # training, evaluation, sampling, saving
@@ -80,11 +80,8 @@ class Faults:
         self._condition = threading.Condition()
         # What this rank publishes.
         self._host = socket.gethostname()
-        self._phase = "training"
-        self._patience = 0.0
+        self._phase = ("training", 0.0)  # and the seconds that it may stand still
         self._ticks = 0
-        self._beats = 0
-        self._beat_at = 0.0
         # What it has seen of the others: the newest value of each thing, and since when it has it.
         self._seen: dict[str, tuple[Any, float]] = {}
         # Its own threads, and their clock. It does not count time in which this process itself was stopped: the others
@@ -103,9 +100,8 @@ class Faults:
         else:
             token = torch.tensor(random.SystemRandom().getrandbits(31), device=self.device.torch_device)
             dist.broadcast(token, 0)
-            port = int(os.environ["MASTER_PORT"])
-            timeout = timedelta(seconds=STORE_SECONDS)
-            connection = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            connection = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             store = PrefixStore(f"faults/{token.item()}", connection)
         if self.device.is_main:
             for key in ("stop", "verdict"):
@@ -168,15 +164,12 @@ class Faults:
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
         """Name what the run does instead of training, for the watchdog's line. It may stand still for `seconds` where
         that is longer than `hang_seconds`."""
-        phase_before = self._phase
-        patience_before = self._patience
-        self._phase = name
-        self._patience = seconds
+        before = self._phase
+        self._phase = (name, seconds)
         try:
             yield
         finally:
-            self._phase = phase_before
-            self._patience = patience_before
+            self._phase = before
 
     def leave(self, saved: Path) -> NoReturn:
         """After the loop, when it was stopped: print one line and exit with the status that a signal has."""
@@ -216,21 +209,18 @@ class Faults:
 
     def _watch(self) -> None:
         """A thread: reads the store every POLL_SECONDS, and acts on a stop or on a verdict."""
-        stop_written = False
         try:
             while not self._closed.is_set():
                 self._wake.wait(POLL_SECONDS / 10 if self._holding else POLL_SECONDS)
                 self._wake.clear()
-                if self.signal and not stop_written:
+                if self.signal and not self._holding:
                     self._store.compare_set("stop", "", str(self.signal))
-                    stop_written = True
                 stop, verdict = (value.decode() for value in self._store.multi_get(["stop", "verdict"]))
                 if verdict:
                     self._obey(verdict, print_it=self.device.local_rank == 0)
                 if stop:
                     self._follow_stop(int(stop))
-                if self._awake - self._beat_at >= BEAT_SECONDS:
-                    self._beat_at = self._awake
+                if self._awake - self._sent >= BEAT_SECONDS:
                     self._publish(self._store)
                     self._judge()
                 self._store_answered = self._awake
@@ -261,9 +251,10 @@ class Faults:
             self._condemn(f"{_ranks(silent)} did not answer when the run was to stop: nothing more was saved")
 
     def _publish(self, store: Store) -> None:
-        self._beats += 1
-        patience = self._patience if self._passed >= self._start + 2 else START_SECONDS
-        beat = Beat(self._beats, self._host, self._passed, self._phase, self._ticks, self._place(), patience)
+        self._sent = self._awake
+        phase, seconds = self._phase
+        patience = seconds if self._passed >= self._start + 2 else START_SECONDS
+        beat = Beat(self._sent, self._host, self._passed, phase, self._ticks, self._place(), patience)
         store.set(f"beat/{self.device.rank}", json.dumps(dataclasses.asdict(beat)))
 
     def _place(self) -> str:
@@ -281,7 +272,7 @@ class Faults:
         ranks = list(range(self.device.world_size)) if self.device.is_main else [0]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         beats = {rank: Beat(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
-        silent_for = {rank: self._age(f"number of {rank}", beat.number) for rank, beat in beats.items()}
+        silent_for = {rank: self._age(f"beat of {rank}", beat.sent) for rank, beat in beats.items()}
         still_for = [self._age(f"work of {rank}", (beat.step, beat.phase, beat.ticks)) for rank, beat in beats.items()]
         silent = [rank for rank in ranks if silent_for[rank] > self.hang_seconds]
         patience = max(self.hang_seconds, *(beat.patience for beat in beats.values()))
@@ -338,6 +329,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _store_name() -> str:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return f"the job's store at {where}{', in the process of rank 0' if own else ''}"
+    own = "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ", in the process of rank 0"
+    return f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}{own}"
