@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ def recorded(folder: Path) -> list[int]:
 
 
 def run(recorder: Recorder, steps: int) -> list[float]:
-    with recorder:
+    with closing(recorder):
         return [(torch.ones(4, 4) @ torch.ones(4, 4), recorder.step())[1] for _ in range(steps)]
 
 
@@ -91,7 +92,7 @@ def test_nothing_is_recorded(tmp_path, monkeypatch, asked, left, rank):
 def test_a_run_that_fails_stops_the_profiler(tmp_path, monkeypatch):
     made = VendorProfiler()
     recorder = Recorder(3, 9, accelerator(monkeypatch, made), tmp_path / "profile", pytest.fail)
-    with pytest.raises(ZeroDivisionError), recorder:
+    with pytest.raises(ZeroDivisionError), closing(recorder):
         recorder.step()
         raise ZeroDivisionError
     assert made.stopped == 1
@@ -128,7 +129,7 @@ def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
     said: list[str] = []
     recorder = Recorder(2, 3, device, tmp_path / "profile", said.append)
     taken = []
-    with recorder:
+    with closing(recorder):
         for _ in range(3):
             now[0] += 0.02
             taken.append(recorder.step())

@@ -18,8 +18,8 @@ SHOWN = 10  # operators
 class Recorder:
     """Records `steps` training steps of a run that has `steps_left`, on rank 0; with 0 it does nothing.
 
-    A context manager around the loop. After the last recorded step the summary goes to `report` and to
-    `folder/summary.txt`. An earlier recording in `folder` is replaced.
+    It begins at once. After the last recorded step the summary goes to `report` and to `folder/summary.txt`. An earlier
+    recording in `folder` is replaced.
     """
 
     def __init__(self, steps: int, steps_left: int, device: Device, folder: Path, report: Callable[[str], object]):
@@ -31,20 +31,16 @@ class Recorder:
         self.steps = min(steps, steps_left - self.skipped)
         self.seen = 0
         self.seconds = 0.0  # of the recorded steps, without the profiler's own work
-        self.resumed = 0.0
         self.profiler: Any = None
         if self.steps > 0 and device.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             self.profiler = device.profiler(self.skipped, self.steps, folder)
-
-    def __enter__(self) -> "Recorder":
-        if self.profiler is not None:
             self.profiler.start()
-            self.resumed = time.perf_counter()
-        return self
+        self.resumed = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Stop a recording that the run did not reach the end of."""
         if self.profiler is not None:
             self.profiler.stop()
 
@@ -75,7 +71,6 @@ class Recorder:
         lines = [f"profile of {self.steps} steps on {self.device}: {step_ms:.2f} ms a step, peak {memory:.2f} GiB"]
         if hasattr(self.profiler, "key_averages"):
             column = "self_cpu_time_total" if self.device.kind == "cpu" else "self_device_time_total"
-            table = self.profiler.key_averages().table(sort_by=column, row_limit=SHOWN, max_name_column_width=50)
-            lines.append(table)
+            lines.append(self.profiler.key_averages().table(column, SHOWN, max_name_column_width=50))
         lines.append(f"trace: {self.folder}")
         return "\n".join(lines)

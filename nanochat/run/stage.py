@@ -285,14 +285,14 @@ class Run:
             self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.meta["config"],
             rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
         )  # fmt: skip
-        self.recorder = Recorder(
-            config.profile, self.last - progress.step, device, runs / "profile", self.logger.message
-        )
         self.faults = Faults(device, progress.step, config.hang_seconds)
+        steps_left = self.last - progress.step
+        self.recorder = Recorder(config.profile, steps_left, device, runs / "profile", self.logger.message)
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, self.folder)
-        for part in (self.faults, self.logger, self.recorder):
-            self._stack.enter_context(part)
+        self._stack.enter_context(self.faults)
+        self._stack.enter_context(self.logger)
+        self._stack.callback(self.recorder.close)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
