@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from nanochat.shell.log import warn
 from nanochat.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
-WEIGHTS_VERSIONS = (1, 2)  # version 1 has the same weights, and a training state that this code cannot read
 
 # What a parser raises for a file that is damaged, or is not ours.
 UNREADABLE = (
@@ -85,31 +84,14 @@ def _damage_of(path: Path) -> Iterator[None]:
 #      "training.rank0.safetensors": {...}, "training.rank1.safetensors": {...}, "training.json": {...}}
 
 
-@dataclass
-class Training:
-    """What only a resume needs, as one rank holds it."""
-
-    optimizer: dict[str, Tensor]  # DTensors are shards of a tensor, other tensors are the same on all ranks
-    loader: dict[str, Tensor]  # this rank's position in the data
-    rng: dict[str, Tensor]  # this rank's random generators
-
-    def to_state(self, rank: int) -> dict[str, Tensor]:
-        """All tensors in one dictionary. Names of one rank's own tensors begin with `rank<r>/`."""
-        # The ranks share one optimizer state under the same names. Loaders and generators differ from rank to rank;
-        # without the prefix the ranks would overwrite each other's.
-        state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
-        state |= {f"rank{rank}/loader/{name}": tensor for name, tensor in self.loader.items()}
-        state |= {f"rank{rank}/rng/{name}": tensor for name, tensor in self.rng.items()}
-        return state
-
-
 def save(
     folder: Path,
     step: int,
     model: GPT,
     tokenizer: Tokenizer,
     meta: dict[str, Any],
-    training: Training,
+    optimizer: Optimizer,
+    loader_state: dict[str, Tensor],
     device: Device,
     *,
     keep_last: int = 0,
@@ -117,6 +99,7 @@ def save(
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
+    `loader_state` is this rank's position in the data; its random generators are saved too.
     `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none).
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
@@ -124,9 +107,14 @@ def save(
     final = step_path(folder, step)
     unfinished = unfinished_path(final)
 
-    # Which part of the training state this rank writes, and how much all ranks write together. What several ranks
-    # hold alike is written once, by the first of them. Rank 0's share is the largest: this sum is never too small.
-    share, entries = storage.share_of(training.to_state(device.rank), device.rank)
+    # What only a resume needs. The ranks share one optimizer state under the same names. Loaders and generators differ
+    # from rank to rank; without the prefix the ranks would overwrite each other's.
+    state = {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    state |= {f"rank{device.rank}/loader/{name}": tensor for name, tensor in loader_state.items()}
+    state |= {f"rank{device.rank}/rng/{name}": tensor for name, tensor in device.rng_state().items()}
+    # Which part of it this rank writes, and how much all ranks write together. What several ranks hold alike is written
+    # once, by the first of them. Rank 0's share is the largest: this sum is never too small.
+    share, entries = storage.share_of(state, device.rank)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     share_bytes = sum(tensor.nbytes for tensor in share.values())
     needed_bytes = weight_bytes + share_bytes * device.world_size
@@ -276,14 +264,14 @@ def verify(step_folder: Path) -> dict[str, Any]:
         meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
         version = meta.get("version")
         ranks = meta.get("world_size", 0)
-        if version == FORMAT_VERSION and ranks:
+        if ranks:
             needed.add("training.json")
             needed.update(storage.share_name(rank) for rank in range(min(ranks, len(manifest))))
     missing = needed - set(manifest)
     if missing:  # a manifest that leaves out a file must not pass
         raise DamagedCheckpoint(f"{manifest_path} is damaged (it has no {', '.join(sorted(missing))})")
     # An unknown version is not damage: falling back to an older step would hide that the code is too old.
-    if version not in WEIGHTS_VERSIONS:
+    if version != FORMAT_VERSION:
         raise UserError(f"{step_folder} has format version {version}, this code reads {FORMAT_VERSION}")
     return meta
 
@@ -299,9 +287,7 @@ def is_whole(step_folder: Path) -> bool:
 
 def steps(folder: Path) -> list[int]:
     """The steps of a run that have a finished checkpoint, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(_step_of(path) for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name))
+    return sorted(_step_of(path) for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -334,7 +320,7 @@ def load_training(
     Raises UserError: for weights alone. Raises ValueError: when the state is of another model or optimizer;
     DamagedCheckpoint: when the files cannot be read.
     """
-    if not meta["world_size"] or meta["version"] != FORMAT_VERSION:
+    if not meta["world_size"]:
         raise UserError(f"{step_folder} holds weights only: it cannot be resumed; train from it with --source")
     # What each rank saved for itself is small, and all ranks read all of it: from the loader states of 8 ranks, 2 ranks
     # compute where they begin (`LoaderState.merge`). The index has the shapes.
@@ -408,62 +394,48 @@ def find_source(
         return Path(str(found))
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
-        source = _furthest_stage(model_tag)
-    if source not in paths.STAGES:
-        chosen = Path(source).expanduser()
-        if not (chosen / "manifest.json").is_file():
-            raise UserError(
-                f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
-                "(.../step_<n>): name one of them"
-            )
-    else:
-        folder = paths.checkpoint_dir(source, model_tag) if model_tag else _newest_tag(source)
-        if step is None:
-            return _newest_whole(folder, source)
-        chosen = step_path(folder, step)
-        if not chosen.is_dir():
-            raise UserError(
-                f"there is no step {step} in {folder}: it has {steps(folder) or 'none'}; without one, the newest"
-            )
+        trained = [stage for stage in paths.STAGES if any(model_tag in (None, path.name) for path in tags(stage))]
+        source = trained[-1] if trained else "base"
+    if source in paths.STAGES:
+        return _find_in_stage(source, model_tag, step)
+    chosen = Path(source).expanduser()
+    if not (chosen / "manifest.json").is_file():
+        raise UserError(
+            f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
+            "(.../step_<n>): name one of them"
+        )
     verify(chosen)
     return chosen
 
 
-def _newest_whole(folder: Path, stage: str) -> Path:
-    found = newest(folder)
-    if found is not None:
-        return found[0]
-    other_tags = [path.name for path in tags(stage) if path != folder]
-    hint = f", or name one of the tags {', '.join(other_tags)}" if other_tags else ""
-    raise UserError(f"there is no whole checkpoint in {folder}: {_how_to_train(stage)}{hint}")
-
-
-def _newest_tag(stage: str) -> Path:
-    """The folder of the tag that was written last."""
+def _find_in_stage(stage: str, model_tag: str | None, step: int | None) -> Path:
+    # The tag written last, by the time of its newest step: a folder's own time also changes when a step is deleted.
     folders = tags(stage)
-    if not folders:
-        folder = paths.base_dir() / "checkpoints" / stage
-        raise UserError(f"there is no {stage} checkpoint in {folder}: {_how_to_train(stage)}")
-    # By the time of its newest step. A folder's own time would also change when an old step is deleted.
-    return max(folders, key=lambda folder: step_path(folder, steps(folder)[-1]).stat().st_mtime)
-
-
-def _furthest_stage(model_tag: str | None) -> str:
-    """The last stage that has a checkpoint (of that tag); base when there is none."""
-    for stage in reversed(paths.STAGES):
-        if steps(paths.checkpoint_dir(stage, model_tag)) if model_tag else tags(stage):
-            return stage
-    return "base"
+    folder = paths.base_dir() / "checkpoints" / stage
+    if model_tag:
+        folder = paths.checkpoint_dir(stage, model_tag)
+    elif folders:
+        folder = max(folders, key=lambda folder: step_path(folder, steps(folder)[-1]).stat().st_mtime)
+    if step is not None and steps(folder):
+        chosen = step_path(folder, step)
+        if not chosen.is_dir():
+            raise UserError(f"there is no step {step} in {folder}: it has {steps(folder)}; without one, the newest")
+        verify(chosen)
+        return chosen
+    found = newest(folder)
+    if found is None:
+        others = [path.name for path in folders if path != folder]
+        hint = f", or name one of the tags {', '.join(others)}" if others else ""
+        raise UserError(
+            f"there is no {stage} checkpoint in {folder} that is whole: train one with "
+            f"`python -m scripts.{paths.STAGES[stage]}`{hint}"
+        )
+    return found[0]
 
 
 def tags(stage: str) -> list[Path]:
     """The folders of a stage that have a finished step, by name."""
-    folder = paths.base_dir() / "checkpoints" / stage
-    return sorted(path for path in folder.iterdir() if steps(path)) if folder.is_dir() else []
-
-
-def _how_to_train(stage: str) -> str:
-    return f"train one with `python -m scripts.{paths.STAGES[stage]}`"
+    return sorted(path for path in (paths.base_dir() / "checkpoints" / stage).glob("*") if steps(path))
 
 
 def short_name(step_folder: Path) -> str:
@@ -503,8 +475,7 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free_bytes = shutil.disk_usage(existing).free
+        free_bytes = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         raise UserError(
             f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes:,} free; "
             "make room, or point NANOCHAT_BASE_DIR elsewhere"

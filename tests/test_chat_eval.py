@@ -549,7 +549,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         (["--show=-1"], "--show -1: at least 0"),
         (["--temperature=-1"], "--temperature -1.0"),
         (["--source=rl"], "there is no rl checkpoint"),
-        (["--model_tag=other"], "no whole checkpoint"),
+        (["--model_tag=other"], "that is whole"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

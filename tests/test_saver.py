@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Momentum, cpu_device, run_ranks, smallest_model, smallest_training
+from tiny import Momentum, cpu_device, run_ranks, smallest_model
 
 from nanochat import checkpoint_manager
-from nanochat.checkpoint_manager import Training, clean_up, load_training, newest, steps
+from nanochat.checkpoint_manager import clean_up, load_training, newest, steps
 from nanochat.data.loader import Loader, LoaderState
 from nanochat.device import Device
 from nanochat.parallel import collectives
@@ -60,10 +60,11 @@ def folder() -> Path:
 
 def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
     model = smallest_model(seed)
-    training = smallest_training(seed + rank)
+    momentum: Any = Momentum(seed + rank)
+    row = {"row": torch.tensor([seed + rank, 8])}
     device = cpu_device(rank=rank, world_size=ranks)
     meta = {"stage": "base", "seed": seed}
-    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, training, device, **options)
+    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, momentum, row, device, **options)
 
 
 def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
@@ -78,7 +79,7 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     loader, _ = load_training(path, meta, momentum, cpu_device())
-    assert torch.equal(momentum.tensors["a.momentum"], smallest_training(seed).optimizer["a.momentum"])
+    assert torch.equal(momentum.tensors["a.momentum"], Momentum(seed).tensors["a.momentum"])
     assert [int(share["row"][0]) for share in loader] == [seed + rank for rank in range(meta["world_size"])]
     assert {file.name for file in path.iterdir()} == FILES | {storage.share_name(r) for r in range(meta["world_size"])}
     return meta["step"], seed
@@ -242,11 +243,7 @@ def dist_of_two(ranks: dict[Any, Any], me: Callable[[], Any]) -> Any:
     def all_gather_object(values: list[Any], value: Any) -> None:
         values[me()], values[1 - me()] = value, exchange(value)
 
-    def broadcast_object_list(message: list[Any], source: int, device: Any) -> None:
-        theirs = exchange(list(message))
-        message[:] = message if me() == source else theirs
-
-    return SimpleNamespace(all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list)
+    return SimpleNamespace(all_gather_object=all_gather_object)
 
 
 def forked_ranks(action: Callable[[int], Any]) -> list[int]:
@@ -349,8 +346,8 @@ class FullDisk:
 def test_a_disk_that_fills_up_at_any_byte_is_reported(folder, monkeypatch):
     path = save_step(folder, 1, seed=1)
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "tokenizer.json")  # written by its own
-    needed = sum(t.nbytes for part in (smallest_model().state_dict(), smallest_training().to_state(cpu_device()))
-                 for t in part.values())  # fmt: skip
+    state = {**Momentum(0).tensors, "row": torch.zeros(2, dtype=torch.int64), **cpu_device().rng_state()}
+    needed = sum(tensor.nbytes for part in (smallest_model().state_dict(), state) for tensor in part.values())
     for number in range(50):
         room = size * number // 50
         with monkeypatch.context() as patch:
@@ -592,9 +589,9 @@ def train(device: Device, base: str, until: int, save_every: int, layout: str = 
         seen["drawn"].append(torch.rand(()).item())
         progress.step = step + 1
         if progress.step % save_every == 0 or progress.step == until:
-            training = Training(optimizer.state_dict(), batch.state.to_tensors(), device.rng_state())
             now = meta | {"progress": progress.to_dict()}
-            checkpoint_manager.save(folder, progress.step, model, TOKENIZER, now, training, device, keep_last=2)
+            row = batch.state.to_tensors()
+            checkpoint_manager.save(folder, progress.step, model, TOKENIZER, now, optimizer, row, device, keep_last=2)
     paths.unlock(folder)
     loader.close()
     return seen

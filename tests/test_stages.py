@@ -424,7 +424,7 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
     ("command", "says"),
     [
         ("mid_train --source=nowhere", "neither a stage"),
-        ("mid_train --source_tag=nowhere", "no whole checkpoint"),
+        ("mid_train --source_tag=nowhere", "that is whole"),
         ("mid_train --tasks=nothing", "no such task"),
         ("mid_train --total_batch_size=100 --device_batch_size=2", "--total_batch_size"),
         ("mid_train --lr_scale=-1", "--lr_scale"),

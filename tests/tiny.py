@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
-from nanochat.checkpoint_manager import Training
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
@@ -85,17 +84,14 @@ def smallest_model(seed: int = 0) -> GPT:
     return model
 
 
-def smallest_training(seed: int = 0) -> Training:
-    generator = torch.Generator().manual_seed(seed)
-    momentum = {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0 + seed)}
-    return Training(momentum, {"row": torch.tensor([seed, 8])}, {"host": torch.get_rng_state()})
-
-
 class Momentum:
-    """The optimizer of `smallest_training`: its state, at zero until it is loaded."""
+    """The state of an optimizer: with a seed a random one, without one zeros, to be loaded."""
 
-    def __init__(self):
-        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in smallest_training().optimizer.items()}
+    def __init__(self, seed: int | None = None):
+        generator = torch.Generator().manual_seed(seed or 0)
+        self.tensors = {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0)}
+        if seed is None:
+            self.tensors = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.tensors
@@ -103,7 +99,9 @@ class Momentum:
 
 def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any]) -> Path:
     """A checkpoint without a state to resume from."""
-    return checkpoint_manager.save(folder, step, model, tokenizer, meta, Training({}, {}, {}), cpu_device())
+    nothing: Any = Momentum()
+    nothing.tensors = {}
+    return checkpoint_manager.save(folder, step, model, tokenizer, meta, nothing, {}, cpu_device())
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:

@@ -36,8 +36,6 @@ def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str
 
     Raises UserError: on all ranks, when `decide` fails on rank 0.
     """
-    if device.world_size == 1:
-        return decide()
     decision: str | None = None
     failure: Exception | None = None
     if device.is_main:
@@ -45,13 +43,12 @@ def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str
             decision = decide()
         except Exception as error:
             failure = error
-    message = [decision, None if failure is None else str(failure)]
-    dist.broadcast_object_list(message, 0, device=device.torch_device)
+    decision, message = gather_objects((decision, None if failure is None else str(failure)), device)[0]
     if failure is not None:
         raise failure
-    if message[1] is not None:
-        raise UserError(message[1])
-    return message[0]
+    if message is not None:
+        raise UserError(message)
+    return decision
 
 
 # torch 2.13 renamed both; older versions know the second name only.

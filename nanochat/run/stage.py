@@ -38,7 +38,6 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
-from nanochat.checkpoint_manager import Training
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
@@ -153,12 +152,10 @@ def resume(
 
     found = decide_on_rank_zero(start.device, find)
     if found is None:
-        beginning = f"--resume: nothing in {folder} yet, starting from the beginning"
+        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
         others = [path.name for path in checkpoint_manager.tags(folder.parent.name)]
         if others:  # the tag may be mistyped
-            warn(f"{beginning}; the tags that could be resumed are {', '.join(others)}")
-        else:
-            print0(beginning)
+            warn(f"--resume found nothing in {folder}; the tags that could be resumed are {', '.join(others)}")
         return Progress(), []
     step_folder = Path(found)
     saved = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
@@ -397,12 +394,11 @@ class Run:
             self._read(self._stats)  # a signal stopped the run between two log lines
         start = self.start
         step = self.progress.step
-        training = Training(self.optimizer.state_dict(), loader_state, self.device.rng_state())
         meta = {**self.meta, "progress": self.progress.to_dict(), **meta}
         try:
             with self.faults.phase("saving", SAVE_SECONDS):
                 saved = checkpoint_manager.save(
-                    self.folder, step, start.model, start.tokenizer, meta, training, self.device,
+                    self.folder, step, start.model, start.tokenizer, meta, self.optimizer, loader_state, self.device,
                     keep_last=self.config.keep_last, keep_every=self.config.keep_every,
                 )  # fmt: skip
         except (UserError, OSError) as error:
@@ -431,12 +427,12 @@ class Run:
         line = self.meter.read(stats)
         if self.meter.since_good < 3:
             return line
-        good = self.progress.step - self.meter.since_good
-        last_good = str(good - 1) if good else "none"
+        last_good = self.progress.step - self.meter.since_good - 1
         steps = checkpoint_manager.steps(self.folder)
         checkpoint = checkpoint_manager.step_path(self.folder, steps[-1]) if steps else "none"
         hint = ", then --resume" if steps else ""
         raise UserError(
-            f"the loss or its gradient was not finite three steps in a row; last good step: {last_good}, newest "
+            f"the loss or its gradient was not finite three steps in a row; last good step: "
+            f"{last_good if last_good >= 0 else 'none'}, newest "
             f"checkpoint: {checkpoint}; lower the learning rates{hint}"
         )
