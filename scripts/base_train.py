@@ -126,9 +126,7 @@ def main(config: Config) -> None:
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
     )  # fmt: skip
-    remaining_flops = token_flops * batch_tokens * (steps - run.progress.step)
-    compiled, how = device.compile(model, config.compile, remaining_flops)
-    print0(f"step: {how}; kernels: {device.kernels}")
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens)
     val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the micro-batches of the last step; the last one knows the position that `save` stores

@@ -76,8 +76,7 @@ def main(config: Config) -> None:
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     step_flops = token_flops * draw(train, 0, examples)[0].inputs.numel()  # of a step, its padding included
-    compiled, how = device.compile(model, config.compile, step_flops * (steps - run.progress.step))
-    print0(f"step: {how}; kernels: {device.kernels}")
+    compiled = run.compile(model, config.compile, step_flops)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, 0, held_out_count)
     no_target = 0  # conversations since the last log line that left nothing to learn

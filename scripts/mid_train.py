@@ -73,9 +73,7 @@ def main(config: Config) -> None:
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
         seed=config.seed, state=LoaderState.merge(run.loader_states) if run.loader_states else None,
     )  # fmt: skip
-    remaining_flops = token_flops * batch_tokens * (steps - run.progress.step)
-    compiled, how = device.compile(model, config.compile, remaining_flops)
-    print0(f"step: {how}; kernels: {device.kernels}")
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens)
     val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the last step's; no step, no checkpoint

@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -296,6 +296,12 @@ class Run:
         self._stack.__exit__(kind, error, trace)
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # another rank failed, has printed why, and made torchrun end this one
+
+    def compile(self, model: Any, mode: Literal["auto", "on", "off"], step_flops: int) -> Any:
+        """The model, compiled where that pays over the steps that are left; prints how a step is computed."""
+        compiled, how = self.device.compile(model, mode, step_flops * (self.last - self.progress.step))
+        print0(f"step: {how}; kernels: {self.device.kernels}")
+        return compiled
 
     def steps(self) -> Iterator[int]:
         """The number of finished steps, at the top of every turn; the loop leaves it by `should_leave`."""
