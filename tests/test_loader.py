@@ -105,7 +105,7 @@ def count(rows) -> Counter:
 
 
 def count_left(state) -> Counter:
-    return count(document for at in state.shards.values() for document in at.leftovers)
+    return count(document for at in state.shards.values() for document in at.waiting)
 
 
 def count_dealt(corpus, state) -> Counter:
@@ -138,7 +138,7 @@ def test_rows_are_full_and_hold_every_token_once(longest):
     seen, left = count(rows), count_left(batches[-1].state)
     assert max(seen.values()) == 1
     assert seen + left == count_dealt(corpus, batches[-1].state)
-    assert all(document[0] == BEGIN for at in batches[-1].state.shards.values() for document in at.leftovers)
+    assert all(document[0] == BEGIN for at in batches[-1].state.shards.values() for document in at.waiting)
 
     # A piece is a run of one document; the parts of a cut document follow each other in its shard.
     reached: dict[int, int] = {}

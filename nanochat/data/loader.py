@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -53,13 +53,17 @@ class Documents(Protocol):
     def read_block(self, index: int) -> Sequence[Document]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardState:
     """The position of a canonical shard."""
 
-    block: int  # the next one, counted within the shard
-    document: int  # the next one within the block
-    leftovers: tuple[np.ndarray, ...]  # int32 tokens of whole or cut documents, each with its begin token
+    block: int = 0  # the next one, counted within the shard
+    document: int = 0  # the next one within the block
+    # Documents that are read but in no row yet, whole or cut: int32 tokens, each with its begin token; shortest first.
+    waiting: list[np.ndarray] = field(default_factory=list)
+
+    def copy(self) -> "ShardState":
+        return replace(self, waiting=list(self.waiting))
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class LoaderState:
         """Flat int32 and int64 tensors, for a checkpoint."""
         tensors = {"row": torch.tensor([self.row, self.shard_count])}
         for number, shard in self.shards.items():
-            tokens = np.concatenate(shard.leftovers) if shard.leftovers else np.zeros(0, np.int32)
+            tokens = np.concatenate(shard.waiting) if shard.waiting else np.zeros(0, np.int32)
             tensors[f"shard.{number}.position"] = torch.tensor([shard.block, shard.document])
-            tensors[f"shard.{number}.lengths"] = torch.tensor([len(document) for document in shard.leftovers])
+            tensors[f"shard.{number}.lengths"] = torch.tensor([len(document) for document in shard.waiting])
             tensors[f"shard.{number}.tokens"] = torch.from_numpy(tokens)
         return tensors
 
@@ -94,8 +98,8 @@ class LoaderState:
                 block, document = tensors[key].tolist()
                 lengths = tensors[f"{name}.lengths"].numpy()
                 tokens = tensors[f"{name}.tokens"].numpy()
-                leftovers = tuple(np.split(tokens, np.cumsum(lengths)[:-1])) if len(tokens) else ()
-                shards[number] = ShardState(block, document, leftovers)
+                waiting = np.split(tokens, np.cumsum(lengths)[:-1]) if len(tokens) else []
+                shards[number] = ShardState(block, document, waiting)
         assert len(shards) == shard_count, "a rank's share of the loader's state is missing"
         return cls(row, shards, shard_count)
 
@@ -144,7 +148,10 @@ class Loader:
         self._seed = seed
         self._workers = workers
         self._shard_count = shard_count
-        self._shards = {number: _Shard(number, state) for number in range(rank, shard_count, world_size)}
+        self._shards: dict[int, ShardState] = {}
+        for number in range(rank, shard_count, world_size):
+            self._shards[number] = state.shards[number].copy() if state else ShardState()
+        self._documents: dict[int, Sequence[Document]] = {}  # of each shard's current block, once read
         self._world_size = world_size
         self._batch_rows = batch_rows
         self._row_tokens = row_tokens
@@ -178,12 +185,12 @@ class Loader:
         # A row has one token more than a model reads: the last one is only a target.
         rows = np.empty((self._batch_rows, self._row_tokens + 1), dtype=np.int64)
         for row in rows:
-            self._fill(row, self._shards[self._row % self._shard_count])
+            self._fill(row, self._row % self._shard_count)
             self._row += self._world_size
         # The position travels with the batch. The thread is some batches ahead, so its own position would skip those
         # when the run resumes.
         tokens = torch.from_numpy(rows)
-        positions = {number: shard.state() for number, shard in self._shards.items()}
+        positions = {number: shard.copy() for number, shard in self._shards.items()}
         state = LoaderState(self._row - self._offset, positions, self._shard_count)
 
         # An epoch is over when the slowest shard has finished it.
@@ -193,47 +200,50 @@ class Loader:
             epoch = read // self._block_count
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, epoch)
 
-    def _fill(self, row: np.ndarray, shard: "_Shard") -> None:
-        """Fill a row (T + 1,) completely with the documents of a shard, by best fit."""
+    def _fill(self, row: np.ndarray, number: int) -> None:
+        """Fill a row (T + 1,) completely with the documents of shard `number`, by best fit."""
         # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
         #
         #     room 10   the longest that fits is 5          waiting  3, 12
         #     room  5   the longest that fits is 3          waiting  12
         #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
+        waiting = self._shards[number].waiting
         used = 0
         while used < len(row):
-            self._refill(shard, BUFFER_ROWS * len(row))
+            self._refill(number, BUFFER_ROWS * len(row))
             room = len(row) - used
-            fitting = bisect.bisect_right(shard.waiting, room, key=len)
+            fitting = bisect.bisect_right(waiting, room, key=len)
             if fitting:
-                document = shard.waiting.pop(fitting - 1)  # the longest that fits
+                document = waiting.pop(fitting - 1)  # the longest that fits
             else:
-                longest = shard.waiting.pop()
+                longest = waiting.pop()
                 document = longest[:room]
                 rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
-                bisect.insort_left(shard.waiting, rest, key=len)
+                bisect.insort_left(waiting, rest, key=len)
             row[used : used + len(document)] = document
             used += len(document)
 
-    def _refill(self, shard: "_Shard", tokens: int) -> None:
-        """Tokenize documents until enough of them wait."""
+    def _refill(self, number: int, tokens: int) -> None:
+        """Tokenize documents of shard `number` until enough of them wait."""
+        shard = self._shards[number]
         empty_blocks = 0
         while len(shard.waiting) < BUFFER_DOCUMENTS and sum(map(len, shard.waiting)) < tokens:
-            if shard.documents is None:
-                shard.documents = self._read(shard.number, shard.block)
-            documents = shard.documents[shard.document : shard.document + TOKENIZE_DOCUMENTS]
+            if number not in self._documents:
+                self._documents[number] = self._read(number, shard.block)
+            block = self._documents[number]
+            documents = block[shard.document : shard.document + TOKENIZE_DOCUMENTS]
             for document in tokenize(documents, self._tokenizer, self._workers):
                 bisect.insort_right(shard.waiting, document, key=len)
             shard.document += len(documents)
-            if shard.document < len(shard.documents):
+            if shard.document < len(block):
                 continue
             # On to the next block. A shard may meet many empty ones in a row by chance, but not this many.
-            empty_blocks = 0 if shard.documents else empty_blocks + 1
+            empty_blocks = 0 if block else empty_blocks + 1
             if empty_blocks > 50 * (self._block_count or 1000):
                 raise UserError(f"{self._corpus.name}: every document is empty")
             shard.block += 1
             shard.document = 0
-            shard.documents = None
+            del self._documents[number]
 
     def _read(self, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block`."""
@@ -244,21 +254,6 @@ class Loader:
             epoch, place = divmod(index, self._block_count)
             index = int(_shuffled(self._seed, epoch, self._block_count)[place])
         return self._corpus.read_block(index)
-
-
-class _Shard:
-    """One canonical shard: its position, and the documents that wait to be packed."""
-
-    def __init__(self, number: int, state: LoaderState | None):
-        position = state.shards[number] if state else ShardState(0, 0, ())
-        self.number = number
-        self.block = position.block
-        self.document = position.document
-        self.documents: Sequence[Document] | None = None  # of the current block, once read
-        self.waiting = list(position.leftovers)  # shortest first
-
-    def state(self) -> ShardState:
-        return ShardState(self.block, self.document, tuple(self.waiting))
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Names and paths become addressable text: `open_corpus(data) -> (train, validation)`.
 
-A corpus is a list of blocks; a block is a handful of documents, the same ones at every call and in any order of calls.
+A corpus is a list of blocks (`loader.Documents`); a block is a handful of documents, sometimes none, the same ones at
+every call and in any order of calls. The next block is read fast, any other correctly.
 The loader addresses text by block, so that the order of training is a function of (seed, index) at any world size.
 
     files    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (files.py)
@@ -16,7 +17,7 @@ import sysconfig
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,19 +30,7 @@ NAMES = ("demo", "pydoc", *DATASETS)
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class Corpus(Protocol):
-    name: str
-
-    def block_count(self) -> int | None:
-        """None: without end."""
-        ...
-
-    def read_block(self, index: int) -> list[str]:
-        """The documents of one block in order (sometimes none); fast for the next index, correct for any."""
-        ...
-
-
-def fingerprint(corpus: Corpus) -> str:
+def fingerprint(corpus: "Corpus") -> str:
     """A sha256 that identifies a corpus: of its number of blocks and of eight of them, evenly spaced."""
     count = corpus.block_count()
     digest = hashlib.sha256(str(count).encode())
@@ -51,7 +40,7 @@ def fingerprint(corpus: Corpus) -> str:
     return digest.hexdigest()
 
 
-def read_texts(corpus: Corpus, max_chars: int) -> Iterator[str]:
+def read_texts(corpus: "Corpus", max_chars: int) -> Iterator[str]:
     """The documents of a corpus in order, up to so many characters; the last one may be cut."""
     blocks = corpus.block_count()
     for index in itertools.count() if blocks is None else range(blocks):
@@ -64,7 +53,7 @@ def read_texts(corpus: Corpus, max_chars: int) -> Iterator[str]:
 
 def open_corpus(
     data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None
-) -> tuple[Corpus, Corpus]:
+) -> tuple["Corpus", "Corpus"]:
     """Open --data (and --val_data) as (train, validation).
 
     Without `val_data` a folder's last file is validation, or the last 10% of a single file; a name has its
@@ -83,7 +72,7 @@ def open_corpus(
     return train, val
 
 
-def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple[Corpus, Corpus]:
+def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple["Corpus", "Corpus"]:
     """(train, validation) of one name or path; with `whole`, both are all of a path's text."""
     if not data:
         raise UserError(f"{flag} is empty: name a file, a folder, or one of {', '.join(NAMES)}")
@@ -109,7 +98,7 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
     return _open_files(data, files, False)
 
 
-def _open_files(name: str, paths: list[Path], whole: bool) -> tuple[Corpus, Corpus]:
+def _open_files(name: str, paths: list[Path], whole: bool) -> tuple["Corpus", "Corpus"]:
     if len(paths) > 1 or whole:
         files = [open_file(path, [COLUMN]) for path in paths]
         if whole:
@@ -211,33 +200,34 @@ class PydocCorpus:
         return [_module_document(name, source)]
 
 
+Corpus = FileCorpus | DemoCorpus | PydocCorpus
+
+
 def _module_document(name: str, source: bytes) -> str:
     """Docstrings and signatures of one module as readable text, from its syntax tree."""
     import ast
+
+    def descriptions(body: list[ast.stmt], indent: str) -> Iterator[str]:
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            doc = ast.get_docstring(node)
+            if node.name.startswith("_") and not doc:
+                continue
+            if isinstance(node, ast.ClassDef):
+                bases = ", ".join(ast.unparse(base) for base in node.bases)
+                heading = f"class {node.name}({bases})" if bases else f"class {node.name}"
+            else:
+                heading = f"def {node.name}({ast.unparse(node.args)})"
+            if doc:
+                heading += f"\n{textwrap.indent(doc, '    ')}"
+            yield textwrap.indent(heading, indent)
+            if isinstance(node, ast.ClassDef):
+                yield from descriptions(node.body, indent + "    ")
 
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return f"module {name}\n"
-    parts = [f"module {name}\n\n{ast.get_docstring(tree) or ''}".rstrip()]
-
-    def describe(node: ast.AST, indent: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                continue
-            doc = ast.get_docstring(child)
-            if child.name.startswith("_") and not doc:
-                continue
-            if isinstance(child, ast.ClassDef):
-                bases = ", ".join(ast.unparse(base) for base in child.bases)
-                heading = f"class {child.name}({bases})" if bases else f"class {child.name}"
-            else:
-                heading = f"def {child.name}({ast.unparse(child.args)})"
-            if doc:
-                heading += f"\n{textwrap.indent(doc, '    ')}"
-            parts.append(textwrap.indent(heading, indent))
-            if isinstance(child, ast.ClassDef):
-                describe(child, indent + "    ")
-
-    describe(tree, "")
-    return "\n\n".join(parts) + "\n"
+    heading = f"module {name}\n\n{ast.get_docstring(tree) or ''}".rstrip()
+    return "\n\n".join([heading, *descriptions(tree.body, "")]) + "\n"
