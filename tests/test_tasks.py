@@ -216,8 +216,8 @@ def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
 
 
 MMLU_DAMAGE = [
-    (SKY | {"answer": 4}, "line 1 is not an example of mmlu: its answer is 4"),
-    (SKY | {"answer": -1}, "line 1 is not an example of mmlu: its answer is -1"),
+    (SKY | {"answer": 4}, "line 1 cannot be used: its answer is 4"),
+    (SKY | {"answer": -1}, "line 1 cannot be used: its answer is -1"),
     (SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
     (
         SKY | {"answer": 0, "choices": ["red", "blue"]},
@@ -280,7 +280,7 @@ ARC_DAMAGE = [
         arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}},
         "its choices are not as many texts as letters",
     ),
-    (arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, "line 1 is not an example of"),
+    (arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, "line 1 cannot be used"),
     (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
 ]
 
@@ -534,20 +534,20 @@ def test_a_folder_with_splits_of_its_own(tmp_path):
 
 
 BAD_ROWS = [
-    ({"messages": []}, "is not a conversation: a conversation is a non-empty list of messages"),
-    ({"messages": [HELLO[1]]}, "is not a conversation: message 0 is by assistant, where user is expected"),
-    ({"messages": [HELLO[0], HELLO[0]]}, "is not a conversation: message 1 is by user, where assistant is expected"),
-    ({"messages": [{"role": "bot", "content": "Hi"}]}, "is not a conversation: message 0 has the role 'bot'"),
-    ({"messages": [HELLO[0], {"role": "assistant"}]}, "is not a conversation: message 1 (assistant) has no content"),
-    ({"messages": ["Hello", "Hi!"]}, "is not a conversation: message 0 is not an object with role and content"),
-    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "is not a conversation: message 0 has the role ['x']"),
-    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "is not a conversation: message 0 has the role 'tool'"),
-    ({"instruction": "Add."}, "is not a conversation: message 1 (assistant) has no content"),
-    ({"text": "Hello"}, "is not a conversation: unknown form (with text); known forms:"),
-    ({}, "is not a conversation: unknown form (with nothing)"),
-    ("Hello", "is not a conversation: unknown form (but str)"),
-    ([HELLO[0]], "is not a conversation: there is no message from"),
-    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "is not a conversation: there is no message from"),
+    ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
+    ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
+    ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: message 1 is by user, where assistant is expected"),
+    ({"messages": [{"role": "bot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'bot'"),
+    ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
+    ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
+    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
+    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 has the role 'tool'"),
+    ({"instruction": "Add."}, "cannot be used: message 1 (assistant) has no content"),
+    ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
+    ({}, "cannot be used: unknown form (with nothing)"),
+    ("Hello", "cannot be used: unknown form (but str)"),
+    ([HELLO[0]], "cannot be used: there is no message from"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "cannot be used: there is no message from"),
 ]
 
 
@@ -576,9 +576,7 @@ def test_smoltalk(tmp_path, name):
 def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
     task = SmolTalk("train", str(path))
-    assert complaint(lambda: task.example(1)).startswith(
-        f"{path} line 2 is not an example of smoltalk: message 0 is by assistant"
-    )
+    assert complaint(lambda: task.example(1)).startswith(f"{path} line 2 cannot be used: message 0 is by assistant")
     assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "messages" that is a list')
 
 
@@ -638,7 +636,7 @@ BAD_PAIRS = [
 def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
     line = complaint(lambda: Preferences("train", str(path)))
-    assert line.startswith(f"{path} line 3 is not a preference pair: ") and problem in line
+    assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
 
 def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
@@ -665,7 +663,7 @@ def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
     write(tmp_path / "train.jsonl", [PAIR_FORMS[0], {"chosen": HELLO, "rejected": HELLO[:1]}])
     task = UltraFeedback("train", str(tmp_path / "train.jsonl"))  # a row is checked when it is read
     assert task.pair(0) == pair_of(PAIR_FORMS[0])
-    assert "line 2 is not a preference pair: rejected does not end" in complaint(lambda: task.pair(1))
+    assert "line 2 cannot be used: rejected does not end" in complaint(lambda: task.pair(1))
 
 
 # ---- All that come from a hub ----------------------------------------------------------------------------

@@ -76,17 +76,23 @@ class DataFile:
 
 
 class Records:
-    """The rows of several files, one file after the other. With `fields` each record is an object that has them."""
+    """The rows of several files, one file after the other, or rows `first` to `end` of them.
 
-    def __init__(self, files: Sequence[DataFile], fields: Fields | None = None):
+    With `fields` each record is an object that has them.
+    """
+
+    def __init__(self, files: Sequence[DataFile], fields: Fields | None = None, first: int = 0, end: int | None = None):
         self.files = files
         self.fields = fields
-        self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in records
-        starts = [file.starts[1:] + end - len(file) for file, end in zip(files, self.ends, strict=True)]
-        self.starts = np.concatenate([[0], *starts])  # (blocks + 1,): the first record of each block, then their number
+        self.first = first
+        self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in rows
+        starts = [file.starts[1:] + stop - len(file) for file, stop in zip(files, self.ends, strict=True)]
+        # The first record of each block, then the number of records. Blocks outside of first ... end become empty,
+        # and `unique` drops them; one across a bound is cut there.
+        self.starts = np.unique(np.concatenate([[0], *starts]).clip(first, end)) - first  # (blocks + 1,)
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Any:
         """Raises UserError: when the record is damaged, or lacks a field."""
@@ -110,21 +116,22 @@ class Records:
                 has = ", ".join(value) or "none"
                 raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: its fields are {has}')
 
-    def parse(self, index: int, parse: Callable[[Any], T], what: str) -> T:
+    def parse(self, index: int, parse: Callable[[Any], T]) -> T:
         """What `parse` makes of a record. Raises UserError: with the record's place, where it raises ValueError."""
         value = self[index]
         try:
             return parse(value)
         except ValueError as error:
-            raise self.error(index, f"is not {what}: {error}") from error
+            raise self.error(index, f"cannot be used: {error}") from error
 
     def place(self, index: int) -> tuple[DataFile, int]:
         """The file of a record, and its row there."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        which = bisect.bisect_right(self.ends, index)
+        row = self.first + index
+        which = bisect.bisect_right(self.ends, row)
         file = self.files[which]
-        return file, index - self.ends[which] + len(file)
+        return file, row - self.ends[which] + len(file)
 
 
 def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path]:

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from nanochat.data.catalog import DATASETS
 from nanochat.data.files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
 from nanochat.shell.cli import UserError
@@ -120,17 +118,15 @@ class FileCorpus:
 
     def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None):
         self.name = name
-        self.records = Records(files)
-        # Blocks outside of first ... end become empty, and `unique` drops them; one across a bound is cut there.
-        self.starts = np.unique(self.records.starts.clip(first, end)).tolist()
+        self.records = Records(files, first=first, end=end)
 
     def block_count(self) -> int:
-        return len(self.starts) - 1
+        return len(self.records.starts) - 1
 
     def read_block(self, index: int) -> list[str]:
         if not 0 <= index < self.block_count():
             raise IndexError(f"block {index} of {self.block_count()}")
-        first, end = self.starts[index : index + 2]
+        first, end = self.records.starts[index : index + 2].tolist()
         file, row = self.records.place(first)
         rows = file.read(row, row + end - first)
         if not isinstance(file, TextFile):

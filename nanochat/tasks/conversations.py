@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
+from nanochat.data.files import Records
 from nanochat.data.records import find_split, open_records
 from nanochat.shell.cli import UserError
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.tasks.recorded import RecordTask
+from nanochat.tasks.task import Example, Split
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
 KNOWN = '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}'
 
 
-class Conversations(Task):
+class Conversations(RecordTask):
     """A dialogue to learn from."""
 
     name = "conversations"
@@ -36,24 +38,17 @@ class Conversations(Task):
         files_of = {name: find_split(place, names) if place.is_dir() else [] for name, names in SPLIT_NAMES.items()}
         if all(files_of.values()):
             self.records = open_records(files_of[split])
-            self.numbers = range(len(self.records))  # of this split's records
         else:
             self.records = open_records([place])
             count = len(self.records)
             cut = min(count * 9 // 10, count - 1) if count > 1 else count
-            self.numbers = range(cut) if split == "train" else range(cut, count)
-        for number in self.numbers:
-            self.messages(number)
+            first, end = (0, cut) if split == "train" else (cut, count)
+            self.records = Records(self.records.files, first=first, end=end)
+        for index in range(len(self)):
+            self.example(index)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def example(self, index: int) -> Example:
-        return Example(self.messages(self.numbers[index]))
-
-    def messages(self, number: int) -> list[Message]:
-        """The conversation of one record. Raises UserError: with the record's place, when it is malformed."""
-        return self.records.parse(number, messages_of, "a conversation")
+    def read(self, record: Any) -> Example:
+        return Example(messages_of(record))
 
 
 def messages_of(record: Any) -> list[Message]:

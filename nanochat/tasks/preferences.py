@@ -13,7 +13,7 @@ from typing import Any
 
 from nanochat.conversation import Message, check_messages
 from nanochat.tasks.conversations import Conversations, contents, plain
-from nanochat.tasks.task import Pair
+from nanochat.tasks.task import Example, Pair
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '
@@ -28,14 +28,11 @@ class Preferences(Conversations):
     has_pairs = True
 
     def pair(self, index: int) -> Pair:
-        return self._pair(self.numbers[index])
+        return self.records.parse(index, pair_of)
 
-    def messages(self, number: int) -> list[Message]:
-        pair = self._pair(number)
-        return [*pair.question, pair.chosen]
-
-    def _pair(self, number: int) -> Pair:
-        return self.records.parse(number, pair_of, "a preference pair")
+    def read(self, record: Any) -> Example:
+        pair = pair_of(record)
+        return Example([*pair.question, pair.chosen])
 
 
 def pair_of(record: Any) -> Pair:

@@ -22,7 +22,7 @@ class RecordTask(Task):
         raise NotImplementedError
 
     def example(self, index: int) -> Example:
-        return self.records.parse(index, self.read, f"an example of {self.name}")
+        return self.records.parse(index, self.read)
 
     def __len__(self) -> int:
         return len(self.records)

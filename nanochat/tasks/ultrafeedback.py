@@ -5,6 +5,8 @@ Of each question the best reply and another: 61,135 pairs, and 2,000 for testing
 Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall et al. 2023, Zephyr.
 """
 
+from typing import Any
+
 from nanochat.tasks.preferences import pair_of
 from nanochat.tasks.recorded import RecordTask
 from nanochat.tasks.task import Example, Pair
@@ -19,8 +21,8 @@ class UltraFeedback(RecordTask):
     splits = {"train": "train_prefs", "test": "test_prefs"}  # its other splits are for SFT and for generating
 
     def pair(self, index: int) -> Pair:
-        return self.records.parse(index, pair_of, "a preference pair")
+        return self.records.parse(index, pair_of)
 
-    def example(self, index: int) -> Example:
-        pair = self.pair(index)
+    def read(self, record: Any) -> Example:
+        pair = pair_of(record)
         return Example([*pair.question, pair.chosen])
