@@ -38,7 +38,6 @@ class Arithmetic(GeneratedTask):
     """Two- and three-digit sums, differences and products, some of them as a little story."""
 
     name = "arithmetic"
-    kind = "generative"
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)

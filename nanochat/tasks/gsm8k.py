@@ -25,7 +25,6 @@ class Gsm8k(RecordTask):
     """A word problem; graded by the number after the last `####`."""
 
     name = "gsm8k"
-    kind = "generative"
     fields = {"question": str, "answer": str}
 
     def read(self, record: Any) -> Example:

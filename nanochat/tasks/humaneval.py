@@ -24,7 +24,6 @@ class HumanEval(RecordTask):
     """A function to complete; right when its tests pass."""
 
     name = "humaneval"
-    kind = "generative"
     fields = {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str}
 
     def read(self, record: Any) -> Example:

@@ -30,7 +30,6 @@ class Identity(GeneratedTask):
     """One to three turns of small talk, sometimes after a system message; the answers are learned by heart."""
 
     name = "identity"
-    kind = "generative"
     sizes = {"train": 10_000, "test": 100}
 
     def example(self, index: int) -> Example:

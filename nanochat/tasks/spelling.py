@@ -40,7 +40,6 @@ class Spelling(GeneratedTask):
     """A word, letter by letter; graded by the last row of single letters."""
 
     name = "spelling"
-    kind = "generative"
 
     def word(self, index: int) -> str:
         """Words take turns; everything else about an example is drawn at random."""

@@ -31,7 +31,6 @@ class Stories(GeneratedTask):
     """
 
     name = "stories"
-    kind = "generative"
 
     def example(self, index: int) -> Example:
         rng, story = self._draw(index)
@@ -68,7 +67,6 @@ class StoryQuestions(GeneratedTask):
     """A short story and a question about it; the answer is one sentence."""
 
     name = "questions"
-    kind = "generative"
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)

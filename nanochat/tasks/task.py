@@ -1,11 +1,10 @@
 """What every task is: examples by number, each a conversation with its reference answer, and a grade for a reply.
 
-A new task is one file with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask` (they are
-the records of a dataset: recorded.py), and one line in registry.py:
+A new task is one file with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask` (each is
+read from a record of a dataset: recorded.py), and one line in registry.py:
 
     class Parity(GeneratedTask):
         name = "parity"
-        kind = "generative"
         baseline = 0.5  # accuracy of guessing
 
         def example(self, index):
@@ -58,7 +57,7 @@ class Task:
     """A list of examples, the same for the same arguments on every machine."""
 
     name: str
-    kind: Kind
+    kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
     has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
 
