@@ -52,7 +52,7 @@ def main(config: Config) -> None:
             print0(f"{folder} holds the tokenizer of this text and these flags: there is nothing to do")
             return
         raise UserError(
-            f"{folder} holds another tokenizer, and checkpoints in {base_dir()} were trained with it and "
+            f"{folder} holds a tokenizer of other text or flags; checkpoints in {base_dir()} were trained with it and "
             f"would become useless: add --overwrite, or point NANOCHAT_BASE_DIR to a fresh folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
