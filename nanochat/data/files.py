@@ -97,24 +97,22 @@ class Records:
     def __getitem__(self, index: int) -> Any:
         """Raises UserError: when the record is damaged, or lacks a field."""
         file, row = self.place(index)
-        value = file.row(row)
-        if self.fields is not None:
-            self.require(index, value, self.fields)
-        return value
+        return self.checked(index, file.row(row))
 
     def error(self, index: int, problem: str) -> UserError:
         """What to raise for a record that is not as it should be: its file, its line, the problem."""
         file, row = self.place(index)
         return UserError(f"{file.where(row)} {problem}")
 
-    def require(self, index: int, value: Any, fields: Fields) -> None:
-        """Raises UserError: when the value, found in record `index`, is not an object with the fields."""
-        if not isinstance(value, dict):
-            raise self.error(index, f"is not an object with {', '.join(fields)}")
-        for name, kind in fields.items():
+    def checked(self, index: int, value: Any) -> Any:
+        """The value of record `index`. Raises UserError: when it is not an object with the fields."""
+        if self.fields and not isinstance(value, dict):
+            raise self.error(index, f"is not an object with {', '.join(self.fields)}")
+        for name, kind in (self.fields or {}).items():
             if not isinstance(value.get(name), kind):
                 has = ", ".join(value) or "none"
                 raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: its fields are {has}')
+        return value
 
     def parse(self, index: int, parse: Callable[[Any], T]) -> T:
         """What `parse` makes of a record. Raises UserError: with the record's place, where it raises ValueError."""
@@ -387,12 +385,11 @@ class ParquetFile(DataFile):
                     raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
             groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
         # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
+        group_bytes = [group.total_byte_size for group in groups]
         is_flat = len(self.file.schema.names) == len(names)
         if self.columns is not None and len(self.columns) == 1 and is_flat:
             place = names.index(self.columns[0])
             group_bytes = [group.column(place).total_uncompressed_size for group in groups]
-        else:
-            group_bytes = [group.total_byte_size for group in groups]
         # Blocks of at most 16 MiB, and 64 or more per file if there are rows enough for a good shuffle.
         self.group_ends = list(itertools.accumulate(group.num_rows for group in groups))
         starts = []

@@ -76,10 +76,6 @@ class ModelScope:
     variable = "MODELSCOPE_ENDPOINT"
 
     def __init__(self) -> None:
-        try:
-            import modelscope.hub.api  # noqa: F401  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError("--hub modelscope needs its client: pip install modelscope") from error
         self.endpoint = (os.environ.get(self.variable) or "https://www.modelscope.cn").rstrip("/")
 
     def listing(self, source: Source) -> tuple[str, Files]:
@@ -252,6 +248,8 @@ def _reason(error: BaseException, endpoint: str, page: str) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 20:
         causes.append(cause)
+    if isinstance(error, ImportError):
+        return f"{error}: pip install {(error.name or 'its client').partition('.')[0]}"
     for cause in causes:
         # The HTTP status in an error of huggingface_hub and modelscope, or of urllib.
         status = getattr(getattr(cause, "response", None), "status_code", None) or getattr(cause, "code", None)

@@ -118,7 +118,7 @@ class FileCorpus:
 
     def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None):
         self.name = name
-        self.records = Records(files, first=first, end=end)
+        self.records = Records(files, {COLUMN: str}, first, end)
 
     def block_count(self) -> int:
         return len(self.records.starts) - 1
@@ -137,8 +137,7 @@ class FileCorpus:
         """The text of one row. Raises UserError: when it has none."""
         if isinstance(file, ParquetFile) and row[COLUMN] is None:
             return ""
-        self.records.require(index, row, {COLUMN: str})
-        text = row[COLUMN]
+        text = self.records.checked(index, row)[COLUMN]
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
