@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -118,11 +118,14 @@ class ChatSerializer(_Serializer):
         return _choice_object(number, self._logprobs(chunks), chunks[-1].finish_reason, message=message)
 
     def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+        logprobs = _logprobs_of(chunks)
+        if not logprobs:
+            return None
         content = []
-        for one in _logprobs_of(chunks):
+        for one in logprobs:
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
             content.append({**self.token(one.token_id, one.logprob), "top_logprobs": alternatives})
-        return {"content": content, "refusal": None} if content else None
+        return {"content": content, "refusal": None}
 
 
 class CompletionSerializer(_Serializer):
@@ -149,8 +152,11 @@ class CompletionSerializer(_Serializer):
         return _choice_object(number, self._logprobs(number, chunks), chunks[-1].finish_reason, text=text)
 
     def _logprobs(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+        logprobs = _logprobs_of(chunks)
+        if not logprobs:
+            return None
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in _logprobs_of(chunks):
+        for one in logprobs:
             token = self.token(one.token_id, one.logprob)
             alternatives = [self.token(*alternative) for alternative in one.alternatives]
             lists["tokens"].append(_token_name(token))
@@ -158,15 +164,17 @@ class CompletionSerializer(_Serializer):
             lists["top_logprobs"].append({_token_name(other): other["logprob"] for other in alternatives})
             lists["text_offset"].append(self._offsets[number])
             self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
-        return lists if lists["tokens"] else None
+        return lists
 
 
 Serializer = ChatSerializer | CompletionSerializer
 
 
-def _logprobs_of(chunks: Sequence[Chunk]) -> Iterator[TokenLogprob]:
+def _logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    logprobs: list[TokenLogprob] = []
     for chunk in chunks:
-        yield from chunk.logprobs
+        logprobs += chunk.logprobs
+    return logprobs
 
 
 def _token_name(token: dict[str, Any]) -> str:
