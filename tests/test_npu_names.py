@@ -7,6 +7,7 @@ declarations, read as text: nothing of them is imported, so neither CANN nor the
 """
 
 import ast
+import copy
 import functools
 import inspect
 import os
@@ -207,65 +208,49 @@ def uses_of_the_project() -> list[Use]:
 # ---- What there is -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What something may be called with."""
-
-    positional: tuple[str, ...]  # in order
-    required: frozenset[str]
-    keywords: frozenset[str]  # every one that it takes by name
-    any_positional: bool = False
-    any_keyword: bool = False
-
-    def complaint(self, use: Use) -> str | None:
-        """Why the call does not fit."""
-        if use.positional is not None and use.positional > len(self.positional) and not self.any_positional:
-            return f"takes {len(self.positional)} positional arguments, not {use.positional}"
-        if unknown := sorted(use.keywords - self.keywords):
-            return None if self.any_keyword else f"has no argument {', '.join(unknown)}"
-        if use.positional is not None:
-            missing = self.required - use.keywords - set(self.positional[: use.positional])
-            return f"wants {', '.join(sorted(missing))}" if missing else None
-        return None
+def complaint_of_call(use: Use, signature: inspect.Signature) -> str | None:
+    """Why the call does not fit."""
+    keywords = dict.fromkeys(use.keywords)
+    try:
+        if use.positional is None:
+            signature.bind_partial(**keywords)
+        else:
+            signature.bind(*[None] * use.positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
-def signature_of(function: ast.FunctionDef, bound: bool) -> Signature:
-    arguments = function.args
-    positional = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
-    required = positional[: len(positional) - len(arguments.defaults)]
-    alone = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    required += [argument.arg for argument, default in alone if default is None]
-    drop = set(positional[:1]) if bound else set()
-    keywords = {argument.arg for argument in [*arguments.args, *arguments.kwonlyargs]}
-    return Signature(
-        tuple(positional[len(drop) :]),
-        frozenset(required) - drop,
-        frozenset(keywords) - drop,
-        arguments.vararg is not None,
-        arguments.kwarg is not None,
-    )
+def signature_of(function: ast.FunctionDef, bound: bool) -> inspect.Signature:
+    arguments = copy.deepcopy(function.args)
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+    signature = inspect.signature(eval(compile(bare, "wheel", "eval")))
+    return signature.replace(parameters=[*signature.parameters.values()][1:]) if bound else signature
 
 
-def signature_of_schema(schema: str) -> Signature:
+def signature_of_schema(schema: str) -> inspect.Signature:
     """From the arguments of an operator's declaration: "Tensor x, int[]? y=None, *, str z='half'"."""
-    positional, required, keywords = [], set(), set()
-    named_only = False
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = []
     for part in re.split(r",\s*(?![^\[(]*[\])])", schema):  # not inside of brackets
         if part == "*":
-            named_only = True
+            kind = inspect.Parameter.KEYWORD_ONLY
         elif part:
             declared, equals, _ = part.partition("=")
-            name = declared.split()[-1]
-            keywords.add(name)
-            if not named_only:
-                positional.append(name)
-            if not equals:
-                required.add(name)
-    return Signature(tuple(positional), frozenset(required), frozenset(keywords))
+            default = None if equals else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(declared.split()[-1], kind, default=default))
+    return inspect.Signature(parameters, __validate_parameters__=False)
 
 
 OPAQUE = None  # it exists, and text does not tell what it is: compiled, or from another package
-Thing = str | tuple[str, ast.stmt] | list[Signature] | None  # a module, a definition in one, an operator, OPAQUE
+Thing = (
+    str | tuple[str, ast.stmt] | list[inspect.Signature] | None
+)  # a module, a definition in one, an operator, OPAQUE
 
 
 class Wheel:
@@ -273,7 +258,7 @@ class Wheel:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.operators: dict[str, list[Signature]] = {}
+        self.operators: dict[str, list[inspect.Signature]] = {}
         for file in sorted(folder.glob("torch_npu/csrc/aten/*.yaml")):
             custom = re.search(r"^custom:\n(.*?)(?=^\w)", file.read_text("utf-8"), re.MULTILINE | re.DOTALL)
             for name, schema in re.findall(r"func: (\w+)(?:\.\w+)?\((.*)\) ?->", custom[1] if custom else ""):
@@ -285,7 +270,7 @@ class Wheel:
             signatures = self.signatures(self.find(use.name))
         except LookupError as error:
             return str(error)
-        complaints = [signature.complaint(use) for signature in signatures]
+        complaints = [complaint_of_call(use, signature) for signature in signatures]
         return f"{use.name} {complaints[0]}" if use.called and complaints and all(complaints) else None
 
     def find(self, dotted: str) -> Thing:
@@ -353,7 +338,7 @@ class Wheel:
                 return name in ast.literal_eval(node.value)
         return not name.startswith("_")
 
-    def signatures(self, thing: Thing) -> list[Signature]:
+    def signatures(self, thing: Thing) -> list[inspect.Signature]:
         """The ways to call it; none where text does not tell."""
         if isinstance(thing, list):
             return thing
@@ -415,21 +400,9 @@ def complaint_of_torch(use: Use) -> str | None:
             return f"{use.name}: torch has no {name} there"
         thing = getattr(thing, name)
     try:
-        parameters = inspect.signature(thing).parameters.values() if use.called else ()
+        complaint = complaint_of_call(use, inspect.signature(thing)) if use.called else None
     except ValueError:  # compiled
         return None
-    if not use.called:
-        return None
-    kind = inspect.Parameter
-    ordered = [p for p in parameters if p.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD)]
-    complaint = Signature(
-        tuple(p.name for p in ordered),
-        frozenset(p.name for p in [*ordered, *named] if p.default is p.empty),
-        frozenset(p.name for p in named),
-        any(p.kind is kind.VAR_POSITIONAL for p in parameters),
-        any(p.kind is kind.VAR_KEYWORD for p in parameters),
-    ).complaint(use)
     return f"{use.name} {complaint}" if complaint else None
 
 
@@ -506,21 +479,24 @@ PLANTED = [
     ("torch_npu.npu_fusion_attentoin(q, k, v, 4, 'BSND')", "torch_npu has no npu_fusion_attentoin"),
     (
         "torch_npu.npu_fusion_attention(q, k, v, 4, 'BSND', attention_mask=m)",
-        "torch_npu.npu_fusion_attention has no argument attention_mask",
+        "torch_npu.npu_fusion_attention got an unexpected keyword argument 'attention_mask'",
     ),
-    ("torch_npu.npu_fusion_attention(q, k, v, 4)", "torch_npu.npu_fusion_attention wants input_layout"),
-    ("torch_npu.npu_rms_norm(x, gain, 1e-6, 3)", "torch_npu.npu_rms_norm takes 3 positional arguments, not 4"),
+    (
+        "torch_npu.npu_fusion_attention(q, k, v, 4)",
+        "torch_npu.npu_fusion_attention missing a required argument: 'input_layout'",
+    ),
+    ("torch_npu.npu_rms_norm(x, gain, 1e-6, 3)", "torch_npu.npu_rms_norm too many positional arguments"),
     (
         "few = {'scale': 1.0}\nfew |= {'mask': m}\ntorch_npu.npu_fusion_attention(q, k, v, 4, 'BSND', **few)",
-        "torch_npu.npu_fusion_attention has no argument mask",
+        "torch_npu.npu_fusion_attention got an unexpected keyword argument 'mask'",
     ),
     ("torch.ops.npu.npu_rms(x)", "torch.ops.npu.npu_rms is no operator"),
     ("torch.npu.synchronise()", "torch_npu.npu has no synchronise"),
     ("device.module.memory_held()", "torch_npu.npu has no memory_held"),
-    ("device.module.set_device(0, quick=True)", "torch_npu.npu.set_device has no argument quick"),
+    ("device.module.set_device(0, quick=True)", "torch_npu.npu.set_device got an unexpected keyword argument 'quick'"),
     ("getattr(torch, kind).devices()", "torch_npu.npu has no devices"),
     ("def f(module: ModuleType):\n    return module.CUDAGraph()", "torch_npu.npu has no CUDAGraph"),
-    ("m.module.Event(timing=True)", "torch_npu.npu.Event has no argument timing"),
+    ("m.module.Event(timing=True)", "torch_npu.npu.Event got an unexpected keyword argument 'timing'"),
     ("tool = importlib.import_module('torch_npu').profiler\ntool.profiles()", "torch_npu.profiler has no profiles"),
     ("torch_npu.profiler.AiCMetrics.AiCoreNine", "AiCMetrics has no AiCoreNine"),
     ("from torch_npu import npu_swigloo", "torch_npu has no npu_swigloo"),
