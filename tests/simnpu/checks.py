@@ -6,6 +6,7 @@ It prints a line of JSON, the name of each check and its traceback, or null when
 
 import contextlib
 import ctypes
+import inspect
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from simnpu import counts  # noqa: E402
+from simnpu.operators import OPERATORS  # noqa: E402
 
 npu: Any = getattr(torch, "npu")  # noqa: B009  # torch_npu adds it
 GIB = 1 << 30
@@ -102,6 +104,17 @@ def check_operators_give_what_the_cpus_give() -> None:
             same(compute(x, y, i), compute(*given))
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+def check_modelled_operators_take_the_arguments_of_torch_npus_schemas() -> None:
+    for name, function in OPERATORS.items():
+        schema = getattr(torch.ops.npu, name.removeprefix("npu::")).default._schema
+        parameters = list(inspect.signature(function).parameters.values())
+        assert [p.name for p in parameters] == [argument.name for argument in schema.arguments], name
+        for parameter, argument in zip(parameters, schema.arguments, strict=True):
+            assert (parameter.kind == inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only, (name, parameter.name)
+            default = parameter.default if parameter.default is not inspect.Parameter.empty else None
+            assert default == argument.default_value, (name, parameter.name)
 
 
 def check_gradients_are_the_cpus() -> None:

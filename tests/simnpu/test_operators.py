@@ -1,7 +1,5 @@
 """The documented semantics of torch_npu's custom operators against references that loop over single elements."""
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,41 +8,6 @@ from simnpu.operators import COMPRESSED, OPERATORS
 
 TRIANGLE = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(diagonal=1)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-
-# The schemas of torch_npu 2.13.0, as its library holds them.
-SCHEMAS = (
-    (
-        "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? "
-        "pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., int "
-        "pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, int[]? "
-        "actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, bool "
-        'sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, int offset=0) '
-        "-> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
-    ),
-    (
-        "npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout,"
-        " *, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? softmax_max=None, Tensor? "
-        "softmax_sum=None, Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1., float "
-        "keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int seed=0, int "
-        "offset=0, int numels=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int "
-        'sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout="", Tensor? sink=None) -> '
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-    (
-        "npu_fusion_attention_v3(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? "
-        "pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., int "
-        "pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, SymInt[]? prefix=None, Tensor? "
-        "actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, bool "
-        'sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
-    ),
-    "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
-    "npu_rms_norm_backward(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
-    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
-    (
-        "npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> (Tensor,"
-        " Tensor, Tensor)"
-    ),
-)
 
 
 def run(name: str, *arguments, **keywords):
@@ -64,22 +27,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.split("(")[0])
-def test_arguments_are_the_schemas(schema):
-    parsed = torch._C.parse_schema(f"npu::{schema}")
-    function = OPERATORS["npu::" + schema.split("(")[0]]
-    parameters = list(inspect.signature(function).parameters.values())
-    assert [parameter.name for parameter in parameters] == [argument.name for argument in parsed.arguments]
-    for parameter, argument in zip(parameters, parsed.arguments, strict=True):
-        assert (parameter.kind == inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only, parameter.name
-        default = parameter.default if parameter.default is not inspect.Parameter.empty else None
-        assert default == argument.default_value, parameter.name
-
-
-def test_every_operator_has_its_schema_here():
-    assert set(OPERATORS) == {"npu::" + schema.split("(")[0] for schema in SCHEMAS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
