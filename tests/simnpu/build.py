@@ -183,7 +183,7 @@ def _libraries(wheel: Path) -> Path:
     sources = [HERE / name for name in ("cann.c", "hccl.c", "opapi.c", "objects.h")]
     digest = hashlib.sha256(wheel.name.encode() + Path(__file__).read_bytes())
     for source in sources:
-        digest.update(source.read_bytes() if source.exists() else b"-")
+        digest.update(source.read_bytes())
     folder = cache() / f"cann-{digest.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
@@ -196,7 +196,7 @@ def _libraries(wheel: Path) -> Path:
         empty = made / "empty.c"
         empty.touch()
         _compile(wheel, sources[0], made / "libascendcl.so")
-        _compile(wheel, sources[1] if sources[1].exists() else empty, made / "libhccl.so", "-lrt")
+        _compile(wheel, sources[1], made / "libhccl.so", "-lrt")
         (made / "libhcomm.so").symlink_to("libhccl.so")  # torch_npu looks HcclGroupStart up there
         stubs = made / "stubs.c"
         stubs.write_text(_stubs(wheel, made))

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import counts
+from .operators import OPERATORS
 
 CPU = torch.device("cpu")
 
@@ -592,11 +593,6 @@ def _matmul_backward(
 
 COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::matmul_backward": _matmul_backward,
-    "aten::convolution_overrideable": torch.ops.aten.convolution.default,
-    "aten::convolution_backward_overrideable": lambda gradient, data, weight, *rest: (
-        torch.ops.aten.convolution_backward(gradient, data, weight, None, *rest)
-    ),
-    "aten::addbmm_": lambda target, *rest, **numbers: target.copy_(torch.addbmm(target, *rest, **numbers)),
     "npu::npu_dtype_cast": _cast,
     "npu::_npu_dtype_cast": _cast,
     "npu::npu_dtype_cast_backward": _cast,
@@ -741,12 +737,6 @@ def register() -> None:
     _library.simnpu_graph.argtypes = _library.simnpu_invalidate.argtypes = [pointer]
     _hook_up()
 
-    try:
-        from .operators import OPERATORS
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.operators":
-            raise
-        OPERATORS = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
         libraries = {space: torch.library.Library(space, "IMPL", "PrivateUse1") for space in ("aten", "npu")}
