@@ -197,6 +197,16 @@ def test_too_many_processes_or_too_much_precision_is_told(vendors: Any) -> None:
         init("cuda")
 
 
+def test_a_job_that_hccl_cannot_share_out_or_start_again_is_told(vendors: Any, capsys: Any) -> None:
+    vendors(npu=Vendor("npu", "Ascend910B3"))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
+    with pytest.raises(UserError, match="--nproc_per_node 3: HCCL .* 1, 2, 4, 8 or 16"):
+        init("npu")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GROUP_WORLD_SIZE="2")
+    assert devices._store_of_this_start() is None
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------- the runtime's variables
 
 

@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_scripts import (  # noqa: F401 (fixtures)
-    TINY,
-    base,
-    call,
-    losses,
-    mistake,
-    process,
-    sha256,
-    tokenizer,
-    trained_tokenizer,
-)
+from test_scripts import TINY, base, call, losses, mistake, sha256, tokenizer, trained_tokenizer  # noqa: F401
 from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
@@ -167,22 +157,3 @@ def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
 def test_a_negative_number_of_steps(base, tokenizer, capsys):  # noqa: F811
     code, err = mistake(capsys, "base_train", *TINY, "--profile=-1")
     assert code == 2 and "--profile -1: at least 0" in err
-
-
-@pytest.mark.slow
-def test_on_a_simulated_npu(base, tokenizer):  # noqa: F811
-    """The real torch_npu.profiler, which has no device to record there: the run is the same as without."""
-    from simnpu import build
-
-    try:
-        environment = build.environment(devices=1)
-    except build.Unavailable as reason:
-        pytest.skip(f"no simulated NPU: {reason}")
-    flags = (*TINY, "--device=npu", "--num_iterations=6")
-    plain = process("scripts.base_train", *flags, "--model_tag=plain", **environment)
-    assert plain.returncode == 0, plain.stderr
-    result = process("scripts.base_train", *flags, "--profile=2", **environment)
-    assert result.returncode == 0, result.stderr
-    assert "profile of 2 steps on 1 x Ascend910B3 (npu, float32)" in result.stdout
-    assert (base / "runs" / "base" / "d1" / "profile" / "summary.txt").read_text() in result.stdout
-    assert losses(base) == losses(base, "plain")

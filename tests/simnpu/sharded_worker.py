@@ -1,4 +1,4 @@
-"""What each process of `torchrun sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
+"""What each rank of `sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
 layout over the real HCCL process group, its waits and its memory; written to FOLDER/<rank>.json."""
 
 import json

@@ -20,24 +20,16 @@ On = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Iterator[On]:
+def simulated(built: None) -> Iterator[On]:
     """Computes a case of cases.py on the simulated npu:0."""
-    try:
-        variables = build.environment()
-    except build.Unavailable as reason:
-        pytest.skip(f"NO SIMULATED NPU: {reason}")
-    worker = subprocess.Popen(
-        [sys.executable, str(HERE / "worker.py")], env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **build.environment()}
+    command = [sys.executable, str(HERE / "worker.py")]
+    worker = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert worker.stdin and worker.stdout
 
     def compute(function: str, **arguments: Any) -> Any:
-        print(
-            json.dumps({"function": function, "arguments": {"device": "npu:0", **arguments}}),
-            file=worker.stdin,
-            flush=True,
-        )
+        case = {"function": function, "arguments": {"device": "npu:0", **arguments}}
+        print(json.dumps(case), file=worker.stdin, flush=True)
         line = worker.stdout.readline()
         assert line, f"the simulated process died: {worker.wait()}"
         answer = json.loads(line)

@@ -3,7 +3,6 @@ takes a share of the device's memory (sharded_worker.py)."""
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,19 +10,13 @@ import pytest
 from test_parallel import make_run, steps
 from tiny import cpu_device
 
-from simnpu import build
-
-HERE = Path(__file__).resolve().parent
+WORKER = Path(__file__).resolve().parent / "sharded_worker.py"
 
 
 @pytest.mark.slow
 def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
     ranks = 4
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    simulator = build.environment()["PYTHONPATH"]
-    path = os.pathsep.join((simulator, os.fspath(HERE.parents[1]), os.fspath(HERE.parent)))
-    command = [sys.executable, *torchrun, os.fspath(HERE / "sharded_worker.py"), os.fspath(tmp_path)]
-    done = simulated(command, devices=ranks, env={"PYTHONPATH": path, "HCCL_EXEC_TIMEOUT": "60"}, timeout=300)
+    done = simulated([os.fspath(WORKER), os.fspath(tmp_path)], ranks=ranks, env={"HCCL_EXEC_TIMEOUT": "60"})
     assert done.returncode == 0, done.stderr[-6000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     expected = steps(make_run(cpu_device()), cpu_device(), 6)
