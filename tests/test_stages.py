@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
+from tiny import run_command
 
 from nanochat.conversation import Part, text_of
 from nanochat.run.faults import Faults
@@ -151,12 +151,12 @@ def test_rl_resumes_exactly(start, loss):
 
 
 def exactly_resumed(
-    base: Path,  # noqa: F811
+    base: Path,
     script: str,
     stage: str,
     flags: Sequence[str],
     steps: int,
-    parts: Sequence[int] = (),
+    parts: Sequence[int] = (),  # noqa: F811
 ) -> None:
     """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
     call(script, *flags)
@@ -269,13 +269,10 @@ def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):
 
 def test_gsm8k_from_a_folder(start, tmp_path):
     for split in ("train", "test"):
-        rows = [
-            {
-                "question": f"Tom has {n} nuts and finds {n}. How many?",
-                "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}",
-            }
-            for n in range(2, 40)
-        ]
+        rows = []
+        for n in range(2, 40):
+            answer = f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"
+            rows.append({"question": f"Tom has {n} nuts and finds {n}. How many?", "answer": answer})
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = f"--tasks=gsm8k={tmp_path}:2,addition"
     call("chat_sft", *SFT, "--source=base", tasks, "--num_iterations=3")
@@ -296,16 +293,10 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         return float("a" in text_of(reply))
 
     monkeypatch.setattr(Addition, "reward", reward)
-    flags = (
-        *RL,
-        "--source=base",
-        "--source_tag=d1",
-        "--num_iterations=10",
-        "--examples_per_step=4",
-        "--num_samples=16",
-    )
+    flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=10", "--examples_per_step=4")
     for loss in ("reinforce", "grpo", "dapo", "dr_grpo"):
-        call("chat_rl", *flags, f"--loss={loss}", f"--model_tag={loss}", "--eval_examples=64", "--max_tokens=6")
+        sizes = ("--num_samples=16", "--eval_examples=64", "--max_tokens=6")
+        call("chat_rl", *flags, *sizes, f"--loss={loss}", f"--model_tag={loss}")
         lines = metrics(start, "rl", loss)
         assert lines[0]["reward"] < 0.6
         assert sum(line["reward"] for line in lines[-3:]) / 3 > lines[0]["reward"] + 0.15
@@ -320,11 +311,6 @@ def test_questions_that_do_not_fit_are_left_out(start, tmp_path):
 
 
 # ---------------------------------------------------------------------- several ranks, users' commands
-
-
-def torchrun(*argv: str, ranks: int = 2) -> None:
-    result = process("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", *argv)
-    assert result.returncode == 0, result.stderr
 
 
 STAGES = {
@@ -374,14 +360,14 @@ def test_ranks_train_as_one_and_any_layout_continues(taught, stage):
     script, _ = STAGES[stage]
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
-    on_two = (f"scripts.{script}", "--", *flags, "--model_tag=many", fewest_rows(stage))
-    torchrun(*on_two, "--parallel=fsdp")
+    on_two = (script, *flags, "--model_tag=many", fewest_rows(stage))
+    run_command(*on_two, "--parallel=fsdp")
     same_training(taught, stage, "one", "many", 6)
 
     folder = taught / "checkpoints" / stage / "many"
     for step in (4, 6):
         shutil.rmtree(folder / f"step_{step:06d}")
-    torchrun(*on_two, "--parallel=ddp", "--resume")
+    run_command(*on_two, "--parallel=ddp", "--resume")
     assert (folder / "step_000006/training.rank1.safetensors").exists()
     same_training(taught, stage, "one", "many", 6)
 
@@ -401,7 +387,7 @@ def test_replicas_of_shards_train_as_one(taught, stage):
     flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
     call(script, *flags, "--model_tag=one")
     hybrid = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")
-    torchrun(f"scripts.{script}", "--", *flags, *hybrid, "--model_tag=many", fewest_rows(stage), ranks=4)
+    run_command(script, *flags, *hybrid, "--model_tag=many", fewest_rows(stage), ranks=4)
     same_training(taught, stage, "one", "many", 6)
 
 
@@ -412,8 +398,10 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         monkeypatch.setenv(f"NANOCHAT_{script}", f"--num_iterations={steps} --eval_examples=8")
     call("mid_train", "--device_batch_size=8")
     call("chat_sft", "--device_batch_size=4")
-    torchrun(*shlex.split("scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32"))
-    torchrun(*shlex.split("scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16"))
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.chat_sft", "--")
+    result = process(*torchrun, "--device_batch_size=8", "--target_examples_per_step=32")
+    assert result.returncode == 0, result.stderr
+    run_command("chat_rl", "--device_batch_size=4", "--examples_per_step=16")
     assert metrics(start, "sft")[-1]["step"] == 3 and metrics(start, "rl")[-1]["step"] == 1
 
 

@@ -1,13 +1,18 @@
 """What several tests are made of: tiny models whose every weight matters, a tiny tokenizer, and real ranks."""
 
+import contextlib
+import importlib
+import io
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
+from nanochat.shell import cli
 from nanochat.tokenizer import Tokenizer
 
 MERGES = (
@@ -31,7 +37,9 @@ MERGES = (
     b"\xe4\xbb",
     b"\xe4\xbb\x8e",
 )  # the last is one Chinese character
-RANK_SECONDS = 120  # a rank that takes longer hangs
+RANK_SECONDS = 300  # a rank that takes longer hangs
+# What processes of `forkserver` have imported when they start: most of the seconds that a rank takes otherwise.
+PRELOADED = ["pytest", "torch.distributed.fsdp", "scripts.base_train", "scripts.chat_dpo", "scripts.chat_rl"]
 
 # Everything the fast preset has and these have not, and the other way round.
 PLAIN = {
@@ -104,19 +112,27 @@ def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, m
     return checkpoint_manager.save(folder, step, model, tokenizer, meta, nothing, {}, cpu_device())
 
 
+def forkserver() -> ForkServerContext:
+    """Starts processes that are clean, and yet do not import torch and the code first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """What `function(device, *args)` returns on each rank: tensors and plain values, in rank order.
 
     The ranks are processes joined over gloo as torchrun would join them; `function` must stand in a module.
     """
-    context = multiprocessing.get_context("forkserver")  # torch is imported once, and each rank still starts clean
-    context.set_forkserver_preload(["torch"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = str(probe.getsockname()[1])
+    size = str(world_size)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(function, args, rank, world_size, port, folder), daemon=True)
+            forkserver().Process(target=_rank, args=(function, args, rank, environment, folder), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -135,10 +151,10 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
 
 
 def _rank(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, environment: dict[str, str], folder: str
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         device = devices.init("cpu", "float32")
         torch.set_num_threads(1)
@@ -148,3 +164,20 @@ def _rank(
     except BaseException:
         (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise
+
+
+def run_command(script: str, *flags: str, ranks: int = 2) -> str:
+    """What `torchrun --nproc_per_node=<ranks> -m scripts.<script> -- <flags>` prints, without torchrun's start."""
+    return "".join(run_ranks(command_on_a_rank, script, flags, world_size=ranks))
+
+
+def command_on_a_rank(device: Device, script: str, flags: tuple[str, ...]) -> str:
+    module = importlib.import_module(f"scripts.{script}")
+    sys.argv = [script, "--", *flags]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            cli.run(module.main, module.Config)
+        except SystemExit as leaving:
+            raise RuntimeError(printed.getvalue()) from leaving
+    return printed.getvalue()
