@@ -34,7 +34,7 @@ fi
 echo '== pytest'
 # Two files at a time, each test on one core. Files named on the command line run one after the other.
 workers=''
-[[ $* == *tests/* || $* == *' -n'* || $(nproc) -lt 2 ]] || workers='-n 2 --dist loadfile'
+[[ $* == *tests/* || $* == *' -n'* || $(nproc) -lt 2 ]] || workers='-n 2 --dist loadfile --no-loadscope-reorder'
 result=0
 # shellcheck disable=SC2086 # several words, or none
 OMP_NUM_THREADS=1 "$bin/python" -m pytest $workers "$@" </dev/null || result=$?

@@ -19,15 +19,17 @@ from typing import Any
 
 import pytest
 from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
+from tiny import run_command
 
 from nanochat import checkpoint_manager
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = {"base": 60, "sft": 24, "dpo": 16, "rl": 8}
+STEPS = {"base": 40, "sft": 24, "dpo": 16, "rl": 8}
+MIDWAY = "step_000024"
 RUN = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
-    *("--eval_tokens=16384", "--eval_every=10", "--save_every=12", "--log_every=1"),
+    *("--eval_tokens=8192", "--eval_every=8", "--save_every=12", "--log_every=1"),
     *("--dtype=float32", "--device=cpu", "--compile=off", f"--num_iterations={STEPS['base']}"),
 )
 CHAT_RUNS = {
@@ -37,19 +39,30 @@ CHAT_RUNS = {
 }
 
 
-def command(ranks: int, *flags: str, stage: str = "base", torchrun: tuple[str, ...] = ()) -> list[str]:
-    script = ["-m", "scripts.base_train" if stage == "base" else f"scripts.chat_{stage}"]
+def flags_of(stage: str, begin: Path) -> tuple[str, ...]:
+    if stage == "base":
+        return RUN
+    # for RL questions to which some of the replies are right
+    tasks = (f"--tasks=gsm8k={begin / 'questions'}",) if stage == "rl" else ()
+    run = (*CHAT_RUNS[stage], "--source_tag=d1", "--model_tag=run", f"--num_iterations={STEPS[stage]}")
+    return (*run, "--parallel=fsdp", *tasks)
+
+
+def script_of(stage: str) -> str:
+    return "base_train" if stage == "base" else f"chat_{stage}"
+
+
+def command(ranks: int, stage: str, *flags: str, torchrun: tuple[str, ...] = ()) -> list[str]:
+    script = ["-m", f"scripts.{script_of(stage)}"]
     if ranks > 1:
         script = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
-    if stage == "base":
-        return [sys.executable, *script, *RUN, *flags]
-    run = (*CHAT_RUNS[stage], "--source_tag=d1", "--model_tag=run", f"--num_iterations={STEPS[stage]}")
-    return [sys.executable, *script, *run, "--parallel=fsdp", *flags]
+    return [sys.executable, *script, *flags]
 
 
-def graded(stage: str, begin: Path) -> tuple[str, ...]:
-    """Questions to which some of the replies are right, for RL."""
-    return (f"--tasks=gsm8k={begin / 'questions'}",) if stage == "rl" else ()
+def undisturbed(base: Path, ranks: int, stage: str, *flags: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        run_command(script_of(stage), *flags, ranks=ranks)
 
 
 def environment(base: Path) -> dict[str, str]:
@@ -123,13 +136,9 @@ def straight(home, tutored) -> Any:  # noqa: F811
         if (ranks, stage) not in known:
             base = home.with_name(f"straight-{stage}{ranks}")
             shutil.copytree(begin, base)
-            process, said = start(base, command(ranks, *graded(stage, begin), stage=stage))
-            wait_for(said, f"^{stage} +0/", process)
             began = time.monotonic()
-            wait_for(said, f"^saved .*step_{STEPS[stage]:06d}", process)
-            seconds = time.monotonic() - began
-            assert process.wait(timeout=120) == 0, said.read_text()
-            known[ranks, stage] = result(base, stage), seconds
+            undisturbed(base, ranks, stage, *flags_of(stage, begin))
+            known[ranks, stage] = result(base, stage), time.monotonic() - began
         return *known[ranks, stage], begin
 
     return run
@@ -141,7 +150,8 @@ def trial(
     """One signal at one moment, `early` before the first step is over; returns what it met."""
     expected, seconds, begin = straight(ranks, stage)
     shutil.copytree(begin, base)
-    process, said = start(base, command(ranks, *graded(stage, begin), stage=stage))
+    flags = flags_of(stage, begin)
+    process, said = start(base, command(ranks, stage, *flags))
     number = chance.choice((signal.SIGTERM, signal.SIGINT))
     try:
         if early:
@@ -179,11 +189,7 @@ def trial(
     if ranks > 1 and to != process.pid:
         assert re.search(rf"exitcode\s*: {128 + number} ", text)
 
-    again, said = start(base, command(ranks, *graded(stage, begin), "--resume", stage=stage))
-    try:
-        assert again.wait(timeout=120) == 0, said.read_text()
-    finally:
-        kill(again)
+    undisturbed(base, ranks, stage, *flags, "--resume")
     assert result(base, stage) == expected
     at = "evaluation" if meta["progress"]["pending"] else "sampling" if early else "training"
     who = "all" if to == process.pid else f"worker {to}"
@@ -221,9 +227,9 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_
     expected, _, _ = straight(2)
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    process, said = start(base, command(2, "--resume", torchrun=("--max-restarts=3",)))
+    process, said = start(base, command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",)))
     try:
-        wait_for(said, "^saved .*step_000048", process)
+        wait_for(said, f"^saved .*{MIDWAY}", process)
         ranks = workers_of(process)
         killed = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
@@ -247,7 +253,7 @@ from scripts import base_train
 
 write_file = storage.write_file
 def slowly(*arguments):
-    time.sleep(3)
+    time.sleep(2)
     return write_file(*arguments)
 
 if os.environ["RANK"] == "0":
@@ -266,8 +272,8 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     script.write_text(SLOW)
     steps = 100_000 if stopped else 4
     process, said = start(base, [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=4"),
-        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=8", f"--num_iterations={steps}"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=3"),
+        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=6", f"--num_iterations={steps}"),
     ])  # fmt: skip
     try:
         wait_for(said, "^base +3/", process)

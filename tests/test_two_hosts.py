@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_endings import ROOT, RUN, STEPS, home, result, wait_for  # noqa: F401 (home is a fixture)
+from test_endings import MIDWAY, ROOT, RUN, STEPS, home, result, wait_for  # noqa: F401 (home is a fixture)
 
 PAGE = (ROOT / "docs" / "multinode.md").read_text(encoding="utf-8")
 JOB = f"nc{os.getpid() % 10_000}"
@@ -94,7 +94,7 @@ def run(folder: Path, home: Path, lost: str | None) -> Path:  # noqa: F811
     try:
         if lost:
             deadline = time.monotonic() + 120
-            while not (base / "checkpoints/base/d1/step_000048").is_dir():
+            while not (base / "checkpoints/base/d1" / MIDWAY).is_dir():
                 assert time.monotonic() < deadline, "\n".join(path.read_text() for path in said.values())
                 time.sleep(0.1)
             cut_power(lost)
