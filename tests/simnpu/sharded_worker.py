@@ -23,7 +23,7 @@ LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
 
 
 def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
-    return steps(make_run(device, how, replicate), device, 6)
+    return steps(make_run(device, how, replicate), device, 4)
 
 
 def waits(device: devices.Device, how: Any, replicate: int) -> int:
