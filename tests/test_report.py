@@ -157,10 +157,6 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
 # ---------------------------------------------------------------------- numbers
 
 
-def headline(summary: report.RunSummary) -> list[tuple[str, str, str]]:
-    return [(line.number, line.what, line.detail) for line in report_page.headline(summary)]
-
-
 def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
     """Row -> column -> text."""
     texts = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
@@ -168,22 +164,19 @@ def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
 
 
 def test_the_headline(whole):
-    assert headline(whole.summary) == [
+    assert list(report_page.headline(whole.summary)) == [
         ("0.938", "bits per byte", "base, held out; 2.34 at first"),
         ("68%", "stories hold together", "base"),
-        ("68%", "accuracy after rl", "mean of shared tasks; mid 15%, sft 38%, dpo 45%"),
+        ("68%", "accuracy after rl", "mean of shared tasks; mid 15%; sft 38%; dpo 45%"),
         ("0.25 → 0.73", "RL reward", "held-out questions, first and last evaluation"),
         ("11m47s", "in all", "9m15s of it training steps"),
     ]
 
 
-def test_without_held_out_rewards_the_training_rewards_count(base):
-    write(base, "rl", "metrics.jsonl", metrics(40, 9.0, reward=lambda step: 0.125 if step < 20 else 0.875))
-    numbers = headline(report.collect(TAG))
-    assert numbers[0] == ("0.12 → 0.88", "RL reward", "training questions, first and last tenth of the steps")
+def test_the_reward_before_training_is_the_first_evaluation(base):
     held_out = {"reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, **held_out))
-    numbers = headline(report.collect(TAG))
+    numbers = list(report_page.headline(report.collect(TAG)))
     assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, first and last evaluation")
 
 
@@ -192,7 +185,7 @@ def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
         scores = {task: {"accuracy": accuracy} for task, accuracy in tasks.items()}
         write(base, stage, "chat_eval.json", {"tasks": scores})
     summary = report.collect(TAG)
-    assert headline(summary) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
+    assert list(report_page.headline(summary)) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
     assert report_page.stage_table(summary).heads == ["stage"]  # nobody knows any times
 
 
@@ -288,6 +281,15 @@ def test_each_plot_has_a_line_for_each_stage(whole):
     assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)
     assert lines("margin") == lines("val_margin") == ["dpo"]
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
+
+
+def test_the_dots_are_at_the_accuracies(whole):
+    """Each stage's dots: x from 0 to 280 for an accuracy of 0 to 1, and a row for each task, 30 below the other."""
+    for stage, accuracies in {"base": [0.685], "mid": [0.2, 0.1], "rl": [0.9, 0.45]}.items():
+        dots = whole.html.partition(f'id="accuracy-{stage}"')[2].partition("</g>")[0]
+        places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', dots)]
+        assert [x for x, _ in places] == pytest.approx([280 * accuracy for accuracy in accuracies])
+        assert [y - places[0][1] for _, y in places] == pytest.approx([30 * row for row in range(len(places))])
 
 
 def test_a_line_goes_where_its_values_go(base):
@@ -428,7 +430,7 @@ def test_any_file_may_be_alone(base, name):
         write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
     summary = report.collect(TAG)
     expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
-    assert [number for number, _, _ in headline(summary)] == [expected]
+    assert [number for number, _, _ in report_page.headline(summary)] == [expected]
     assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
 
 

@@ -38,12 +38,8 @@ class Template:
     beats: set[tuple[str, int]]  # (plot, index of the beat)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One way to understand a sentence: as this template, with these words in its slots."""
-
-    template: Template
-    words: tuple[str, ...]
+# One way to understand a sentence: as this template, with these words in its slots.
+Reading = tuple[Template, Sequence[str]]
 
 
 def cut_to_story(text: str) -> str:
@@ -89,8 +85,8 @@ def check_story(text: str) -> StoryCheck:
     # 3. Follow the roles through the story. Of several readings the one with the fewest problems counts.
     facts: dict[str, str] = {}
     for number, index in beat_of.items():
-        options = [reading for reading in readings[number] if (plot.name, index) in reading.template.beats]
-        outcomes = [_follow(facts, reading) for reading in options]
+        options = [(template, words) for template, words in readings[number] if (plot.name, index) in template.beats]
+        outcomes = [_follow(facts, template, words) for template, words in options]
         found, facts = min(outcomes, key=lambda outcome: len(outcome[0]))
         problems += found
     problems += _misfits(plot, facts)
@@ -105,9 +101,7 @@ def _assign_beats(plot: str, readings: Sequence[Sequence[Reading]]) -> dict[int,
     """
     best: dict[int, dict[int, int]] = {-1: {}}
     for number, options in enumerate(readings):
-        indices: set[int] = set()
-        for reading in options:
-            indices.update(index for name, index in reading.template.beats if name == plot)
+        indices = {index for template, _ in options for name, index in template.beats if name == plot}
         for index in sorted(indices, reverse=True):  # so that a sentence does not follow itself
             before = max((best[last] for last in best if last <= index), key=len)
             extended = {**before, number: index}
@@ -115,11 +109,11 @@ def _assign_beats(plot: str, readings: Sequence[Sequence[Reading]]) -> dict[int,
     return max(best.values(), key=len)
 
 
-def _follow(facts: dict[str, str], reading: Reading) -> tuple[list[str], dict[str, str]]:
+def _follow(facts: dict[str, str], template: Template, found: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """What is wrong with a sentence's roles, given the roles so far; and the roles after it."""
     facts = dict(facts)
     problems: list[str] = []
-    for (new, role), words in zip(reading.template.slots, reading.words, strict=True):
+    for (new, role), words in zip(template.slots, found, strict=True):
         if is_pronoun(role):
             name = facts.get("friend" if role.startswith("friend_") else "hero", "")
             if name and words not in pronouns_of(name).values():
@@ -159,11 +153,9 @@ def _read_sentence(sentence: str) -> list[Reading]:
     if not (sentence[0] == '"' or sentence[0].isupper()) or "  " in sentence:
         return []
     sentence = _normalised(sentence)
-    readings = []
-    for template in _templates().get(sentence.partition(" ")[0], []):
-        if match := template.pattern.fullmatch(sentence):
-            readings.append(Reading(template, match.groups()))
-    return readings
+    templates = _templates().get(sentence.partition(" ")[0], [])
+    matches = [(template, template.pattern.fullmatch(sentence)) for template in templates]
+    return [(template, match.groups()) for template, match in matches if match]
 
 
 @cache

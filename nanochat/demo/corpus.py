@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from nanochat.demo.plots import lexicon, plots, pronouns_of
+from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
 
 Split = Literal["train", "val"]
 T = TypeVar("T")
@@ -75,20 +75,20 @@ def story(rng: random.Random, split: Split) -> Story:
     has_habit = False
     for beat in plot.beats:
         if beat.optional and rng.random() >= OPTIONAL_SHARE:
-            for role in beat.introduces:
-                del facts[role]
             continue
         has_habit = has_habit or beat.name == "habit"
         options = [telling for telling in beat.tellings if has_habit or "{wear}" not in telling]
         tellings.append(_choose(rng, options))
 
-    # Fill the slots.
+    # Forget the roles that no telling mentions, and fill the slots.
+    text = " ".join(tellings)
+    mentioned = {role for _, role in SLOT.findall(text)}
+    facts = {role: found for role, found in facts.items() if role in mentioned}
     slots = facts | pronouns_of(facts["hero"])
     if "friend" in facts:
         for case, pronoun in pronouns_of(facts["friend"]).items():
             slots[f"friend_{case}"] = pronoun
-    text = " ".join(tellings).replace("{+", "{").format_map(slots)
-    return Story(text, plot.name, facts)
+    return Story(text.replace("{+", "{").format_map(slots), plot.name, facts)
 
 
 def _choose(rng: random.Random, options: Sequence[T]) -> T:

@@ -31,7 +31,6 @@ class Beat:
     name: str
     optional: bool  # a story may leave it out
     tellings: tuple[str, ...]  # every choice spelled out; the slots keep their `+`
-    introduces: frozenset[str]  # the roles that appear here for the first time
 
 
 @dataclass(frozen=True)
@@ -134,5 +133,4 @@ def _read_beat(title: str, lines: Sequence[str]) -> Beat:
         # Spell out every way through the `(one|other)` choices: the parts are plain text and choices in turn.
         options = [part.split("|") for part in CHOICE.split(line)]
         tellings += ["".join(parts) for parts in product(*options)]
-    introduces = frozenset(role for new, role in SLOT.findall(" ".join(lines)) if new)
-    return Beat(title.rstrip("?"), title.endswith("?"), tuple(tellings), introduces)
+    return Beat(title.rstrip("?"), title.endswith("?"), tuple(tellings))

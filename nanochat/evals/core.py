@@ -112,9 +112,7 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
         root = root / "eval_bundle"
     config = root / "core.yaml"
     if not config.is_file():
-        raise UserError(
-            f"--core {root} holds no core.yaml: use --core download, or the folder unpacked from {BUNDLE_URL}"
-        )
+        raise UserError(f"--core {root} holds no core.yaml: use --core download, or unpack {BUNDLE_URL} there")
     table = root / "eval_meta_data.csv"
     with _blaming(table):
         rows = csv.DictReader(io.StringIO(_read(table), newline=""))
@@ -128,11 +126,10 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
         random.Random(SHUFFLE_SEED).shuffle(task.examples)
         if max_per_task:
             del task.examples[max_per_task:]
-        if len(task.examples) <= task.shots:
+        count = len(task.examples)
+        if count <= task.shots:
             flag = f"--core_examples {max_per_task}" if max_per_task else f"--core {root}"
-            raise UserError(
-                f"{flag} leaves {len(task.examples)} examples of {task.label}: it needs at least {task.shots + 1}"
-            )
+            raise UserError(f"{flag} leaves {count} examples of {task.label}: it needs at least {task.shots + 1}")
     return tasks
 
 

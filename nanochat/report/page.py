@@ -8,12 +8,12 @@ are a model's words.
 import io
 import re
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import matplotlib
@@ -23,12 +23,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 from nanochat.shell.log import duration
 from nanochat.shell.paths import STAGES
-
-
-class Headline(NamedTuple):
-    number: str
-    what: str
-    detail: str
 
 
 @dataclass
@@ -45,34 +39,21 @@ class Table:
     rows: list[list[Cell]]
 
 
-@dataclass
-class Question:
-    """One question with the answers of all stages."""
-
-    task: str
-    messages: Pairs
-    answers: list[tuple[str, Chat]]  # (stage, chat)
-    turn: int  # so many questions of its task come before it
-
-
 # ---------------------------------------------------------------------- the headline
 
 
-def headline(summary: RunSummary) -> Iterator[Headline]:
-    """The results in at most five numbers; those that are not known are left out."""
+def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
+    """The results in at most five numbers, each with what it is and a detail; those that are not known are left out."""
     for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
         earlier = stage.values("val_bpb")[:-1]
         start = f"; {earlier[0]:.2f} at first" if earlier else ""
-        yield Headline(f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}")
+        yield f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"
 
-    shares: dict[str, float] = {}  # stage -> share of its stories that pass the checker
-    for stage in summary.stages:
-        if "stories" in stage.scores:
-            shares[stage.name] = stage.scores["stories"]["accuracy"]
+    shares = {stage.name: stage.scores["stories"]["accuracy"] for stage in summary.stages if "stories" in stage.scores}
     if shares:
         *earlier, last = shares
         before = "".join(f"; {name} {shares[name]:.0%}" for name in earlier)
-        yield Headline(f"{shares[last]:.0%}", "stories hold together", f"{last}{before}")
+        yield f"{shares[last]:.0%}", "stories hold together", f"{last}{before}"
 
     evaluated = [stage for stage in summary.stages if stage.scores and stage.name != "base"]  # it only tells stories
     if evaluated:
@@ -81,24 +62,18 @@ def headline(summary: RunSummary) -> Iterator[Headline]:
         for stage in evaluated:
             means[stage.name] = fmean(stage.scores[task]["accuracy"] for task in shared or stage.scores)
         best = max(means, key=lambda name: means[name])
-        others = ", ".join(f"{name} {mean:.0%}" for name, mean in means.items() if name != best)
-        detail = f"mean of {'shared' if shared else 'its'} tasks; {others}" if others else "mean of its tasks"
-        yield Headline(f"{means[best]:.0%}", f"accuracy after {best}", detail)
+        others = "".join(f"; {name} {mean:.0%}" for name, mean in means.items() if name != best)
+        yield f"{means[best]:.0%}", f"accuracy after {best}", f"mean of {'shared' if shared else 'its'} tasks{others}"
 
     rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
     held_out = rl.values("reward_before")[:1] + rl.values("eval_reward")
-    training = rl.values("reward")
     if len(held_out) > 1:
         ends = f"{held_out[0]:.2f} → {held_out[-1]:.2f}"
-        yield Headline(ends, "RL reward", "held-out questions, first and last evaluation")
-    elif len(training) > 1:
-        tenth = len(training) // 10 + 1
-        ends = f"{fmean(training[:tenth]):.2f} → {fmean(training[-tenth:]):.2f}"
-        yield Headline(ends, "RL reward", "training questions, first and last tenth of the steps")
+        yield ends, "RL reward", "held-out questions, first and last evaluation"
 
     seconds = sum(summary.seconds_by_stage().values())
     if seconds:
-        yield Headline(duration(seconds), "in all", f"{duration(training_seconds(summary))} of it training steps")
+        yield duration(seconds), "in all", f"{duration(training_seconds(summary))} of it training steps"
 
 
 def training_seconds(summary: RunSummary) -> float:
@@ -158,11 +133,8 @@ def score_table(summary: RunSummary) -> Table:
 
 def chances(stages: list[Stage]) -> dict[str, float]:
     """Each task with the accuracy of guessing."""
-    found: dict[str, float] = {}
-    for stage in stages:
-        for task, score in stage.scores.items():
-            found[task] = max(found.get(task, 0), score.get("baseline", 0))
-    return found
+    tasks = dict.fromkeys(task for stage in stages for task in stage.scores)
+    return {task: max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages) for task in tasks}
 
 
 def _score_cell(stage: Stage, task: str) -> Cell:
@@ -173,17 +145,13 @@ def _score_cell(stage: Stage, task: str) -> Cell:
     return Cell(f"{score['accuracy']:.1%}", interval, score["accuracy"])
 
 
-def questions(summary: RunSummary) -> list[Question]:
-    """Each question once, with the answers to it; the tasks take turns."""
-    found: dict[tuple[str, Pairs], Question] = {}
-    turn: Counter[str] = Counter()
+def questions(summary: RunSummary) -> dict[tuple[str, Pairs], list[tuple[str, Chat]]]:
+    """Each question once: (task, messages) -> the answers to it, as (stage, chat)."""
+    found: dict[tuple[str, Pairs], list[tuple[str, Chat]]] = defaultdict(list)
     for stage in summary.stages:
         for chat in stage.chats:
-            if (chat.task, chat.messages) not in found:
-                found[chat.task, chat.messages] = Question(chat.task, chat.messages, [], turn[chat.task])
-                turn[chat.task] += 1
-            found[chat.task, chat.messages].answers.append((stage.name, chat))
-    return sorted(found.values(), key=lambda question: question.turn)
+            found[chat.task, chat.messages].append((stage.name, chat))
+    return found
 
 
 # ---------------------------------------------------------------------- numbers as words
@@ -251,7 +219,7 @@ PLOTS = (
 LOSS = Plot("loss", "", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
-COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "ink", "quiet", "line", "card"])}
+COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "ink", "quiet", "line"])}
 STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5, "axes.titlesize": 7.5,
     "axes.titlecolor": COLOURS["ink"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
@@ -310,45 +278,17 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 4.2) -> str:
     return _svg(figure, plot.metric + "-".join(stage.name for stage in stages))
 
 
-def _accuracy(stages: list[Stage]) -> str:
-    """A row a task: a dot with its 95% interval for each stage, and a thin line at a random guess."""
-    guessing = chances(stages)
-    tasks = list(guessing)
-    figure = Figure(figsize=(4.2, max(1.9, 0.45 + 0.32 * len(tasks))), layout="constrained")
-    axes = figure.subplots()
-    for index, stage in enumerate(stages):
-        shift = (index - (len(stages) - 1) / 2) * min(0.2, 0.7 / len(stages))  # stages do not overlap
-        rows = [tasks.index(task) + shift for task in stage.scores]
-        accuracies = [score["accuracy"] for score in stage.scores.values()]
-        lows = [score.get("low", score["accuracy"]) for score in stage.scores.values()]
-        highs = [score.get("high", score["accuracy"]) for score in stage.scores.values()]
-        style: dict[str, Any] = {"color": COLOURS[stage.name], "markeredgecolor": COLOURS["card"], "markersize": 5}
-        axes.hlines(rows, lows, highs, color=COLOURS[stage.name], alpha=0.35, linewidth=2.5)
-        axes.plot(accuracies, rows, "o", **style, gid=f"accuracy-{stage.name}")
-    for row, chance in enumerate(guessing.values()):
-        axes.vlines(chance, row - 0.4, row + 0.4, color=COLOURS["quiet"], linewidth=0.8)
-    axes.grid(visible=False, axis="y")
-    axes.set_yticks(range(len(tasks)), [task if len(task) < 18 else f"{task[:16]}…" for task in tasks])
-    axes.set_ylim(len(tasks) - 0.45, -0.55)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100%"])
-    axes.set_xlim(-0.02, 1.02)
-    return _svg(figure, "accuracy")
-
-
 # ---------------------------------------------------------------------- the page and the Markdown
 
 
 def to_html(summary: RunSummary) -> str:
     """The whole page."""
     stages = summary.stages
-    evaluated = [stage for stage in stages if stage.scores]
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
-        return _render(
-            "report.html", summary, accuracy=_accuracy(evaluated) if evaluated else None,
-            plots={plot: _curves(plot, stages) for plot in PLOTS if any(stage.values(plot.metric) for stage in stages)},
-            losses=[_curves(LOSS, [stage], 2.1) for stage in stages if stage.values("loss")],
-        )  # fmt: skip
+        plots = {plot: _curves(plot, stages) for plot in PLOTS if any(stage.values(plot.metric) for stage in stages)}
+        losses = [_curves(LOSS, [stage], 2.1) for stage in stages if stage.values("loss")]
+    return _render("report.html", summary, plots=plots, losses=losses, tasks=list(chances(stages).items()))
 
 
 def to_markdown(summary: RunSummary) -> str:

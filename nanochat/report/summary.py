@@ -92,12 +92,11 @@ class Stage:
         return values[-1] if values else None
 
     def curve(self, key: str) -> Points:
-        """A metric over training seconds, or over steps where those are unknown, thinned out."""
-        clock = "step" if self.last("seconds") is None else "seconds"
+        """A metric over training seconds, thinned out."""
         points = []
         now = 0.0
         for line in self.metrics:
-            now = max(now, line.get(clock, now))
+            now = max(now, line.get("seconds", now))
             if key in line:
                 points.append((now, line[key]))
         stride = len(points) // CURVE_POINTS + 1
