@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
@@ -226,9 +227,10 @@ def _numbers(values: Any) -> dict[str, float]:
 def _machine() -> dict[str, str]:
     """Where the report is made; no device is touched."""
     machine = {"system": f"{platform.platform()}, {os.cpu_count()} cores", "Python": platform.python_version()}
-    for name in ("nanochat", "torch", "torch_npu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            machine[name] = metadata.version(name)
+    for package in metadata.distributions():
+        name = package.metadata["Name"] or ""
+        if re.split("[-_]", name)[0] in ("nanochat", "torch"):  # with the package of an accelerator
+            machine[name] = package.version
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists():
