@@ -7,6 +7,7 @@ client that leaves, or stops reading, cancels its streams, and so frees their sl
 
 import asyncio
 import codecs
+import itertools
 import json
 import time
 import uuid
@@ -80,11 +81,21 @@ def _append(chunks: list[Chunk], chunk: Chunk) -> None:
 
 
 class _Serializer:
+    """What the routes share."""
+
     prefix = ""  # of the response's id
 
     def __init__(self, model: LoadedModel):
         self.tokenizer = model.tokenizer
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
+
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def choice_object(self, number: int, chunks: Sequence[Chunk], **content: Any) -> dict[str, Any]:
+        every = list(itertools.chain.from_iterable(chunk.logprobs for chunk in chunks))
+        logprobs = self.logprobs(number, every) if every else None
+        return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunks[-1].finish_reason}
 
     def token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
@@ -100,7 +111,7 @@ class ChatSerializer(_Serializer):
     stream_object = "chat.completion.chunk"
 
     def opening(self, number: int) -> dict[str, Any]:
-        return _choice_object(number, delta={"role": "assistant", "content": ""})
+        return self.choice_object(number, [Chunk()], delta={"role": "assistant", "content": ""})
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -108,19 +119,16 @@ class ChatSerializer(_Serializer):
             delta["content"] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
-        return _choice_object(number, self._logprobs([chunk]), chunk.finish_reason, delta=delta)
+        return self.choice_object(number, [chunk], delta=delta)
 
     def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         parts = [{"type": chunk.kind, "text": chunk.text} for chunk in chunks if chunk.text]
         message: dict[str, Any] = {"role": "assistant", "content": text_of(parts), "refusal": None}
         if any(part["type"] != "text" for part in parts):
             message["nanochat"] = {"parts": parts}
-        return _choice_object(number, self._logprobs(chunks), chunks[-1].finish_reason, message=message)
+        return self.choice_object(number, chunks, message=message)
 
-    def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
-        logprobs = _logprobs_of(chunks)
-        if not logprobs:
-            return None
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = []
         for one in logprobs:
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
@@ -148,13 +156,9 @@ class CompletionSerializer(_Serializer):
         return self.choice(number, [chunk])
 
     def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        text = "".join(chunk.text for chunk in chunks)
-        return _choice_object(number, self._logprobs(number, chunks), chunks[-1].finish_reason, text=text)
+        return self.choice_object(number, chunks, text="".join(chunk.text for chunk in chunks))
 
-    def _logprobs(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
-        logprobs = _logprobs_of(chunks)
-        if not logprobs:
-            return None
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             token = self.token(one.token_id, one.logprob)
@@ -170,13 +174,6 @@ class CompletionSerializer(_Serializer):
 Serializer = ChatSerializer | CompletionSerializer
 
 
-def _logprobs_of(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
-    logprobs: list[TokenLogprob] = []
-    for chunk in chunks:
-        logprobs += chunk.logprobs
-    return logprobs
-
-
 def _token_name(token: dict[str, Any]) -> str:
     """A token's text; the bytes of a token with part of a character, or several would share a name."""
     data = bytes(token["bytes"])
@@ -184,12 +181,6 @@ def _token_name(token: dict[str, Any]) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _choice_object(
-    number: int, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None, **content: Any
-) -> dict[str, Any]:
-    return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 # ---------------------------------------------------------------------- the response
