@@ -151,12 +151,12 @@ def test_rl_resumes_exactly(start, loss):
 
 
 def exactly_resumed(
-    base: Path,
+    base: Path,  # noqa: F811
     script: str,
     stage: str,
     flags: Sequence[str],
     steps: int,
-    parts: Sequence[int] = (),  # noqa: F811
+    parts: Sequence[int] = (),
 ) -> None:
     """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
     call(script, *flags)
