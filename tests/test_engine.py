@@ -1,8 +1,10 @@
 """Generation: greedy as the model alone, batched as alone, the tool's calls, where a reply ends."""
 
+import functools
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
@@ -13,18 +15,8 @@ from nanochat.kernels.cpu import CpuKernels
 from nanochat.shell.cli import Interrupted, UserError
 
 CONTEXT = 48
+make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
 GREEDY = SamplingParams(temperature=0)
-
-
-def make_engine(shape: str = "fast", stops: bool = False) -> Engine:
-    """A lively model over the tiny tokenizer's vocabulary, whose reply ends with a stop token only on request."""
-    tokenizer = tiny_tokenizer()
-    model = lively_model(tiny_config(**{**SHAPES[shape], "vocab_size": tokenizer.vocab_size, "sequence_len": CONTEXT}))
-    engine = Engine(model, tokenizer, cpu_device())
-    if not stops:
-        engine.stop_ids = set()
-        engine.call_start = engine.call_end = -1
-    return engine
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tiny import complaint
 
 from nanochat.data import catalog, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_split, fetch_url, leaves_folder
-from nanochat.shell.cli import UserError
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 COMMIT = "c0ffee" + "0" * 34
@@ -135,13 +135,6 @@ def fake(monkeypatch, tmp_path):
     yield fake
     fake.server.shutdown()
     fake.server.server_close()
-
-
-def complaint(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def data_files(folder: Path) -> list[str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tiny import complaint
 
 from nanochat.data import files, hub
 from nanochat.data.records import find_split, open_records, open_split
-from nanochat.shell.cli import UserError
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
 
@@ -75,13 +75,6 @@ def test_several_files_are_one_row_of_rows(tmp_path):
 def test_only_the_wanted_fields_are_read_from_a_parquet(tmp_path):
     opened = open_records([write(tmp_path / "a.parquet", WANTED)], {"answer": int, "list": list})
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}
-
-
-def complaint(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])

@@ -1,5 +1,6 @@
 """Continuous batching: batched as alone, nothing leaks, text as people may see it."""
 
+import functools
 import random
 import threading
 import time
@@ -7,25 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
+from tiny import SHAPES, tiny_tokenizer
 
 from nanochat import engine as engines
 from nanochat.engine import Engine, SamplingParams
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut
 
 CONTEXT = 80
+make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
 GREEDY = SamplingParams(temperature=0)
-
-
-def make_engine(shape: str = "fast", stops: bool = False, **changes: Any) -> Engine:
-    tokenizer = tiny_tokenizer()
-    sizes = {**SHAPES[shape], "vocab_size": tokenizer.vocab_size, "sequence_len": CONTEXT, **changes}
-    engine = Engine(lively_model(tiny_config(**sizes)), tokenizer, cpu_device())
-    if not stops:
-        engine.stop_ids = set()
-        engine.call_start = engine.call_end = -1
-    return engine
 
 
 @pytest.fixture

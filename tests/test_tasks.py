@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tiny import complaint
 
 from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import catalog, hub
@@ -49,13 +50,6 @@ def write(path: Path, rows: list) -> Path:
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def complaint(call) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def check(task: Task) -> list[Example]:

@@ -16,12 +16,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
 from nanochat.device import Device
+from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.torch_ import TorchKernels
 from nanochat.shell import cli
@@ -90,6 +92,25 @@ def smallest_model(seed: int = 0) -> GPT:
     model = GPT(GPTConfig(vocab_size=267, sequence_len=8, n_layer=1, width=4, n_head=1, n_kv_head=1))
     model.init_weights(seed)
     return model
+
+
+def make_engine(shape: str = "fast", stops: bool = False, **changes: Any) -> Engine:
+    """A lively model over the tiny tokenizer's vocabulary, whose reply ends with a stop token only on request."""
+    tokenizer = tiny_tokenizer()
+    model = lively_model(tiny_config(**{**SHAPES[shape], "vocab_size": tokenizer.vocab_size, **changes}))
+    engine = Engine(model, tokenizer, cpu_device())
+    if not stops:
+        engine.stop_ids = set()
+        engine.call_start = engine.call_end = -1
+    return engine
+
+
+def complaint(call: Callable[[], Any]) -> str:
+    """The one line of the UserError that this raises."""
+    with pytest.raises(cli.UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 class Momentum:
