@@ -71,19 +71,19 @@ def environment(base: Path) -> dict[str, str]:
 
 def start(base: Path, arguments: list[str]) -> tuple[subprocess.Popen, Path]:
     """A run whose output goes to a file; Ctrl-C is not ignored, as it would be behind a shell's &."""
-    said = base.with_suffix(".txt")
-    with said.open("w") as file:
+    output = base.with_suffix(".txt")
+    with output.open("w") as file:
         process = subprocess.Popen(
             arguments, cwd=ROOT, env=environment(base), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-    return process, said
+    return process, output
 
 
-def wait_for(said: Path, pattern: str, process: subprocess.Popen, seconds: float = 90) -> None:
+def wait_for(output: Path, pattern: str, process: subprocess.Popen, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
-    while not re.search(pattern, said.read_text(), re.MULTILINE):
-        assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+    while not re.search(pattern, output.read_text(), re.MULTILINE):
+        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.02)
 
 
@@ -151,17 +151,17 @@ def trial(
     expected, seconds, begin = straight(ranks, stage)
     shutil.copytree(begin, base)
     flags = flags_of(stage, begin)
-    process, said = start(base, command(ranks, stage, *flags))
+    process, output = start(base, command(ranks, stage, *flags))
     number = chance.choice((signal.SIGTERM, signal.SIGINT))
     try:
         if early:
-            wait_for(said, "^horizon: ", process)
+            wait_for(output, "^horizon: ", process)
             deadline = time.monotonic() + 60
             while not hears_signals(workers_of(process) if ranks > 1 else [process.pid]):
-                assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+                assert process.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.01)
         else:
-            wait_for(said, f"^{stage} +0/", process)
+            wait_for(output, f"^{stage} +0/", process)
             lines, reached = base / f"runs/{stage}/{TAGS[stage]}/metrics.jsonl", chance.randrange(STEPS[stage] * 2 // 3)
             while process.poll() is None and lines.read_text().count("\n") <= reached:
                 time.sleep(0.005)
@@ -169,16 +169,16 @@ def trial(
         workers = workers_of(process) if ranks > 1 else []
         to = chance.choice([process.pid, *workers])
         sent = time.monotonic()
-        assert process.poll() is None, said.read_text()
+        assert process.poll() is None, output.read_text()
         os.kill(to, number)
         status = process.wait(timeout=30)
         took = time.monotonic() - sent
     finally:
         kill(process)
-    text = said.read_text()
-    told = re.search(r"^stopped by (SIG\w+): saved (\S+); continue with --resume$", text, re.MULTILINE)
-    assert told and told[1] == number.name, text
-    folder = Path(told[2])
+    text = output.read_text()
+    stopped = re.search(r"^stopped by (SIG\w+): saved (\S+); continue with --resume$", text, re.MULTILINE)
+    assert stopped and stopped[1] == number.name, text
+    folder = Path(stopped[2])
     meta = checkpoint_manager.verify(folder)
     assert took < 10, f"{took:.1f} s\n{text}"
     assert folder == base / f"checkpoints/{stage}/{TAGS[stage]}/step_{meta['step']:06d}"
@@ -227,21 +227,21 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_
     expected, _, _ = straight(2)
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    process, said = start(base, command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",)))
+    process, output = start(base, command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",)))
     try:
-        wait_for(said, f"^saved .*{MIDWAY}", process)
+        wait_for(output, f"^saved .*{MIDWAY}", process)
         ranks = workers_of(process)
         killed = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-            assert time.monotonic() - killed < 30, said.read_text()
+            assert time.monotonic() - killed < 30, output.read_text()
             time.sleep(0.05)
         gone = time.monotonic() - killed
-        assert process.wait(timeout=120) == 0, said.read_text()
+        assert process.wait(timeout=120) == 0, output.read_text()
     finally:
         kill(process)
     print(f"all ranks gone after {gone:.1f} s")
-    assert "resumed from" in said.read_text()
+    assert "resumed from" in output.read_text()
     assert result(base) == expected
 
 
@@ -271,18 +271,18 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     steps = 100_000 if stopped else 4
-    process, said = start(base, [
+    process, output = start(base, [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=3"),
         *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=6", f"--num_iterations={steps}"),
     ])  # fmt: skip
     try:
-        wait_for(said, "^base +3/", process)
+        wait_for(output, "^base +3/", process)
         if stopped:
             os.kill(workers_of(process)[1], signal.SIGTERM)
         status = process.wait(timeout=90)
     finally:
         kill(process)
-    text = said.read_text()
+    text = output.read_text()
     assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
     folder = base / "checkpoints/base/d1"
     (step,) = checkpoint_manager.steps(folder)

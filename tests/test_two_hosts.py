@@ -60,7 +60,7 @@ def documented(node: str) -> tuple[list[str], dict[str, str]]:
     return shlex.split(command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")), exported
 
 
-def host(node: str, base: Path, said: Path) -> subprocess.Popen:
+def host(node: str, base: Path, output: Path) -> subprocess.Popen:
     """One host's torchrun, with a name and an address of its own and one processor."""
     command, exported = documented(node)
     names = base.with_name("hosts")
@@ -68,7 +68,7 @@ def host(node: str, base: Path, said: Path) -> subprocess.Popen:
     inside = f"hostname {node}; mount --bind {names} /etc/hosts; exec {shlex.join([*command, '--', *RUN, '--resume'])}"
     core = sorted(os.sched_getaffinity(0))[list(ADDRESSES).index(node) % len(os.sched_getaffinity(0))]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1", **exported}
-    with said.open("w") as file:
+    with output.open("w") as file:
         return subprocess.Popen(
             ["taskset", "-c", str(core), "ip", "netns", "exec", JOB + node, "unshare", "--uts", "sh", "-c", inside],
             cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
@@ -76,8 +76,8 @@ def host(node: str, base: Path, said: Path) -> subprocess.Popen:
 
 
 def everything_on(node: str) -> list[int]:
-    said = subprocess.run(["ip", "netns", "pids", JOB + node], capture_output=True, text=True, check=True).stdout
-    return [int(pid) for pid in said.split()]
+    output = subprocess.run(["ip", "netns", "pids", JOB + node], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in output.split()]
 
 
 def cut_power(node: str) -> None:
@@ -89,28 +89,28 @@ def run(folder: Path, home: Path, lost: str | None) -> Path:  # noqa: F811
     """A job over both hosts; one is lost midway and started again. Returns its base folder."""
     base = folder / "base"
     shutil.copytree(home, base)
-    said = {node: folder / f"{node}.txt" for node in ADDRESSES}
-    hosts = {node: host(node, base, said[node]) for node in ADDRESSES}
+    output = {node: folder / f"{node}.txt" for node in ADDRESSES}
+    hosts = {node: host(node, base, output[node]) for node in ADDRESSES}
     try:
         if lost:
             deadline = time.monotonic() + 120
             while not (base / "checkpoints/base/d1" / MIDWAY).is_dir():
-                assert time.monotonic() < deadline, "\n".join(path.read_text() for path in said.values())
+                assert time.monotonic() < deadline, "\n".join(path.read_text() for path in output.values())
                 time.sleep(0.1)
             cut_power(lost)
             hosts[lost].wait()
             time.sleep(5)
             (survivor,) = set(ADDRESSES) - {lost}
-            assert hosts[survivor].poll() is None, said[survivor].read_text()  # it waits
-            hosts[lost] = host(lost, base, said[lost])
+            assert hosts[survivor].poll() is None, output[survivor].read_text()  # it waits
+            hosts[lost] = host(lost, base, output[lost])
         for node, process in hosts.items():
-            assert process.wait(timeout=200) == 0, said[node].read_text()
+            assert process.wait(timeout=200) == 0, output[node].read_text()
     finally:
         for node, process in hosts.items():
             cut_power(node)
             process.wait()
     if lost:
-        assert any("resumed from" in path.read_text() for path in said.values())
+        assert any("resumed from" in path.read_text() for path in output.values())
     return base
 
 

@@ -97,7 +97,7 @@ def with_tokenizer(base: Path, on_cpu: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def on_npu(texts, tmp_path_factory) -> tuple[Path, str]:
-    """All stages in fp32 on one simulated NPU, and what they said."""
+    """All stages in fp32 on one simulated NPU, and what they printed."""
     base = tmp_path_factory.mktemp("npu")
     on = "--device=npu --dtype=float32"
     out = chain(
@@ -126,8 +126,8 @@ def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
 
 
 def test_the_python_example_runs(on_npu):
-    said = on_npu[1].partition("== -c")[2].partition("== base_train")[0]
-    assert "<|bos|>hello" in said
+    output = on_npu[1].partition("== -c")[2].partition("== base_train")[0]
+    assert "<|bos|>hello" in output
 
 
 def test_a_profiled_run_is_the_same(on_npu):
@@ -154,8 +154,8 @@ def test_a_chat_over_the_pages_api(on_npu, texts):
     server = subprocess.Popen(command, cwd=texts, env=keep, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout
-        said = next(line for line in server.stdout if "http://" in line)
-        address = re.search(r"http://[\w.:]+", said)[0]
+        address_line = next(line for line in server.stdout if "http://" in line)
+        address = re.search(r"http://[\w.:]+", address_line)[0]
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -256,10 +256,10 @@ def test_the_eight_card_commands_run_as_documented(small, on_cpu, texts, tmp_pat
 def one_line(done: subprocess.CompletedProcess, *words: str) -> None:
     """The command failed with one line that says what and what to do, not with a traceback."""
     assert done.returncode == 1, (done.returncode, done.stderr)
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in done.stderr and len(said) == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr and len(errors) == 1, done.stderr
     for word in words:
-        assert re.search(word, said[0]), said[0]
+        assert re.search(word, errors[0]), errors[0]
 
 
 def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
@@ -293,8 +293,8 @@ def test_a_failed_collective_is_one_line(on_npu, texts, fault: str, words: tuple
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
     command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
     done = launch(on_npu[0], texts, sys.executable, *command, simulated=f"--devices 2 {fault}")
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and len(said) == 1, done.stderr[-4000:]
-    assert all(word in said[0] for word in words), said
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr[-4000:]
+    assert all(word in errors[0] for word in words), errors
     before_torchrun = done.stderr.partition("torch/distributed/elastic")[0]  # torchrun adds a summary of its own
     assert "Traceback" not in before_torchrun.partition("error: ")[0], done.stderr[-4000:]
