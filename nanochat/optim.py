@@ -452,14 +452,12 @@ class _Muon:
         # One second moment per row of a tall matrix, and per column of a wide one.
         neurons = (rows, 1) if rows >= columns else (1, columns)
         name, parameter = self.group.parameters[0]
-        states = {
-            "momentum": torch.zeros(len(owned), rows, columns, device=parameter.device),
-            "second_moment": torch.zeros(len(owned), *neurons, device=parameter.device),
-        }
-        for state_name, state in states.items():
+        momentum = torch.zeros(len(owned), rows, columns, device=parameter.device)
+        second_moment = torch.zeros(len(owned), *neurons, device=parameter.device)
+        for state_name, state in (("momentum", momentum), ("second_moment", second_moment)):
             whole_shape = (len(matrices), *state.shape[1:])
             self.state[f"muon.{name}.{rows}x{columns}.{state_name}"] = self.layout.as_share(state, whole_shape)
-        return _Stack(shape, matrices, owned, **states)
+        return _Stack(shape, matrices, owned, momentum, second_moment)
 
     def update(self, settings: _Settings) -> None:
         decay = self.group.weight_decay * settings.weight_decay_scale
