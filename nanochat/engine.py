@@ -319,17 +319,21 @@ class Slots:
         first = len(self.rows)
         # Each distinct prompt gets one slot, the longest first. The prompts that still have tokens at some chunk are
         # then the first ones, in neighbouring slots, and one `prefill` reads a piece of each.
-        prompts = sorted({tuple(row.prompt) for row in rows}, key=len, reverse=True)
+        prompts = sorted(dict.fromkeys(tuple(row.prompt) for row in rows), key=len, reverse=True)
         slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
-        # With pieces of 256 tokens, 32 prompts are read at once.
+        # With pieces of 256 tokens, 32 prompts are read at once, of those that are about as long: the others would be
+        # padded to the length of the longest. Padded lengths of 16, of 32 and 48, of 64 to 112, ... are about the same.
         group = max(1, PREFILL_TOKENS // min(self.prefill_chunk, len(prompts[0])))
-        for start in range(0, len(prompts), group):
-            together = prompts[start : start + group]
+        start = 0
+        while start < len(prompts):
+            sizes = [_round_up(len(prompt) - 1, CHUNK_STEP).bit_length() for prompt in prompts[start : start + group]]
+            together = prompts[start : start + sizes.count(sizes[0])]
             # A prompt's last token is not read with the rest: it is the first one decoded, and its logits are those of
             # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
             for filled in range(0, len(together[0]) - 1, self.prefill_chunk):
                 pieces = [prompt[filled:-1][: self.prefill_chunk] for prompt in together if len(prompt) - 1 > filled]
                 self.prefill(first + start, pieces, filled)
+            start += len(together)
         # RL and `generate_batch` sample one prompt many times. Rows of an equal prompt begin with the same slot, and
         # `admit` copies it for all but one.
         for row in rows:
