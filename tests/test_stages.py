@@ -192,7 +192,7 @@ def test_the_same_seed_gives_the_same_reinforcement(start, capsys):
     for tag, seed in (("one", 0), ("two", 0), ("three", 1)):
         flags = ("--source=base", "--source_tag=d1", f"--model_tag={tag}", "--num_iterations=3", f"--seed={seed}")
         call("chat_rl", *RL, *flags)
-        replies[tag] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a reply")]
+        replies[tag] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a question")]
     assert sha256(start, "rl", 3, "one") == sha256(start, "rl", 3, "two")
     assert replies["one"] == replies["two"] != replies["three"]
 
