@@ -130,6 +130,19 @@ class Device:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return self.module.max_memory_allocated()
 
+    def versions(self) -> dict[str, str]:
+        """Of the software that a measurement depends on."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        if self.kind == "cuda":
+            versions["cuda"] = str(torch.version.cuda)
+        if self.kind == "npu":
+            torch_npu: Any = importlib.import_module("torch_npu")
+            versions["torch_npu"] = torch_npu.__version__
+            for part in ("CANN", "DRIVER"):
+                with contextlib.suppress(Exception):  # the runtime reads them from files, which may be elsewhere
+                    versions[part.lower()] = torch_npu.npu.utils.get_cann_version(part)
+        return versions
+
     def total_memory(self) -> int | None:
         """Bytes of device memory; None for a CPU. speedrun_npu.sh chooses its batch sizes by it."""
         if self.kind == "cpu":

@@ -1,0 +1,148 @@
+"""Numbers of every module in a training step, to find where two devices or two versions begin to differ.
+
+`Probe(model)` watches a model. In a forward pass it records the output of each module and of each kernel, in the order
+in which they are computed; in a backward pass the gradients of the modules' outputs; at the end of a step the
+parameters' gradients. Of each tensor it keeps four numbers: its norm, its largest absolute value, how many values are
+not finite, and a signature. `first_difference` compares two recordings.
+
+The signature is the sum of all values, each with a fixed random sign. A rotation in the wrong direction, a permutation
+or a transposed product leave the norm as it is, and change the signature by about the norm.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The operators of a device (nanochat/kernels/): functions, not modules, and the first suspects on a new card.
+KERNELS = ("rms_norm", "rotate", "attention")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The numbers of one tensor."""
+
+    step: int
+    phase: str  # "forward", "backward" (the gradient of a module's output) or "gradient" (of a parameter)
+    name: str  # such as "blocks.3.attention.qkv", or "blocks.3.attention: rotate" for a kernel called there
+    norm: float
+    largest: float
+    not_finite: int
+    signature: float
+
+
+@dataclass
+class _Pending:
+    """A reading that is still on the device."""
+
+    phase: str
+    name: str
+    numbers: Tensor  # (4,)
+
+
+class Probe:
+    """Watches a model from `__init__` on. Call `end_step` after each backward pass, before the update."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.readings: list[Reading] = []
+        self._pending: list[_Pending] = []
+        self._step = 0
+        self._inside: list[str] = []  # the modules whose forward is running, the innermost last
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(functools.partial(self._enter, name))
+            module.register_forward_hook(functools.partial(self._leave, name))
+        # One object of kernels serves all modules of a model: its functions are watched on that object alone.
+        kernels: Any = model.kernels
+        for name in KERNELS:
+            setattr(kernels, name, self._watched(name, getattr(kernels, name)))
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+        self._watch(name or "model", output)
+
+    def _watched(self, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(kernel)
+        def call(*args: Any, **options: Any) -> Tensor:
+            output = kernel(*args, **options)
+            self._watch(f"{self._inside[-1] if self._inside else 'model'}: {name}", output)
+            return output
+
+        return call
+
+    def _watch(self, name: str, output: Any) -> None:
+        # A module may return several tensors, as a value embedding does; the first is its own.
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not isinstance(tensor, Tensor):
+            return
+        self._record("forward", name, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._record("backward", name, grad))
+
+    def _record(self, phase: str, name: str, tensor: Tensor) -> None:
+        self._pending.append(_Pending(phase, name, _numbers(tensor.detach())))
+
+    def end_step(self) -> None:
+        """Record the parameters' gradients and read all numbers of the step from the device at once."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self._record("gradient", name, parameter.grad)
+        if self._pending:
+            table = torch.stack([pending.numbers for pending in self._pending]).tolist()
+            for pending, (norm, largest, not_finite, signature) in zip(self._pending, table, strict=True):
+                reading = Reading(self._step, pending.phase, pending.name, norm, largest, int(not_finite), signature)
+                self.readings.append(reading)
+        self._pending = []
+        self._step += 1
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The readings in the order in which they were taken."""
+        return [asdict(reading) for reading in self.readings]
+
+
+@torch.no_grad()
+def _numbers(tensor: Tensor) -> Tensor:
+    """norm, largest absolute value, count of values that are not finite, signature: (4,) in fp32 on the device."""
+    flat = tensor.float().flatten()
+    finite = torch.isfinite(flat)
+    flat = torch.where(finite, flat, 0.0)  # one NaN would make all four numbers NaN
+    signature = flat @ _signs(flat.numel(), flat.device)
+    return torch.stack((flat.norm(), flat.abs().amax(), (~finite).sum().float(), signature))
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(count: int, device: torch.device) -> Tensor:
+    """+1 and -1 in a fixed order that is the same on every device."""
+    # Drawn on the host: devices have generators of their own, which draw other numbers.
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
+    return (signs * 2 - 1).float().to(device)
+
+
+def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> str | None:
+    """One line about the first reading in which two recordings differ, or None where they agree.
+
+    `tolerance` is relative to the larger norm of the two.
+    """
+    for a, b in zip(ours, theirs, strict=False):
+        where = f"step {a['step']}, {a['phase']}, {a['name']}"
+        place = ("step", "phase", "name")
+        if [a[key] for key in place] != [b[key] for key in place]:
+            return (
+                f"{where}: the other file has {b['phase']} {b['name']} there, so the two models or runs are not alike"
+            )
+        if a["not_finite"] != b["not_finite"]:
+            return f"{where}: {a['not_finite']} values are not finite, in the other file {b['not_finite']}"
+        scale = max(a["norm"], b["norm"])
+        for key in ("norm", "largest", "signature"):
+            if abs(a[key] - b[key]) > tolerance * scale:
+                return f"{where}: {key} {a[key]:.6g}, in the other file {b[key]:.6g} (norm {scale:.6g})"
+    if len(ours) != len(theirs):
+        return f"one file has {len(ours)} readings and the other {len(theirs)}: give both the same flags"
+    return None

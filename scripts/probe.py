@@ -1,0 +1,130 @@
+"""Record the numbers of every module in a training step, and compare two recordings.
+
+python -m scripts.probe --device cpu --out cpu.json
+python -m scripts.probe --device npu --out npu.json
+python -m scripts.probe --compare cpu.json npu.json
+
+Weights and tokens are the same on every device. The comparison names the first module, kernel or gradient that differs,
+in the order in which a step computes them: what is wrong is there, or in what follows from it directly.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from nanochat.shell.cli import Positive, Range, Seed, UserError, run
+from nanochat.shell.log import print0
+
+
+@dataclass(frozen=True)
+class Config:
+    out: str | None = None  # record into this file
+    compare: tuple[str, str] | None = None  # two recordings; records nothing
+    # Largest difference that counts as rounding, relative to the norm; default: 1e-3 in float32, 0.05 in bfloat16.
+    tolerance: Annotated[float, Range(0)] | None = None
+    depth: Positive = 4  # layers
+    max_seq_len: Positive = 256  # tokens a row
+    vocab_size: Positive = 1024  # tokens that the model knows
+    device_batch_size: Positive = 2  # rows
+    steps: Positive = 1  # each with an update; after the first, compare in float32 only
+    window_pattern: str = "SSSL"  # see base_train
+    seed: Seed = 0  # of the weights and the tokens
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+
+
+def main(config: Config) -> None:
+    if config.compare:
+        compare(config)
+    elif config.out:
+        record(config, Path(config.out))
+    else:
+        raise UserError("--out FILE records, --compare FILE FILE compares two recordings: name one of the two")
+
+
+def record(config: Config, out: Path) -> None:
+    # The heavy imports are here so that --help answers at once.
+    import torch
+
+    from nanochat import device as devices
+    from nanochat import scaling
+    from nanochat.gpt import GPT
+    from nanochat.run.probe import Probe
+    from nanochat.train import make_optimizer, next_token_loss
+
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+
+    # ---- a model and its batches, drawn on the host: the same on every device
+    device = devices.init(config.device, config.dtype)
+    shape = scaling.model_config(
+        config.depth, config.vocab_size, config.max_seq_len, window_pattern=config.window_pattern
+    )
+    model = GPT(shape, device.kernels)
+    model.init_weights(config.seed)
+    # Noise on every weight. The output projections start as zeros, and no gradient would pass through them.
+    generator = torch.Generator().manual_seed(config.seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * (0.5 / shape.width**0.5)
+    model.to(device.torch_device)
+    tokens = config.device_batch_size * config.max_seq_len
+    optimizer = make_optimizer(model, scaling.rates(shape, tokens, 1000 * tokens), device)
+
+    # ---- the steps, as in train.py, with the probe between gradients and update
+    probe = Probe(model)
+    for step in range(config.steps):
+        size = (config.device_batch_size, config.max_seq_len + 1)
+        ids = device.to_device(torch.randint(config.vocab_size, size, generator=generator))
+        with device.autocast():
+            loss, targets = next_token_loss(model, (ids[:, :-1], ids[:, 1:].contiguous()))
+        loss.backward()
+        probe.end_step()
+        optimizer.reduce()
+        optimizer.step(targets.float(), torch.ones((), device=device.torch_device))
+        print0(f"step {step}: loss {loss.item() / targets.item():.6f}")
+
+    # ---- the recording
+    settings = {"depth", "max_seq_len", "vocab_size", "device_batch_size", "steps", "window_pattern", "seed"}
+    recording = {
+        "device": str(device),
+        "dtype": str(device.dtype).removeprefix("torch."),
+        "kernels": str(device.kernels),
+        "versions": device.versions(),
+        "config": {name: value for name, value in vars(config).items() if name in settings},
+        "readings": probe.to_json(),
+    }
+    out.write_text(json.dumps(recording, indent=0), encoding="utf-8")
+    bad = sum(reading.not_finite > 0 for reading in probe.readings)
+    print0(f"{out}: {len(probe.readings)} readings, {bad} with values that are not finite; {device}, {device.kernels}")
+
+
+def compare(config: Config) -> None:
+    from nanochat.run.probe import first_difference
+
+    assert config.compare is not None
+    ours, theirs = (load(Path(name)) for name in config.compare)
+    for name, value in ours["config"].items():
+        if theirs["config"].get(name) != value:
+            raise UserError(f"the recordings differ in --{name}: record both with the same flags")
+    tolerance = config.tolerance
+    if tolerance is None:
+        tolerance = 1e-3 if ours["dtype"] == theirs["dtype"] == "float32" else 0.05
+    line = first_difference(ours["readings"], theirs["readings"], tolerance)
+    if line is not None:
+        raise UserError(f"first difference above {tolerance:g} of the norm: {line}")
+    print0(f"{len(ours['readings'])} readings agree within {tolerance:g} of their norms")
+
+
+def load(path: Path) -> dict[str, Any]:
+    try:
+        recording = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(recording["readings"], list) and isinstance(recording["config"], dict) and recording["dtype"]
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UserError(f"--compare {path}: not a recording of this script's --out") from error
+    return recording
+
+
+if __name__ == "__main__":
+    run(main, Config)
