@@ -1,12 +1,15 @@
 """The output head and its cross-entropy in one, without ever holding all the logits.
 
 A vocabulary of 32,768 over 32,768 tokens is 4 GiB of fp32 logits, and as much again for their gradient. Here a chunk of
-tokens goes through head, softmax and gradient at once, and only the gradients of the hidden states and of the head are
-kept (source: Hsu et al. 2024, Liger Kernel, the same fusion). `F.linear_cross_entropy` does this from torch 2.13 on,
+tokens goes through head, softmax and gradient at once, and no chunk's logits are kept (source: Hsu et al. 2024, Liger
+Kernel, the same fusion). `F.linear_cross_entropy` does this from torch 2.13 on,
 but has no soft cap and cannot be compiled.
 
 Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,34 +38,105 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
+def tanh_in_place(logits: Tensor, cap: float) -> Tensor:
+    """tanh(logits / cap), in the memory of the logits. kernels/ may have a cheaper form."""
+    return logits.mul_(1 / cap).tanh_()
+
+
+# tanh(logits / cap) in place; `kernels.capped_tanh` of the model's device.
+CappedTanh = Callable[[Tensor, float], Tensor]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float,
+    chunk_tokens: int,
+    capped_tanh: CappedTanh = tanh_in_place,
+) -> Tensor:
     """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
 
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
     and weight. If every target is ignored, the sum and its gradients are 0.
     """
-    # Evaluation needs no gradient: there the plain form does the same with one matrix product a chunk instead of three.
+    # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, cap, chunk_tokens)  # type: ignore[no-any-return]
-    return token_losses(hidden, weight, targets, cap, chunk_tokens).sum()
+        return _SummedLoss.apply(hidden, weight, targets, cap, chunk_tokens, capped_tanh)  # type: ignore[no-any-return]
+    return token_losses(hidden, weight, targets, cap, chunk_tokens, capped_tanh).sum()
 
 
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float,
+    chunk_tokens: int,
+    capped_tanh: CappedTanh = tanh_in_place,
+) -> Tensor:
     """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE.
 
-    The plain form, for losses that weigh each token (RL, DPO): autograd keeps the chunks' logits.
+    For losses that weigh each token (RL, DPO). The backward pass computes each chunk's logits a second time.
     """
-    # With a gradient always a copy, even in fp32: backward reads it after FSDP has freed the gathered weight.
-    weight = weight.to(hidden.dtype, copy=torch.is_grad_enabled() and weight.requires_grad)
-    # Chunk by chunk, so that without a gradient only one chunk's logits are in memory.
-    losses = []
-    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        logits = soft_cap((h @ weight.T).float(), cap)  # (n, V)
-        losses.append(torch.nn.functional.cross_entropy(logits, t, ignore_index=IGNORE, reduction="none"))
-    return torch.cat(losses)
+    return _TokenLosses.apply(hidden, weight, targets, cap, chunk_tokens, capped_tanh)  # type: ignore[no-any-return]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+@dataclass
+class _Chunk:
+    """A chunk of tokens between its loss and its gradient."""
+
+    losses: Tensor  # (n,)
+    exps: Tensor  # (n, V): exp of the capped logits, each row up to a factor
+    total: Tensor  # (n, 1): their sums
+    tanh: Tensor | None  # (n, V): tanh(logits / cap), for the gradient of the cap
+    target: Tensor  # (n, 1); 0 where there is none
+    counts: Tensor  # (n, 1): 1 where there is a target, else 0
+
+
+def _chunk_loss(h: Tensor, matrix: Tensor, targets: Tensor, cap: float, capped_tanh: CappedTanh) -> _Chunk:
+    """h (n, W), matrix (V, W), targets (n,)."""
+    # Logits, in fp32: exp turns an error of a logit into a relative error of a probability. A chunk's logits are the
+    # largest tensors of a step, so that each pass over them counts. From here to the end of `_chunk_gradient` are 12
+    # operators and 82 bytes a logit, because every one that can works in place; without that 22 and 148.
+    logits = (h @ matrix.T).float()  # (n, V)
+    tanh = None
+    if cap:
+        tanh = capped_tanh(logits, cap)
+        logits = tanh * cap
+
+    # Ignored targets count 0 times. IGNORE is no index.
+    counts = (targets != IGNORE)[:, None].float()  # (n, 1)
+    target = targets.clamp(min=0)[:, None]  # (n, 1)
+    target_logit = logits.gather(1, target)  # (n, 1)
+
+    # Softmax without its division. exp overflows beyond 88, so each row is shifted by its maximum. Logits within the
+    # cap need no shift, which saves two passes over them.
+    shift: Tensor | float = 0.0
+    if cap <= 0 or cap > LARGEST_UNSHIFTED:
+        shift = logits.amax(dim=1, keepdim=True)  # (n, 1)
+        logits -= shift
+    exps = logits.exp_()
+    total = exps.sum(dim=1, keepdim=True)  # (n, 1)
+
+    # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so the shift is added
+    # to its log.
+    losses = (total.log() + shift - target_logit) * counts
+    return _Chunk(losses[:, 0], exps, total, tanh, target, counts)
+
+
+def _chunk_gradient(chunk: _Chunk, weights: Tensor) -> Tensor:
+    """The gradient (n, V) of the sum of weights (n, 1) x losses in the logits. It takes the chunk's memory."""
+    # In the capped logits it is softmax - one-hot(target).
+    weights = weights * chunk.counts
+    grad = chunk.exps.mul_(weights / chunk.total)
+    grad.scatter_add_(1, chunk.target, -weights)
+    # Through the cap it is multiplied by the derivative of tanh, 1 - tanh^2.
+    if chunk.tanh is not None:
+        grad.addcmul_(grad, chunk.tanh.square_(), value=-1)
+    return grad
+
+
+class _SummedLoss(torch.autograd.Function):
     """Computes the gradients in forward, while a chunk's logits are there; backward only scales them.
 
     The usual way keeps the logits for backward, or computes them a second time. The gradient of a sum needs neither:
@@ -70,53 +144,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh
+    ) -> Tensor:
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
-        columns = torch.arange(weight.size(0), device=hidden.device)
         loss = torch.zeros((), device=hidden.device)
         grad_weight = torch.zeros(weight.shape, device=weight.device)
         grad_hidden = []
-        needs_shift = cap <= 0 or cap > LARGEST_UNSHIFTED
-
         # A chunk is as large as suits the device (`loss_chunk_tokens` in kernels/). An accelerator gets few large ones.
         # A CPU takes 2^21 logits, 256 tokens at V 8,192, which stay in its caches: a training step takes 398 ms, and
         # 463 ms with chunks four times as large (docs/measurements.md).
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            # Logits, capped. They are in fp32: exp turns an error of a logit into a relative error of a probability.
-            # tanh(x) = 1 - 2 / (exp(2x) + 1) lowers the price of the cap on a CPU from 95 to 30 ms of a step
-            # (docs/measurements.md).
-            logits = (h @ matrix.T).float()  # (n, V)
-            tanh = logits
-            if cap:
-                tanh = 1 - 2 / (torch.exp(logits * (2 / cap)) + 1)
-                logits = cap * tanh
-
-            # Softmax without its division. exp overflows beyond 88, so each row is shifted by its maximum. Logits
-            # within the cap need no shift, which saves two passes over them.
-            shift: Tensor | float = 0.0
-            if needs_shift:
-                shift = logits.amax(dim=1, keepdim=True)  # (n, 1)
-                exps = torch.exp(logits - shift)
-            else:
-                exps = torch.exp(logits)
-            total = exps.sum(dim=1, keepdim=True)  # (n, 1)
-
-            # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so the
-            # shift is added to its log. Ignored targets count 0 times.
-            counts = (t != IGNORE)[:, None].float()  # (n, 1)
-            target = t.clamp(min=0)[:, None]  # (n, 1); IGNORE is no index
-            loss = loss + ((total.log() + shift - logits.gather(1, target)) * counts).sum()
-
-            # Its gradient in the capped logits is softmax - one-hot(target); through the cap it is multiplied by the
-            # derivative of tanh, 1 - tanh^2.
-            grad = exps * (counts / total) - torch.where(columns == target, counts, 0.0)  # (n, V)
-            if cap:
-                grad = grad * (1 - tanh * tanh)
+            chunk = _chunk_loss(h, matrix, t, cap, capped_tanh)
+            loss = loss + chunk.losses.sum()
             # From logits back through the product h @ W.T: one product for the gradient of h, one for that of W. The
             # chunks share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
-            grad = grad.to(h.dtype)
+            grad = _chunk_gradient(chunk, torch.ones_like(chunk.counts)).to(h.dtype)
             grad_hidden.append(grad @ matrix)  # (n, W)
-            grad_weight = grad_weight + (grad.T @ h)  # (V, W)
+            grad_weight += grad.T @ h  # (V, W)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -129,5 +174,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        # One for each argument of forward: targets, cap and chunk_tokens have no gradient.
-        return grad_hidden, grad_weight, None, None, None
+        # One for each argument of forward: the others have no gradient.
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Losses one by one. Their gradients differ by factors that only backward knows, so that it begins anew.
+
+    It costs one more product than keeping the logits, and saves 4 GiB of them for 8 rows of 2,048 tokens with a
+    vocabulary of 32,768.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh
+    ) -> Tensor:
+        # With a gradient always a copy, even in fp32: backward reads it after FSDP has freed the gathered weight.
+        matrix = weight.to(hidden.dtype, copy=ctx.needs_input_grad[1])
+        ctx.save_for_backward(hidden, matrix, targets)
+        ctx.options = (cap, chunk_tokens, capped_tanh)
+        ctx.weight_dtype = weight.dtype
+        losses = []
+        for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+            losses.append(_chunk_loss(h, matrix, t, cap, capped_tanh).losses)
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        hidden, matrix, targets = ctx.saved_tensors
+        cap, chunk_tokens, capped_tanh = ctx.options
+        grad_weight = torch.zeros(matrix.shape, device=matrix.device)
+        grad_hidden = []
+        parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), grads[0].split(chunk_tokens))
+        for h, t, weights in zip(*parts, strict=True):
+            chunk = _chunk_loss(h, matrix, t, cap, capped_tanh)
+            grad = _chunk_gradient(chunk, weights[:, None]).to(h.dtype)
+            grad_hidden.append(grad @ matrix)  # (n, W)
+            grad_weight += grad.T @ h  # (V, W)
+        return torch.cat(grad_hidden), grad_weight.to(ctx.weight_dtype), None, None, None, None

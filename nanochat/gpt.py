@@ -294,7 +294,7 @@ def read_out(
     # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
     loss = linear_cross_entropy if reduction == "sum" else token_losses
     chunk = kernels.loss_chunk_tokens(config.vocab_size)
-    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk)
+    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk, kernels.capped_tanh)
     return losses if reduction == "sum" else losses.view_as(targets)
 
 

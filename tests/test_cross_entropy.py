@@ -138,16 +138,64 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+class LogitTraffic(TorchDispatchMode):
+    """Counts the operators on tensors of `elements` elements, and the bytes of these that they read and write."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements = elements
+        self.operators = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        is_view = function.is_view or function is torch.ops.aten.detach.default
+        # An operator reads each of its arguments once, and writes its result, in place or not.
+        read = {id(x): x for x in tree_leaves(args) if isinstance(x, Tensor)}.values()
+        large = [x for x in (*read, out) if isinstance(x, Tensor) and x.numel() == self.elements]
+        if large and not is_view:
+            self.operators += 1
+            # scatter_add_ and gather touch one element of each row
+            if function not in (torch.ops.aten.scatter_add_.default, torch.ops.aten.gather.default):
+                self.bytes += sum(x.nbytes for x in large)
+        return out
+
+
+def test_traffic_of_a_logit() -> None:
+    """What a step moves for each logit in bf16, forward and backward, the products' own reads included."""
+    hidden = torch.randn(N, W, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, W, requires_grad=True)
+    with LogitTraffic(N * V) as seen:
+        linear_cross_entropy(hidden, weight, torch.randint(0, V, (N,)), 15.0, N).backward()
+    assert seen.bytes <= 82 * N * V
+    assert seen.operators <= 15  # three of them the products
+
+
+@chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0])
-def test_the_logits_are_never_all_there(cap: float) -> None:
+def test_losses_of_single_tokens_have_gradients_of_their_own(cap: float, chunk_tokens: int) -> None:
+    hidden, weight, targets = random_case(scale=3.0)
+    share = torch.randn(N)  # as an advantage: of both signs
+    by_token = token_losses(hidden, weight, targets, cap, chunk_tokens)
+    got = torch.autograd.grad((by_token * share).sum(), (hidden, weight))
+    logits = soft_cap(hidden @ weight.T, cap)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    wanted = torch.autograd.grad((losses * share).sum(), (hidden, weight))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, token_losses])
+@pytest.mark.parametrize("cap", [0.0, 15.0])
+def test_the_logits_are_never_all_there(cap: float, function) -> None:
     rows, chunk = 64, 4
     hidden, weight = torch.randn(rows, W, requires_grad=True), torch.randn(V, W, requires_grad=True)
     targets = torch.randint(0, V, (rows,))
     saved = []
     with LargestTensor() as seen:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-            loss = linear_cross_entropy(hidden, weight, targets, cap, chunk)
-        loss.backward()
-        token_losses(hidden.detach(), weight.detach(), targets, cap, chunk)
+            loss = function(hidden, weight, targets, cap, chunk)
+        loss.sum().backward()
+        function(hidden.detach(), weight.detach(), targets, cap, chunk)
     assert seen.elements <= max(rows * W, V * W, chunk * V) < rows * V
-    assert sum(saved) <= rows * W + V * W
+    assert sum(saved) <= rows * W + V * W + rows

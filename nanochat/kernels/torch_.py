@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import Segments, fused_attention, windowed_attention
+from nanochat.cross_entropy import tanh_in_place
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
@@ -73,6 +74,10 @@ class TorchKernels:
     def loss_chunk_tokens(self, vocab: int) -> int:
         """How many tokens' logits the fused loss holds at a time (cross_entropy.py)."""
         return max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)
+
+    def capped_tanh(self, logits: Tensor, cap: float) -> Tensor:
+        """tanh(logits / cap) in the memory of the logits, for the loss."""
+        return tanh_in_place(logits, cap)
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether `pack` makes decoding in this dtype faster here."""
