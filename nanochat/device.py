@@ -5,6 +5,7 @@ the project uses that value and never names a vendor. `torch.npu` mirrors `torch
 `getattr(torch, kind)`. The operators that differ between devices are in kernels/.
 """
 
+import contextlib
 import ctypes
 import datetime
 import importlib.util
@@ -26,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels
-from nanochat.shell.cli import UserError, explainers
+from nanochat.shell.cli import UserError, explainers, ignore_exported_ranks
 from nanochat.shell.log import warn
 
 # In the order in which `auto` looks for them: an accelerator before the CPU.
@@ -288,6 +289,7 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
         raise UserError(f"--dtype {dtype!r}: one of auto, bfloat16, float32")
 
     # Our place among the processes. torchrun sets these variables; without it there is one process.
+    ignore_exported_ranks()
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     # An index chooses the device of a single process. Under torchrun each process takes the device of its own number.

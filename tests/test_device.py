@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -367,3 +369,21 @@ def test_a_rank_that_fails_is_named_and_the_others_do_not_stay() -> None:
 def test_shutdown_without_a_group_is_nothing() -> None:
     devices.shutdown(cpu_device())
     assert not dist.is_initialized()
+
+
+def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsys):
+    """As a guide has them: `export WORLD_SIZE=8 RANK=3 MASTER_ADDR=...`, and then one process is started."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    device = devices.init("cpu")
+    assert (device.rank, device.world_size, device.is_main) == (0, 1, True)
+    devices.init("cpu")
+    warning = capsys.readouterr().err.splitlines()
+    assert len(warning) == 1 and "WORLD_SIZE" in warning[0]
+
+
+def test_a_command_prints_although_a_shell_exports_a_rank(monkeypatch):
+    environment = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
+    command = [sys.executable, "-m", "scripts.probe", "--device=cpu", "--depth=1", "--max_seq_len=8", "--out=/dev/null"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "loss" in done.stdout and done.stderr.count("warning") == 1

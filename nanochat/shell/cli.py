@@ -145,6 +145,7 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    ignore_exported_ranks()
     config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)
@@ -170,6 +171,18 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         if line is None:
             raise
         fail(line)
+
+
+def ignore_exported_ranks() -> None:
+    """Take RANK and WORLD_SIZE out of the environment where no launcher set them, with a warning."""
+    # Guides on several nodes have both exported in the shell. A single process that believes them waits for others that
+    # never start, or prints nothing because it is not rank 0. A launcher of processes sets LOCAL_RANK as well.
+    if "LOCAL_RANK" in os.environ:
+        return
+    exported = [name for name in ("RANK", "WORLD_SIZE") if os.environ.pop(name, None) is not None]
+    if exported:
+        names = " ".join(exported)
+        print(f"warning: {names} of this shell ignored, torchrun sets them: `unset {names}`", file=sys.stderr)
 
 
 def out_of_memory(error: BaseException) -> bool:
