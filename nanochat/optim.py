@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, like
 from nanochat.parallel.collectives import all_gather, reduce_scatter
 from nanochat.parallel.fsdp import local
 from nanochat.parallel.mesh import Layout
@@ -89,8 +90,8 @@ class _Settings:
 class Optimizer:
     """Muon and AdamW over groups of parameters.
 
-    `dtype` is that of the orthogonalisation's products. `order` lists names of parameters in the order in which a
-    backward completes their gradients: the order in which they travel.
+    `dtype` is that of the orthogonalisation's products; `kernels` are the device's. `order` lists names of parameters
+    in the order in which a backward completes their gradients: the order in which they travel.
     """
 
     def __init__(
@@ -100,14 +101,17 @@ class Optimizer:
         layout: Layout | None = None,
         dtype: torch.dtype = torch.bfloat16,
         order: Sequence[str] = (),
+        kernels: TorchKernels | None = None,
     ):
         self.layout = layout or Layout()
         self.groups = [group for group in groups if group.parameters]
+        # Muon comes first: its new weights travel while AdamW updates the tables.
         muon = _Muon if self.layout.ranks == 1 else _DistributedMuon
-        self._rules: list[_AdamW | _Muon] = [
-            muon(group, self.layout, dtype) if group.kind == "muon" else _AdamW(group, self.layout)
-            for group in self.groups
-        ]
+        self._rules: list[_AdamW | _Muon] = []
+        self._rules += [muon(group, self.layout, dtype) for group in self.groups if group.kind == "muon"]
+        adamw = [group for group in self.groups if group.kind == "adamw"]
+        if adamw:
+            self._rules.append(_AdamW(adamw, self.layout, kernels or TorchKernels()))
 
         # The queue. All ranks start their collectives in one order, because backends match them by it.
         shares: dict[str, _Share] = {}
@@ -193,9 +197,8 @@ class Optimizer:
         # number of ranks, divide by so much less.
         divisor = targets.clamp(min=1.0) / self._divided_by
         settings = _Settings(divisor, ok, lr_scale, momentum, weight_decay_scale)
-        # Muon comes first in the recipe's groups: its new weights travel while AdamW updates the tables.
         for rule in self._rules:
-            # Phase 2 of this group, then the start of its phase 3. The next group computes meanwhile.
+            # Phase 2 of this rule, then the start of its phase 3. The next rule computes meanwhile.
             rule.update(settings)
             for share in rule.shares.values():
                 share.send_weight()
@@ -311,60 +314,63 @@ def _pad(rows: Tensor, count: int) -> Tensor:
 
 
 class _AdamW:
-    """AdamW (source: Loshchilov and Hutter 2019, Decoupled weight decay regularization)."""
+    """AdamW (source: Loshchilov and Hutter 2019, Decoupled weight decay regularization).
 
-    def __init__(self, group: ParameterGroup, layout: Layout):
-        self.group = group
+    One rule for all groups: the count of steps and what follows from it are the same for each.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], layout: Layout, kernels: TorchKernels):
+        self.groups = groups
+        self.kernels = kernels
         self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
         self.shares: dict[str, _Share] = {}
-        self.first_moments: dict[str, Tensor] = {}
-        self.second_moments: dict[str, Tensor] = {}
-        for name, parameter in group.parameters:
-            # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are not
-            # split, see SHARD_ELEMENTS.
-            is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
-            share = _Share(parameter, layout, is_large)
-            self.shares[name] = share
-            # Two running means for each element: of its gradient, and of its gradient's square. They take twice the
-            # memory of the weights. A rank holds those of its share alone: this is what ZeRO saves.
-            for moment, moments in (("first_moment", self.first_moments), ("second_moment", self.second_moments)):
-                moments[name] = torch.zeros_like(share.weight())
-                self.state[f"adamw.{name}.{moment}"] = share.as_whole(moments[name])
+        self.moments: list[tuple[Tensor, Tensor]] = []  # of each group: first and second, all its parameters in a row
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
-        first_name, first_parameter = group.parameters[0]
-        self.steps = torch.zeros(1, device=first_parameter.device)
-        self.state[f"adamw.{first_name}.steps"] = self.steps
+        self.steps = torch.zeros(1, device=groups[0].parameters[0][1].device)
+        for group in groups:
+            for name, parameter in group.parameters:
+                # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are
+                # not split, see SHARD_ELEMENTS.
+                is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
+                self.shares[name] = _Share(parameter, layout, is_large)
+            # Two running means for each element: of its gradient, and of its gradient's square. They take twice the
+            # memory of the weights. A rank holds those of its shares alone: this is what ZeRO saves.
+            names = [name for name, _ in group.parameters]
+            weights = [self.shares[name].weight() for name in names]
+            both = []
+            for moment in ("first_moment", "second_moment"):
+                flat = torch.zeros(sum(weight.numel() for weight in weights), device=self.steps.device)
+                both.append(flat)
+                for name, part in zip(names, like(flat, weights), strict=True):
+                    self.state[f"adamw.{name}.{moment}"] = self.shares[name].as_whole(part)
+            self.moments.append((both[0], both[1]))
+            self.state[f"adamw.{names[0]}.steps"] = self.steps
 
     def update(self, settings: _Settings) -> None:
-        group = self.group
         # Bias correction divides by 1 - beta ** steps: a skipped step must not count.
         self.steps += settings.ok
-        shares = {name: share for name, share in self.shares.items() if share.grad.numel()}  # others have no row
         #     m = beta1 m + (1 - beta1) g           mean of the gradient: the direction
         #     v = beta2 v + (1 - beta2) g^2         mean of its square: the size to expect
         #     w -= lr (m' / (sqrt(v') + eps) + decay w)
         # where m' = m / (1 - beta1^steps), and v' alike, remove the pull of the zeros that both start from. The
         # quotient is near +-1 for a gradient that keeps its sign, however small it is, and near 0 for one that
         # fluctuates: each element takes steps of its own size.
-        #
-        # torch's one fused kernel: it divides by grad_scale, and touches nothing when found_inf is 1.
-        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-            [share.weight() for share in shares.values()],
-            [share.grad for share in shares.values()],
-            [self.first_moments[name] for name in shares],
-            [self.second_moments[name] for name in shares],
-            [],
-            [self.steps] * len(shares),
-            lr=group.learning_rate * settings.lr_scale,
-            beta1=group.betas[0],
-            beta2=group.betas[1],
-            weight_decay=group.weight_decay * settings.weight_decay_scale,
-            eps=group.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=settings.targets,
-            found_inf=1 - settings.ok,
-        )
+        updates = []
+        for group, (first_moment, second_moment) in zip(self.groups, self.moments, strict=True):
+            shares = [self.shares[name] for name, _ in group.parameters]
+            updates.append(
+                AdamWUpdate(
+                    weights=[share.weight() for share in shares],
+                    grads=[share.grad for share in shares],
+                    first_moment=first_moment,
+                    second_moment=second_moment,
+                    learning_rate=group.learning_rate * settings.lr_scale,
+                    betas=group.betas,
+                    eps=group.eps,
+                    weight_decay=group.weight_decay * settings.weight_decay_scale,
+                )
+            )
+        self.kernels.adamw(updates, self.steps, settings.targets, settings.ok)
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

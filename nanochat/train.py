@@ -204,6 +204,7 @@ def make_optimizer(
         layout=layout or lay_out(device),
         dtype=device.dtype,
         order=model.gradient_order(),
+        kernels=model.kernels,
     )
 
 

@@ -10,12 +10,22 @@ from tiny import run_ranks
 from torch import Tensor, nn
 
 from nanochat.device import Device
+from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
 from nanochat.parallel.fsdp import whole
 from nanochat.parallel.mesh import Layout, lay_out
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())
+
+
+class Unfused(TorchKernels):
+    """As on devices whose fused AdamW cannot skip a step."""
+
+    adamw = staticmethod(unfused_adamw)
+
+
+every_adamw = pytest.mark.parametrize("kernels", [TorchKernels(), Unfused()], ids=["fused", "unfused"])
 
 
 def seeded(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -171,7 +181,9 @@ SHAPES = {
 }
 
 
-def make_optimizer(layout: Layout | None = None) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+def make_optimizer(
+    layout: Layout | None = None, kernels: TorchKernels | None = None
+) -> tuple[Optimizer, dict[str, nn.Parameter]]:
     """Every kind of share: stacks and rows that two ranks do not divide, split rows, large, odd and small tensors."""
     parameters = {
         name: nn.Parameter(seeded(*shape, seed=i))
@@ -183,7 +195,7 @@ def make_optimizer(layout: Layout | None = None) -> tuple[Optimizer, dict[str, n
         ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits=(8, 4, 4)),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
-    return Optimizer(groups, layout=layout, dtype=torch.float32), parameters
+    return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels), parameters
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
@@ -218,9 +230,10 @@ def assert_same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)), name
 
 
+@every_adamw
 @pytest.mark.parametrize("poison", [0.0, torch.nan, torch.inf])
-def test_a_skipped_step_changes_no_byte(poison: float) -> None:
-    optimizer, parameters = make_optimizer()
+def test_a_skipped_step_changes_no_byte(poison: float, kernels: TorchKernels) -> None:
+    optimizer, parameters = make_optimizer(kernels=kernels)
     run_steps(optimizer, parameters, range(2), [0])
     before, state = values(parameters), copied(optimizer.state_dict())
     for skipped in range(2):
@@ -234,18 +247,29 @@ def test_a_skipped_step_changes_no_byte(poison: float) -> None:
     assert_same_bytes(values(parameters), before)
     assert_same_bytes(optimizer.state_dict(), state)
     run_steps(optimizer, parameters, range(2, 4), [0])
-    straight, others = make_optimizer()
+    straight, others = make_optimizer(kernels=kernels)
     run_steps(straight, others, range(4), [0])
     assert_same_bytes(values(parameters), values(others))
 
 
-def test_a_first_step_that_is_skipped_is_as_none() -> None:
-    optimizer, parameters = make_optimizer()
+@every_adamw
+def test_a_first_step_that_is_skipped_is_as_none(kernels: TorchKernels) -> None:
+    optimizer, parameters = make_optimizer(kernels=kernels)
     before = values(parameters)
     set_gradients(parameters, 0, [0])
     step(optimizer, ok=ZERO)
     assert_same_bytes(values(parameters), before)
     assert not any(tensor.any() for tensor in optimizer.state_dict().values())
+
+
+def test_adamw_is_the_same_fused_or_not() -> None:
+    results = []
+    for kernels in (TorchKernels(), Unfused()):
+        optimizer, parameters = make_optimizer(kernels=kernels)
+        run_steps(optimizer, parameters, range(6), [0])
+        results.append({**values(parameters), **copied(optimizer.state_dict())})
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n} {m}")
 
 
 def test_reduce_returns_the_squared_norm() -> None:

@@ -8,13 +8,14 @@ Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D hea
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend machines alone
 from torch import Tensor
 
 from nanochat.attention import Segments
-from nanochat.kernels.torch_ import TorchKernels
+from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, unfused_adamw
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
 FULL_MASK = 0  # sparse modes
@@ -65,6 +66,11 @@ class NpuKernels(TorchKernels):
                 # how many tokens before and after its own a query attends to
                 options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
         return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **options)[0]
+
+    def adamw(self, updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf on to its operator (read in
+        # the calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN for good.
+        unfused_adamw(updates, steps, targets, ok)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         # Not npu_fused_infer_attention_score, the operator for inference: with such a mask and one query it silently

@@ -7,6 +7,8 @@ attend to a key.
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, V vocab.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,26 @@ from nanochat.attention import Segments, fused_attention, windowed_attention
 from nanochat.cross_entropy import tanh_in_place
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
+
+
+@dataclass(frozen=True)
+class AdamWUpdate:
+    """What a step of AdamW needs of parameters with the same settings."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]  # of a sum over the targets
+    first_moment: Tensor  # flat: those of all parameters in a row
+    second_moment: Tensor  # likewise
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive parts of a flat tensor, in the shapes of the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class TorchKernels:
@@ -79,6 +101,31 @@ class TorchKernels:
         """tanh(logits / cap) in the memory of the logits, for the loss."""
         return tanh_in_place(logits, cap)
 
+    def adamw(self, updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+        """A step of AdamW (optim.py), in place. Gradients are divided by `targets`, 0-D. `steps` (1,) counts this step.
+
+        Where `ok`, 0-D, is 0, no weight and no moment changes, even if gradients are not finite.
+        """
+        for update in updates:
+            # One kernel for all. It divides by grad_scale, and touches nothing when found_inf is 1.
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                update.weights,
+                update.grads,
+                like(update.first_moment, update.weights),
+                like(update.second_moment, update.weights),
+                [],
+                [steps] * len(update.weights),
+                lr=update.learning_rate,
+                beta1=update.betas[0],
+                beta2=update.betas[1],
+                weight_decay=update.weight_decay,
+                eps=update.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=targets,
+                found_inf=1 - ok,
+            )
+
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False
@@ -86,3 +133,28 @@ class TorchKernels:
     def pack(self, model: Any) -> Any:
         """Lay out a GPT's weights for decoding, in place. Only where `packs`."""
         raise NotImplementedError(f"{self.name} kernels lay out no weights")
+
+
+def unfused_adamw(updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+    """`TorchKernels.adamw` by plain operators, for devices whose fused one cannot skip a step."""
+    skipped = ok == 0
+    steps = steps.clamp(min=1)  # 0 where the first step is skipped
+    corrections: dict[tuple[float, float], tuple[Tensor, Tensor]] = {}  # by betas, which most groups share
+    for update in updates:
+        beta1, beta2 = update.betas
+        if update.betas not in corrections:
+            corrections[update.betas] = (1 - beta1**steps, (1 - beta2**steps).sqrt())
+        correction1, correction2 = corrections[update.betas]
+        # All parameters of a group in a row: one launch an operator, not one for each parameter. A skipped step's
+        # gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
+        grad = torch.cat([grad.flatten() for grad in update.grads]) / targets
+        grad = grad.masked_fill_(skipped, 0.0)
+        update.first_moment.lerp_(grad, (1 - beta1) * ok)
+        update.second_moment.lerp_(grad.square_(), (1 - beta2) * ok)
+        # m' / (sqrt(v') + eps), with the corrections multiplied into the divisor.
+        divisor = update.second_moment.sqrt().mul_(correction1 / correction2).add_(correction1, alpha=update.eps)
+        move = torch.div(update.first_moment, divisor, out=divisor)
+        if update.weight_decay:
+            move.add_(torch.cat([weight.flatten() for weight in update.weights]), alpha=update.weight_decay)
+        move.mul_(update.learning_rate * ok)
+        torch._foreach_sub_(update.weights, like(move, update.weights))  # pyright: ignore[reportPrivateImportUsage]

@@ -21,7 +21,7 @@ from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.torch_ import TorchKernels
+from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
@@ -100,6 +100,7 @@ class PlainKernels(CpuKernels):
     """The operations of a CPU, on any device."""
 
     device_type = None
+    adamw = staticmethod(unfused_adamw)
 
 
 # ---------------------------------------------------------------------- cases
@@ -146,6 +147,36 @@ def train_losses(
             parameter.double().sum().item() if device == "cpu" else parameter.cpu().double().sum().item()
             for parameter in model.parameters()
         ]
+
+
+def skipped_steps(device: str, fused: bool = False) -> list[bool]:
+    """Whether steps that must change nothing do: a NaN in the loss, and no target at all; then whether a good one does.
+
+    `fused` plants torch_npu's own AdamW, whose adapter ignores that a step is to be skipped.
+    """
+    found = devices.init(device, "float32")
+    model = _model(found, "fast")
+    if fused:
+        model.kernels.adamw = TorchKernels().adamw  # type: ignore[method-assign]
+    optimizer = make_optimizer(model, _rates(), found)
+    tokens = torch.randint(0, 100, (3, 33), generator=torch.Generator().manual_seed(1))
+    good = tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:]))
+    nothing = (good[0], torch.full_like(good[1], -1))
+
+    def poisoned(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, targets = next_token_loss(model, batch)
+        return loss * torch.nan, targets
+
+    def changes(batch: Any, loss_fn: Any) -> bool:
+        def everything() -> list[Tensor]:
+            return [tensor.detach().cpu().clone() for tensor in (*model.parameters(), *optimizer.state_dict().values())]
+
+        before = everything()
+        train_step(model, optimizer, [batch], loss_fn, device=found)
+        return not all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+
+    train_step(model, optimizer, [good], next_token_loss, device=found)
+    return [changes(good, poisoned), changes(nothing, next_token_loss), changes(good, next_token_loss)]
 
 
 def greedy_tokens(
@@ -260,8 +291,8 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
         segments = Segments(numbers, found.kernels.prepare_mask)
         out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0), segments=segments)
     elif name == "norm":
-        norm = Norm(16, GPTConfig(norm_weight=bool(window)), found.kernels).to(found.torch_device)
-        out = norm(inputs[0])
+        config = GPTConfig(norm_weight=window == "1", norm_eps=0.5 if window == "eps" else 1e-6)
+        out = Norm(16, config, found.kernels).to(found.torch_device)(inputs[0])
     else:
         angles = torch.rand(40, 1, 8, generator=generator).repeat(1, 1, 2).to(getattr(torch, dtype))
         out = found.kernels.rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))

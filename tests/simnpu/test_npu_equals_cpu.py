@@ -66,6 +66,11 @@ def test_the_same_operations_in_fp32_give_the_same_bits(simulated: On, packed: b
     assert simulated("train_losses", packed=packed, plain=True) == on_cpu
 
 
+def test_a_step_that_must_be_skipped_changes_nothing(simulated: On):
+    assert simulated("skipped_steps") == cases.skipped_steps("cpu") == [False, False, True]
+    assert simulated("skipped_steps", fused=True) == [True, True, True], "the simulator behaves as torch_npu's adapter"
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
     on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)[:12:2]  # losses
@@ -78,7 +83,7 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["attention", "attention 8", "attention 39", "packed", "packed 8", "norm", "norm 1", "rotate"]
+    "name", ["attention", "attention 8", "attention 39", "packed", "packed 8", "norm", "norm 1", "norm eps", "rotate"]
 )
 def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
     on_cpu = cases.kernel_gradients("cpu", dtype, name)
