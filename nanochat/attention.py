@@ -130,14 +130,17 @@ class KVCache:
     Layers only write and read. The engine advances `position` once per forward pass, after the last layer.
     """
 
-    # One block of fixed shape (layers, B, K, S, D): nothing is allocated while decoding, and its launches can be
-    # recorded once and replayed.
+    # One block of fixed shape (layers, B, S, K, D): nothing is allocated while decoding, and its launches can be
+    # recorded once and replayed. Rows and positions are neighbouring axes: an NPU writes to indices of axes that are
+    # apart on its slow AI CPU (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
     keys: Tensor
     values: Tensor
     # (B,): how many tokens each row holds. On the device, so that a decoded token waits for nothing from the host.
     position: Tensor
     # (B, 1): 0, 1, 2, ...; the index for writing.
     rows: Tensor
+    # (capacity,): 0, 1, 2, ...; the positions of the keys.
+    places: Tensor
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
     # Later positions are clamped to it: a padded piece of a prompt writes its padding there, not outside the cache.
@@ -148,19 +151,19 @@ class KVCache:
         cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
         device: torch.device | str, dtype: torch.dtype,
     ) -> "KVCache":  # fmt: skip
-        # Heads before tokens: the keys of one head are neighbours in memory, as attention reads them.
-        shape = (layers, batch, kv_heads, capacity, head_dim)
+        shape = (layers, batch, capacity, kv_heads, head_dim)
         return cls(
             keys=torch.zeros(shape, device=device, dtype=dtype),
             values=torch.zeros(shape, device=device, dtype=dtype),
             position=torch.zeros(batch, device=device, dtype=torch.long),
             rows=torch.arange(batch, device=device)[:, None],
+            places=torch.arange(capacity, device=device),
             attended_len=capacity,
         )
 
     @property
     def capacity(self) -> int:
-        return self.keys.size(3)
+        return self.keys.size(2)
 
     def view(self, first: int, end: int) -> "KVCache":
         """The rows from `first` to before `end`, in this cache's memory."""
@@ -177,8 +180,8 @@ class KVCache:
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` keys and values of some rows into others, (B,) of indices; both may overlap."""
         # The right side is gathered into new memory first, so a row may be both source and target.
-        self.keys[:, targets, :, :tokens] = self.keys[:, sources, :, :tokens]
-        self.values[:, targets, :, :tokens] = self.values[:, sources, :, :tokens]
+        self.keys[:, targets, :tokens] = self.keys[:, sources, :tokens]
+        self.values[:, targets, :tokens] = self.values[:, sources, :tokens]
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""
@@ -192,19 +195,20 @@ class KVCache:
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
         """For each window in use a mask (B, 1, T, attended_len)."""
         # How far each key lies before its query. Beyond a row's end it is negative, which hides what is not written.
-        distance = positions[:, None, :, None] - torch.arange(self.attended_len, device=positions.device)
+        distance = positions[:, None, :, None] - self.places[: self.attended_len]
         causal = distance >= 0
         # Layers of the same window share one mask.
         return {window: causal & (distance < window) if window else causal for window in set(windows)}
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store k and v (B, T, K, D) at `positions` (B, T)."""
-        # `rows` (B, 1) and `positions` (B, T) together name one place of the cache for each token. torch runs it as an
+        # `rows` and `positions`, both (B, T), together name one place of the cache for each token. torch runs it as an
         # index_put_. That takes 0.04 ms where scatter_, which copies the whole cache, takes 1.3 (docs/measurements.md).
-        self.keys[layer][self.rows, :, positions] = k.to(self.keys.dtype)
-        self.values[layer][self.rows, :, positions] = v.to(self.values.dtype)
+        rows = self.rows.expand_as(positions)
+        self.keys[layer][rows, positions] = k.to(self.keys.dtype)
+        self.values[layer][rows, positions] = v.to(self.values.dtype)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The first `attended_len` keys and values of a layer, (B, K, attended_len, D) each."""
+        """The first `attended_len` keys and values of a layer, (B, attended_len, K, D) each."""
         # A slice, not a copy. The cost of a token grows with the keys it reads, so it reads as few as it can.
-        return self.keys[layer, :, :, : self.attended_len], self.values[layer, :, :, : self.attended_len]
+        return self.keys[layer, :, : self.attended_len], self.values[layer, :, : self.attended_len]

@@ -108,13 +108,7 @@ class Device:
     @property
     def kernels(self) -> TorchKernels:
         """The operators for a model that runs here: `GPT(config, device.kernels)`."""
-        return kernels(self.kind)
-
-    def autocast(self) -> torch.autocast:
-        """Matrix products in `dtype`; sums and parameters stay in fp32."""
-        # autocast picks the dtype per operator, so that norms, softmax and losses keep fp32 (source: Micikevicius et
-        # al. 2018, Mixed Precision Training). bf16 has the range of fp32, so that no loss scaling is needed.
-        return torch.autocast(self.kind, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return kernels(self.kind, self.dtype)
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
@@ -263,11 +257,11 @@ def kind_of(requested: str) -> str:
     return kind
 
 
-def kernels(kind: str) -> TorchKernels:
-    """The operators that a model calls on this kind of device."""
+def kernels(kind: str, dtype: torch.dtype = torch.float32) -> TorchKernels:
+    """The operators that a model calls on this kind of device, and the dtype of its products."""
     if kind == "npu":
-        return importlib.import_module("nanochat.kernels.npu").NpuKernels()  # it imports torch_npu
-    return CpuKernels() if kind == "cpu" else TorchKernels()
+        return importlib.import_module("nanochat.kernels.npu").NpuKernels(dtype)  # it imports torch_npu
+    return CpuKernels(dtype) if kind == "cpu" else TorchKernels(dtype)
 
 
 def check_capture(kind: str) -> None:

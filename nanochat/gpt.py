@@ -125,6 +125,55 @@ class ForwardContext:
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
 
 
+class Linear(nn.Linear):
+    """A product in the dtype of its input. Its weight stays in fp32: an update is often smaller than bf16 resolves."""
+
+    # Casts stand in the model and not in torch.autocast, whose lists of operators differ between devices and versions:
+    # some promote a square or a norm to fp32, and with it everything that follows. At depth 20 with 16 rows of 2,048
+    # tokens a step then held 60.4 GiB on an NPU instead of 45.8 (docs/measurements.md).
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Product.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs), with the weight in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        matrix = weight.to(x.dtype)
+        ctx.save_for_backward(x, matrix)
+        ctx.weight_dtype = weight.dtype
+        return F.linear(x, matrix)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, matrix = ctx.saved_tensors
+        grad_x = grads[0] @ matrix if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # All tokens are rows of one matrix. In this order the result lies in memory as the weight does. Autograd's
+            # own form is its transpose, which is then copied: 54 launches of a step at depth 12.
+            grad_weight = (grads[0].flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
+        return grad_x, grad_weight
+
+
+class _ReluSquared(torch.autograd.Function):
+    """relu(x)^2. Its gradient, 2 relu(x), needs one tensor and two passes; autograd's own form takes four passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (positive,) = ctx.saved_tensors
+        return (grads[0] * positive).mul_(2)
+
+
 class Norm(nn.Module):
     """RMSNorm: LayerNorm without its mean, which costs time and gains nothing (source: Zhang and Sennrich 2019)."""
 
@@ -135,7 +184,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_weight else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast parameters stay in fp32 and activations are bf16; a norm takes both in one dtype.
+        # Parameters stay in fp32 where activations are bf16; a norm takes both in one dtype.
         weight = None if self.weight is None else self.weight.to(x.dtype)
         return self.kernels.rms_norm(x, weight, self.eps)
 
@@ -153,15 +202,15 @@ class Attention(nn.Module):
         K = config.n_kv_head
         D = config.head_dim
         # q, k and v in one product: one launch instead of three.
-        self.qkv = nn.Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
+        self.qkv = Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
         # Mixes what the heads have read, and writes it to the residual stream.
-        self.output = nn.Linear(H * D, config.width, bias=False)
+        self.output = Linear(H * D, config.width, bias=False)
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
         self.k_norm = Norm(D, config, kernels) if has_norm else None
         self.value_gate = None
         if config.has_value_embedding(layer):
-            self.value_gate = nn.Linear(min(GATE_INPUTS, config.width), K, bias=False)
+            self.value_gate = Linear(min(GATE_INPUTS, config.width), K, bias=False)
         # 1 / sqrt(D) keeps the products q k at unit size. The gains on q and k only matter in their product, so they
         # are part of the scale and cost nothing.
         gain = config.qk_scale**2 if has_norm else 1.0
@@ -192,8 +241,8 @@ class Attention(nn.Module):
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
         if value is not None and self.value_gate is not None:
-            gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
-            v = v + gate.unsqueeze(-1) * value.view(B, T, K, D)
+            gate = torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
+            v = torch.addcmul(v, gate.unsqueeze(-1), value.view(B, T, K, D), value=3)  # v + 3 gate value
 
         # The new tokens attend to each other, and with a cache to the tokens before them.
         if context.cache is None:
@@ -203,10 +252,9 @@ class Attention(nn.Module):
             # queries attend to everything the cache holds of their rows.
             assert context.positions is not None
             context.cache.write(self.layer, k, v, context.positions)
-            keys, values = context.cache.read(self.layer)  # (B, K, S, D)
-            q = q.transpose(1, 2).to(keys.dtype)  # (B, H, T, D)
+            keys, values = context.cache.read(self.layer)  # (B, S, K, D)
+            q = q.to(keys.dtype)
             y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
-            y = y.transpose(1, 2)
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def _norm(self, qk: Tensor) -> Tensor:
@@ -226,8 +274,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gated = config.mlp == "swiglu"
         inputs = 2 * config.mlp_width if self.gated else config.mlp_width  # gate and up in one product
-        self.input = nn.Linear(config.width, inputs, bias=False)
-        self.output = nn.Linear(config.mlp_width, config.width, bias=False)
+        self.input = Linear(config.width, inputs, bias=False)
+        self.output = Linear(config.mlp_width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
@@ -236,7 +284,7 @@ class MLP(nn.Module):
             x = F.silu(gate) * up
         else:
             # Squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
-            x = F.relu(x).square()
+            x = _ReluSquared.apply(x)
         return self.output(x)
 
 
@@ -326,10 +374,8 @@ class GPT(nn.Module):
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
         # The rotary tables follow from the config, so that checkpoints do not hold them.
-        self.rotary_cos: Tensor
-        self.rotary_sin: Tensor
-        self.register_buffer("rotary_cos", torch.empty(config.sequence_len, config.head_dim), persistent=False)
-        self.register_buffer("rotary_sin", torch.empty(config.sequence_len, config.head_dim), persistent=False)
+        self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
+        self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)
         self.fill_rotary()
 
     @property
@@ -347,8 +393,7 @@ class GPT(nn.Module):
         angles = torch.outer(positions, frequencies)  # (T, D / 2)
         # A pair is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen; both channels have one angle.
         angles = torch.cat((angles, angles), dim=1)  # (T, D)
-        self.rotary_cos.copy_(angles.cos())
-        self.rotary_sin.copy_(angles.sin())
+        self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -426,9 +471,10 @@ class GPT(nn.Module):
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
         # The residual stream starts as the token's embedding. Every layer reads it and adds to it.
         x = self.embedding(tokens)  # (B, T, C)
-        # Under autocast the stream has the dtype of the products, which halves the memory traffic between them.
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        # The stream has the dtype of the products: in bf16 half of the memory traffic between them. Weights that are in
+        # bf16 themselves, as the engine's, decide by that.
+        if x.dtype == torch.float32:
+            x = x.to(self.kernels.dtype)
         context = self._context(tokens, x.dtype, cache, segments)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
@@ -440,7 +486,7 @@ class GPT(nn.Module):
             embedding_scales = self.embedding_scales.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
             if self.config.residual_scales:
-                x = residual_scales[i] * x + embedding_scales[i] * first
+                x = torch.addcmul(residual_scales[i] * x, embedding_scales[i], first)  # a x + b x0
             value = None
             if str(i) in self.value_embeddings:
                 # x passes through unchanged, see ValueEmbedding.
@@ -463,17 +509,14 @@ class GPT(nn.Module):
             # Whole rows start at position 0.
             assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
             positions = None
-            cos = self.rotary_cos[:T]  # (T, D)
-            sin = self.rotary_sin[:T]
+            rotary = self.rotary[:, :T]  # (2, T, D)
         else:
             # Each row continues where it ends.
             positions = cache.positions(T)  # (B, T)
-            cos = self.rotary_cos[positions]  # (B, T, D)
-            sin = self.rotary_sin[positions]
+            rotary = self.rotary[:, positions]  # (2, B, T, D)
         # cos and sin of each position, with an axis that is shared by all heads.
-        context = ForwardContext(
-            cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2), cache=cache, positions=positions
-        )
+        cos, sin = rotary.to(dtype).unsqueeze(-2)
+        context = ForwardContext(cos, sin, cache=cache, positions=positions)
         # Packed rows: the documents of a row do not attend to each other.
         if segments is not None:
             context.segments = Segments(segments, self.kernels.prepare_mask)

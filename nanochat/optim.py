@@ -18,8 +18,8 @@ Legend: N matrices of one shape (rows, columns).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,8 @@ class ParameterGroup:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.8, 0.95)  # Muon uses the second alone: its momentum follows a schedule
     eps: float = 1e-10
-    row_splits: tuple[int, ...] = ()  # Muon: rows of each parameter that are matrices of their own (q, k, v)
+    # Muon: of parameters that hold several matrices (q, k, v), the rows of each.
+    row_splits: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class _Settings:
 
     targets: Tensor  # 0-D: gradients are divided by it
     ok: Tensor  # 0-D: 1 to update, 0 to change nothing
+    skipped: Tensor  # 0-D: the opposite, as a bool
     lr_scale: float
     momentum: float
     weight_decay_scale: float
@@ -196,7 +198,7 @@ class Optimizer:
         # A step without a target is skipped by `ok`; the clamp keeps its numbers finite. Where FSDP2 has divided by the
         # number of ranks, divide by so much less.
         divisor = targets.clamp(min=1.0) / self._divided_by
-        settings = _Settings(divisor, ok, lr_scale, momentum, weight_decay_scale)
+        settings = _Settings(divisor, ok, ok == 0, lr_scale, momentum, weight_decay_scale)
         for rule in self._rules:
             # Phase 2 of this rule, then the start of its phase 3. The next rule computes meanwhile.
             rule.update(settings)
@@ -313,38 +315,57 @@ def _pad(rows: Tensor, count: int) -> Tensor:
 # A rule updates one group: `update` moves the weights of the group's `shares` from their gradients.
 
 
+@dataclass
+class _AdamWBatch:
+    """Parameters of groups that differ in their learning rates alone."""
+
+    like: ParameterGroup  # one of these groups
+    shares: dict[str, _Share]  # by name
+    learning_rates: list[float]  # of each
+    first_moment: Tensor  # flat: those of all shares in a row
+    second_moment: Tensor
+
+
 class _AdamW:
     """AdamW (source: Loshchilov and Hutter 2019, Decoupled weight decay regularization).
 
-    One rule for all groups: the count of steps and what follows from it are the same for each.
+    One rule for all groups: the count of steps, and what follows from it, is the same for each.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], layout: Layout, kernels: TorchKernels):
-        self.groups = groups
         self.kernels = kernels
         self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
         self.shares: dict[str, _Share] = {}
-        self.moments: list[tuple[Tensor, Tensor]] = []  # of each group: first and second, all its parameters in a row
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         self.steps = torch.zeros(1, device=groups[0].parameters[0][1].device)
+        # Groups that differ in their learning rates alone are updated together.
+        together: dict[tuple[Any, ...], list[ParameterGroup]] = {}
+        for group in groups:
+            together.setdefault((group.betas, group.eps, group.weight_decay), []).append(group)
+            self.state[f"adamw.{group.parameters[0][0]}.steps"] = self.steps
+        self.batches = [self._make_batch(alike, layout) for alike in together.values()]
+
+    def _make_batch(self, groups: Sequence[ParameterGroup], layout: Layout) -> _AdamWBatch:
+        shares: dict[str, _Share] = {}
+        learning_rates = []
         for group in groups:
             for name, parameter in group.parameters:
                 # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are
                 # not split, see SHARD_ELEMENTS.
                 is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
-                self.shares[name] = _Share(parameter, layout, is_large)
-            # Two running means for each element: of its gradient, and of its gradient's square. They take twice the
-            # memory of the weights. A rank holds those of its shares alone: this is what ZeRO saves.
-            names = [name for name, _ in group.parameters]
-            weights = [self.shares[name].weight() for name in names]
-            both = []
-            for moment in ("first_moment", "second_moment"):
-                flat = torch.zeros(sum(weight.numel() for weight in weights), device=self.steps.device)
-                both.append(flat)
-                for name, part in zip(names, like(flat, weights), strict=True):
-                    self.state[f"adamw.{name}.{moment}"] = self.shares[name].as_whole(part)
-            self.moments.append((both[0], both[1]))
-            self.state[f"adamw.{names[0]}.steps"] = self.steps
+                shares[name] = _Share(parameter, layout, is_large)
+                learning_rates.append(group.learning_rate)
+        self.shares.update(shares)
+        # Two running means for each element: of its gradient, and of its gradient's square. They take twice the memory
+        # of the weights. A rank holds those of its shares alone: this is what ZeRO saves.
+        weights = [share.weight() for share in shares.values()]
+        first_moment, second_moment = torch.zeros(
+            2, sum(weight.numel() for weight in weights), device=self.steps.device
+        )
+        for kind, flat in (("first_moment", first_moment), ("second_moment", second_moment)):
+            for (name, share), part in zip(shares.items(), like(flat, weights), strict=True):
+                self.state[f"adamw.{name}.{kind}"] = share.as_whole(part)
+        return _AdamWBatch(groups[0], shares, learning_rates, first_moment, second_moment)
 
     def update(self, settings: _Settings) -> None:
         # Bias correction divides by 1 - beta ** steps: a skipped step must not count.
@@ -356,18 +377,17 @@ class _AdamW:
         # quotient is near +-1 for a gradient that keeps its sign, however small it is, and near 0 for one that
         # fluctuates: each element takes steps of its own size.
         updates = []
-        for group, (first_moment, second_moment) in zip(self.groups, self.moments, strict=True):
-            shares = [self.shares[name] for name, _ in group.parameters]
+        for batch in self.batches:
             updates.append(
                 AdamWUpdate(
-                    weights=[share.weight() for share in shares],
-                    grads=[share.grad for share in shares],
-                    first_moment=first_moment,
-                    second_moment=second_moment,
-                    learning_rate=group.learning_rate * settings.lr_scale,
-                    betas=group.betas,
-                    eps=group.eps,
-                    weight_decay=group.weight_decay * settings.weight_decay_scale,
+                    weights=[share.weight() for share in batch.shares.values()],
+                    grads=[share.grad for share in batch.shares.values()],
+                    first_moment=batch.first_moment,
+                    second_moment=batch.second_moment,
+                    learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
+                    betas=batch.like.betas,
+                    eps=batch.like.eps,
+                    weight_decay=batch.like.weight_decay * settings.weight_decay_scale,
                 )
             )
         self.kernels.adamw(updates, self.steps, settings.targets, settings.ok)
@@ -444,7 +464,7 @@ class _Muon:
         matrices: dict[tuple[int, int], list[_Rows]] = {}
         for name, parameter in group.parameters:
             start = 0
-            for rows in group.row_splits or (parameter.size(0),):
+            for rows in group.row_splits.get(name, (parameter.size(0),)):
                 of_shape = matrices.setdefault((rows, parameter.size(1)), [])
                 of_shape.append(_Rows(self.shares[name], start, start + rows))
                 start += rows
@@ -484,7 +504,7 @@ class _Muon:
         if not stack.owned:
             return grad, grad.new_empty(0, 1, 1)
         # A skipped step's gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
-        grad = torch.where(settings.ok > 0, grad / settings.targets, 0.0)
+        grad = (grad / settings.targets).masked_fill_(settings.skipped, 0.0)
 
         # First the running average of the gradients, over about 20 steps at a momentum of 0.95: it removes the noise of
         # single batches. Then Nesterov's look-ahead: the update lies between the gradient and the new average, at

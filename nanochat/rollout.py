@@ -160,10 +160,9 @@ def policy_batch(rows: PackedBatch, samples: Samples, advantages: np.ndarray, de
 
 
 @torch.no_grad()
-def logp_of(model: torch.nn.Module, rows: PackedBatch, device: Device) -> torch.Tensor:
+def logp_of(model: torch.nn.Module, rows: PackedBatch) -> torch.Tensor:
     """Log probabilities of a micro-batch's targets under a model, without a gradient."""
-    with device.autocast():
-        return token_logp(model, rows)
+    return token_logp(model, rows)
 
 
 def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Device) -> float:
@@ -173,7 +172,7 @@ def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Devi
     totals = torch.zeros(2, device=device.torch_device)  # nats, tokens
     for batch in batches:
         assert batch.reference_logp is not None
-        kl = kl_estimate(logp_of(model, batch.rows, device), batch.reference_logp).sum()
+        kl = kl_estimate(logp_of(model, batch.rows), batch.reference_logp).sum()
         tokens = (batch.rows.targets != IGNORE).sum().float()
         totals += torch.stack((kl, tokens))
     nats, tokens = sum_over_ranks(totals, device).tolist()

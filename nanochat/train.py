@@ -186,6 +186,7 @@ def make_optimizer(
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
     # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself.
     qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
+    splits = {name: qkv_rows for name, _ in roles["qkv"]}
     # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
     # into whole steps.
     noise_eps = 1e-4
@@ -193,8 +194,7 @@ def make_optimizer(
         [
             # Weight decay for the matrices alone. In a table it would erase the rows of rare tokens: every step shrinks
             # them, and few steps restore them.
-            ParameterGroup(matrices, roles["matrix"], rates.matrix, decay, betas),
-            ParameterGroup(matrices, roles["qkv"], rates.matrix, decay, betas, row_splits=qkv_rows),
+            ParameterGroup(matrices, roles["matrix"] + roles["qkv"], rates.matrix, decay, betas, row_splits=splits),
             ParameterGroup("adamw", roles["embedding"], rates.embedding),
             ParameterGroup("adamw", roles["value_embedding"], rates.value_embedding),
             ParameterGroup("adamw", roles["head"], rates.head),
@@ -236,10 +236,7 @@ def train_step(
     for batch, last in _with_last(batches):
         # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
         synchronize_gradients(model, last)
-        # Forward, with products in bf16 where the device has it. Parameters and their gradients stay in fp32: an
-        # update is often smaller than the rounding of a bf16 weight.
-        with device.autocast():
-            loss, targets = loss_fn(model, batch)
+        loss, targets = loss_fn(model, batch)
         if last:
             # The exchange of a layer's gradient starts as soon as it is there, while earlier layers still compute.
             optimizer.send_as_ready()
@@ -292,8 +289,7 @@ def mean_loss(
         if should_stop():
             totals[2] = 1
             break
-        with device.autocast():
-            loss, targets = loss_fn(model, batch)
+        loss, targets = loss_fn(model, batch)
         totals[:2] += torch.stack((loss.float(), targets.float()))
     loss_sum, target_count, broken_off = sum_over_ranks(totals, device).tolist()
     if broken_off:

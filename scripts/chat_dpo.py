@@ -92,7 +92,7 @@ def main(config: Config) -> None:
             device, device.rank, device.world_size,
         ):  # fmt: skip
             batch = losses.PairBatch(rows, count)
-            with torch.no_grad(), device.autocast():
+            with torch.no_grad():
                 logp = losses.reply_logp(reference, batch)
             yield replace(batch, reference_logp=logp)
 

@@ -149,9 +149,9 @@ def main(config: Config) -> None:
                 for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
             ]
             if config.updates_per_step > 1:  # with one update the samples are the present policy's own
-                batches = [replace(b, old_logp=rollout.logp_of(model, b.rows, device)) for b in batches]
+                batches = [replace(b, old_logp=rollout.logp_of(model, b.rows)) for b in batches]
             if reference is not None:
-                batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows, device)) for b in batches]
+                batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows)) for b in batches]
             lr = 1 - step / steps
             updates = [
                 train_step(model, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)

@@ -77,8 +77,7 @@ def record(config: Config, out: Path) -> None:
     for step in range(config.steps):
         size = (config.device_batch_size, config.max_seq_len + 1)
         ids = device.to_device(torch.randint(config.vocab_size, size, generator=generator))
-        with device.autocast():
-            loss, targets = next_token_loss(model, (ids[:, :-1], ids[:, 1:].contiguous()))
+        loss, targets = next_token_loss(model, (ids[:, :-1], ids[:, 1:].contiguous()))
         loss.backward()
         probe.end_step()
         optimizer.reduce()

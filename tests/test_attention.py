@@ -99,10 +99,10 @@ def cached_attention(
     positions = cache.positions(q.size(1))
     cache.write(layer, k, v, positions)
     keys, values = cache.read(layer)
-    q = q.transpose(1, 2).to(keys.dtype)
+    q = q.to(keys.dtype)
     out = CpuKernels().cached_attention(q, keys, values, scale=scale, mask=cache.masks(positions, [window])[window])
     cache.position += positions.size(1)
-    return out.transpose(1, 2)
+    return out
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 5])
@@ -140,7 +140,8 @@ def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
 def test_keys_beyond_attended_len_are_not_read() -> None:
     q, k, v = random_qkv(1, 5, 2, 2)
     cache = KVCache.empty(1, 1, 16, 2, 4, "cpu", torch.float32)
-    cache.keys[:, :, :, 5:], cache.values[:, :, :, 5:] = torch.nan, torch.nan
+    cache.keys[:, :, 5:] = torch.nan
+    cache.values[:, :, 5:] = torch.nan
     cache.attended_len = 5
     out = cached_attention(cache, q, k, v, 0)
     torch.testing.assert_close(out, reference(q, k, v, 0.7), **CLOSE)

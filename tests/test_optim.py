@@ -132,7 +132,9 @@ def test_muon_is_the_slow_reference(shape: tuple[int, int], decay: float) -> Non
 def test_row_splits_are_matrices_of_their_own() -> None:
     whole = nn.Parameter(seeded(16, 6, seed=0))
     pieces = [nn.Parameter(x.clone()) for x in whole.detach().split((8, 4, 4))]
-    joined = Optimizer([ParameterGroup("muon", [("qkv", whole)], 0.1, 0.2, row_splits=(8, 4, 4))], dtype=torch.float32)
+    joined = Optimizer(
+        [ParameterGroup("muon", [("qkv", whole)], 0.1, 0.2, row_splits={"qkv": (8, 4, 4)})], dtype=torch.float32
+    )
     apart = [ParameterGroup("muon", [(f"p{i}", p)], 0.1, 0.2) for i, p in enumerate(pieces)]
     separate = Optimizer(apart, dtype=torch.float32)
     for i in range(3):
@@ -146,7 +148,7 @@ def test_row_splits_are_matrices_of_their_own() -> None:
 
 def test_row_splits_must_cover_the_rows() -> None:
     with pytest.raises(AssertionError, match="row_splits must cover"):
-        Optimizer([ParameterGroup("muon", [("p", nn.Parameter(torch.zeros(8, 4)))], 0.1, row_splits=(4, 2))])
+        Optimizer([ParameterGroup("muon", [("p", nn.Parameter(torch.zeros(8, 4)))], 0.1, row_splits={"p": (4, 2)})])
 
 
 # ---------------------------------------------------------------------- AdamW
@@ -192,7 +194,7 @@ def make_optimizer(
     muon, qkv, adamw = ([(name, parameters[name]) for name, _ in group] for group in SHAPES.values())
     groups = [
         ParameterGroup("muon", muon, 0.05, 0.1, betas=(0.8, 0.9)),
-        ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits=(8, 4, 4)),
+        ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits={name: (8, 4, 4) for name, _ in qkv}),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
     return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels), parameters

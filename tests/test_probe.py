@@ -37,6 +37,7 @@ class Planted(TorchKernels):
     """Kernels whose call number `number` of one operator is wrong."""
 
     def __init__(self, operator: str, number: int):
+        super().__init__()
         self.left = number
         right = getattr(self, operator)
 

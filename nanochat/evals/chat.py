@@ -172,9 +172,8 @@ def preferred_letters(
     lengths = device.to_device(torch.tensor([len(prompt) for prompt in prompts]))
     tokens = device.to_device(_padded(prompts, 0))  # (B, T)
     choices = device.to_device(_padded(letters, -1))  # (B, L)
-    with device.autocast():
-        hidden = model.hidden(tokens)  # (B, T, C); no token attends to the padding after it
-        logits = model.logits(hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1])  # (B, V)
+    hidden = model.hidden(tokens)  # (B, T, C); no token attends to the padding after it
+    logits = model.logits(hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1])  # (B, V)
     scores = logits.gather(1, choices.clamp(min=0)).masked_fill(choices < 0, -torch.inf)  # (B, L)
     return scores.argmax(dim=-1).tolist()
 

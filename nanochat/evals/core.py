@@ -359,13 +359,12 @@ def score_texts(
     pieces = F.pad(scored, (0, -len(scored) % HEAD_TOKENS)).split(HEAD_TOKENS)
     losses = []
     hits = []
-    with device.autocast():
-        hidden = model.hidden(device.to_device(tokens)).flatten(0, 1)  # (B x T, C)
-        for places in pieces:
-            logits = model.logits(hidden[device.to_device(places)])  # (HEAD_TOKENS, V)
-            wanted = device.to_device(targets[places])
-            losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
-            hits.append(logits.argmax(dim=-1) == wanted)
+    hidden = model.hidden(device.to_device(tokens)).flatten(0, 1)  # (B x T, C)
+    for places in pieces:
+        logits = model.logits(hidden[device.to_device(places)])  # (HEAD_TOKENS, V)
+        wanted = device.to_device(targets[places])
+        losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
+        hits.append(logits.argmax(dim=-1) == wanted)
     # Sum by row.
     rows = scored // length
     counts = torch.bincount(rows, minlength=batch_rows)

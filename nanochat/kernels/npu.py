@@ -76,5 +76,5 @@ class NpuKernels(TorchKernels):
         # Not npu_fused_infer_attention_score, the operator for inference: with such a mask and one query it silently
         # ignores the mask past key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
         return torch_npu.npu_fusion_attention(
-            q, k, v, q.size(1), "BNSD", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
+            q, k, v, q.size(2), "BSND", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
         )[0]

@@ -23,13 +23,13 @@ SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """What a step of AdamW needs of parameters with the same settings."""
+    """What a step of AdamW needs of parameters that differ in their learning rates alone."""
 
     weights: list[Tensor]
     grads: list[Tensor]  # of a sum over the targets
     first_moment: Tensor  # flat: those of all parameters in a row
     second_moment: Tensor  # likewise
-    learning_rate: float
+    learning_rates: list[float]
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -46,13 +46,17 @@ class TorchKernels:
     name = "torch"
     # The only kind of device that these run on; None: any.
     device_type: str | None = None
-    # Logits that the fused loss holds at a time, 512 MiB in fp32: an accelerator wants few and large launches.
-    loss_chunk_elements = 1 << 27
+    # Logits that the fused loss holds at a time, 256 MiB in fp32: an accelerator wants few and large launches.
+    loss_chunk_elements = 1 << 26
     # top_p looks at so many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
     # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to its
     # filled part, which is fewer keys to read, in a shape that changes every CACHE_STEP tokens (engine.py).
     static_shapes = False
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        # Of matrix products and what is between them. Weights stay in fp32; norms, softmax and losses compute in fp32.
+        self.dtype = dtype
 
     def __str__(self) -> str:
         return self.name
@@ -89,9 +93,8 @@ class TorchKernels:
         return fused_attention(q, k, v, scale=scale, mask=segments.mask(0))
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """Attention to a cache: q (B, H, T, D), k and v (B, K, S, D), prepared mask (B, 1, T, S) -> (B, H, T, D)."""
-        grouped = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        """Attention to a cache: q (B, T, H, D), k and v (B, S, K, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
+        return fused_attention(q, k, v, scale=scale, mask=mask)
 
     def loss_chunk_tokens(self, vocab: int) -> int:
         """How many tokens' logits the fused loss holds at a time (cross_entropy.py)."""
@@ -107,24 +110,28 @@ class TorchKernels:
         Where `ok`, 0-D, is 0, no weight and no moment changes, even if gradients are not finite.
         """
         for update in updates:
-            # One kernel for all. It divides by grad_scale, and touches nothing when found_inf is 1.
-            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                update.weights,
-                update.grads,
-                like(update.first_moment, update.weights),
-                like(update.second_moment, update.weights),
-                [],
-                [steps] * len(update.weights),
-                lr=update.learning_rate,
-                beta1=update.betas[0],
-                beta2=update.betas[1],
-                weight_decay=update.weight_decay,
-                eps=update.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=targets,
-                found_inf=1 - ok,
-            )
+            first_moments = like(update.first_moment, update.weights)
+            second_moments = like(update.second_moment, update.weights)
+            for rate in dict.fromkeys(update.learning_rates):
+                alike = [place for place, its_rate in enumerate(update.learning_rates) if its_rate == rate]
+                # One kernel for all. It divides by grad_scale, and touches nothing when found_inf is 1.
+                torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                    [update.weights[place] for place in alike],
+                    [update.grads[place] for place in alike],
+                    [first_moments[place] for place in alike],
+                    [second_moments[place] for place in alike],
+                    [],
+                    [steps] * len(alike),
+                    lr=rate,
+                    beta1=update.betas[0],
+                    beta2=update.betas[1],
+                    weight_decay=update.weight_decay,
+                    eps=update.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=targets,
+                    found_inf=1 - ok,
+                )
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether `pack` makes decoding in this dtype faster here."""
@@ -139,22 +146,24 @@ def unfused_adamw(updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor
     """`TorchKernels.adamw` by plain operators, for devices whose fused one cannot skip a step."""
     skipped = ok == 0
     steps = steps.clamp(min=1)  # 0 where the first step is skipped
-    corrections: dict[tuple[float, float], tuple[Tensor, Tensor]] = {}  # by betas, which most groups share
+    shared: dict[tuple[float, float], tuple[Tensor, ...]] = {}  # by betas, which most groups share
     for update in updates:
-        beta1, beta2 = update.betas
-        if update.betas not in corrections:
-            corrections[update.betas] = (1 - beta1**steps, (1 - beta2**steps).sqrt())
-        correction1, correction2 = corrections[update.betas]
-        # All parameters of a group in a row: one launch an operator, not one for each parameter. A skipped step's
+        if update.betas not in shared:
+            beta1, beta2 = update.betas
+            correction1 = 1 - beta1**steps
+            correction2 = (1 - beta2**steps).sqrt()
+            shared[update.betas] = ((1 - beta1) * ok, (1 - beta2) * ok, correction1, correction1 / correction2)
+        first_share, second_share, correction1, ratio = shared[update.betas]
+        # All parameters in a row: one launch an operator, not one for each parameter. A skipped step's
         # gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
-        grad = torch.cat([grad.flatten() for grad in update.grads]) / targets
-        grad = grad.masked_fill_(skipped, 0.0)
-        update.first_moment.lerp_(grad, (1 - beta1) * ok)
-        update.second_moment.lerp_(grad.square_(), (1 - beta2) * ok)
+        grad = torch.cat([grad.flatten() for grad in update.grads]).div_(targets).masked_fill_(skipped, 0.0)
+        update.first_moment.lerp_(grad, first_share)
+        update.second_moment.lerp_(grad.mul_(grad), second_share)
         # m' / (sqrt(v') + eps), with the corrections multiplied into the divisor.
-        divisor = update.second_moment.sqrt().mul_(correction1 / correction2).add_(correction1, alpha=update.eps)
+        divisor = update.second_moment.sqrt().mul_(ratio).add_(correction1, alpha=update.eps)
         move = torch.div(update.first_moment, divisor, out=divisor)
         if update.weight_decay:
             move.add_(torch.cat([weight.flatten() for weight in update.weights]), alpha=update.weight_decay)
-        move.mul_(update.learning_rate * ok)
-        torch._foreach_sub_(update.weights, like(move, update.weights))  # pyright: ignore[reportPrivateImportUsage]
+        moves = like(move.mul_(ok), update.weights)
+        torch._foreach_mul_(moves, update.learning_rates)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_sub_(update.weights, moves)  # pyright: ignore[reportPrivateImportUsage]

@@ -61,8 +61,7 @@ def kept(depth: int, tokens: int) -> float:
     for rows in (1, 2):
         batch = batch_of(rows, tokens, device)
         before = torch.npu.memory_allocated()
-        with device.autocast():
-            loss, _ = next_token_loss(model, batch)
+        loss, _ = next_token_loss(model, batch)
         held.append(torch.npu.memory_allocated() - before)
         del loss
     return (held[1] - held[0]) / tokens

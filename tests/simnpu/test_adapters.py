@@ -55,8 +55,8 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
-    assert launches(log["step"]) <= 1228 and waits(log["step"]) == 0
-    assert launches(log["token"]) <= 276 and waits(log["token"]) == 1
+    assert launches(log["step"]) <= 1030 and waits(log["step"]) == 0
+    assert launches(log["token"]) <= 250 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -74,14 +74,14 @@ def test_inputs_that_operators_copy_first(depth_12: Measured):
 def test_weight_gradients_that_are_transposed(depth_12: Measured):
     _, log = depth_12
     casts, copies = transposed_gradients(log["step"])
-    assert casts <= 55 and copies <= 54
+    assert casts <= 1 and copies == 0
 
 
 def test_what_runs_on_the_ai_cpu(depth_12: Measured):
-    """Two writes into the cache for each layer of a decoded token; nothing in training."""
+    """Nothing. Two writes into the cache for each layer of a decoded token would, if its axes were apart."""
     _, log = depth_12
     assert not [record.what for record in log["step"] if on_ai_cpu(record)]
-    assert sum(map(on_ai_cpu, log["token"])) <= 24
+    assert not [record.what for record in log["token"] if on_ai_cpu(record)]
 
 
 def test_the_ai_cpu_rule():
@@ -129,19 +129,19 @@ def test_memory_is_addresses_alone(depth_12: Measured):
 
 def test_memory_kept_for_each_token(depth_12: Measured):
     results, _ = depth_12
-    assert results[2] <= 550 * 1024
+    assert results[2] <= 406 * 1024
 
 
 def test_peak_memory_at_depth_20(measure):
     """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
     ((peak,), _) = measure(call("step", depth=20, rows=16, tokens=2048))
-    assert peak["allocated"] <= 60.5 * GIB and peak["reserved"] <= 61.5 * GIB
+    assert peak["allocated"] <= 46 * GIB and peak["reserved"] <= 47 * GIB
 
 
 def test_peak_memory_of_one_of_eight_ranks(measure):
     ((peak,), log) = measure(call("step", depth=20, rows=16, tokens=2048, ranks=8))
-    assert peak["allocated"] <= 56.0 * GIB and peak["reserved"] <= 59.5 * GIB
-    assert sum(record.kind == "collective" for record in log["step"]) <= 205 and waits(log["step"]) == 0
+    assert peak["allocated"] <= 42 * GIB and peak["reserved"] <= 43 * GIB
+    assert sum(record.kind == "collective" for record in log["step"]) <= 203 and waits(log["step"]) == 0
 
 
 @pytest.mark.slow
