@@ -57,6 +57,12 @@ PEAK_FLOPS = (
     (r"Ascend910B4", 280e12),
 )
 
+# NPUs by their names, as torch_npu knows them (source: its SocVersion). The first generation (Ascend910A, Ascend910ProB,
+# Ascend910B without a number) and the chips for inference have no fused operators for training, and no bfloat16.
+# Every other name, also one that is newer than this line, is a chip that has them: 910B1 to 910B4, 910_93.., 950...
+FIRST_NPUS = r"Ascend910(Pro|Premium)?[AB]?$"
+INFERENCE_NPUS = r"Ascend310"
+
 # Set where they are unset, before the runtime starts; docs/ascend.md says when to change one.
 NPU_ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "2",  # prepare the next launch while one is under way
@@ -102,13 +108,18 @@ class Device:
         return f"{self.world_size} x {self.name} ({self.kind}, {str(self.dtype).removeprefix('torch.')})"
 
     @property
+    def can_train(self) -> bool:
+        """Whether the chip is made for training, and not for inference alone."""
+        return self.kind != "npu" or not re.match(INFERENCE_NPUS, self.name)
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @property
     def kernels(self) -> TorchKernels:
         """The operators for a model that runs here: `GPT(config, device.kernels)`."""
-        return kernels(self.kind, self.dtype)
+        return kernels(self.kind, self.dtype, self.name)
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
@@ -257,10 +268,12 @@ def kind_of(requested: str) -> str:
     return kind
 
 
-def kernels(kind: str, dtype: torch.dtype = torch.float32) -> TorchKernels:
-    """The operators that a model calls on this kind of device, and the dtype of its products."""
+def kernels(kind: str, dtype: torch.dtype = torch.float32, name: str = "") -> TorchKernels:
+    """The operators that a model calls on this kind of device, and the dtype of its products; of NPUs by their name."""
     if kind == "npu":
-        return importlib.import_module("nanochat.kernels.npu").NpuKernels(dtype)  # it imports torch_npu
+        npu = importlib.import_module("nanochat.kernels.npu")  # it imports torch_npu
+        has_fused = not re.match(f"{FIRST_NPUS}|{INFERENCE_NPUS}", name)
+        return npu.NpuKernels(dtype) if has_fused else npu.PlainNpuKernels(dtype)
     return CpuKernels(dtype) if kind == "cpu" else TorchKernels(dtype)
 
 

@@ -573,6 +573,14 @@ def test_the_whole_command_on_simulated_npus(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_the_whole_command_on_a_simulated_chip_for_inference(tmp_path: Path):
+    code, lines = check_simulated(tmp_path, devices=1, soc="Ascend310P3")
+    assert code == 0, "\n".join(lines)
+    assert "SKIP training step: Ascend310P3 is made for inference" in lines
+    assert any(line.startswith("PASS attention: torch") for line in lines)
+
+
+@pytest.mark.slow
 def test_out_of_memory_on_a_simulated_npu(tmp_path: Path):
     code, lines = check_simulated(tmp_path, devices=1, memory="3MiB")
     assert code == 1

@@ -1,4 +1,4 @@
-"""Fused Ascend operators in place of torch's own. tests/simnpu compares the two.
+"""Fused Ascend operators in place of torch's own, on chips that have them. tests/simnpu compares the two.
 
 Every name and keyword exists in torch_npu from 2.7.1 on. Its conventions differ from torch's: True in a mask hides a
 key, which `prepare_mask` takes care of. Without a mask `sparse_mode` is ignored and attention is full, not causal.
@@ -78,3 +78,14 @@ class NpuKernels(TorchKernels):
         return torch_npu.npu_fusion_attention(
             q, k, v, q.size(2), "BSND", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
         )[0]
+
+
+class PlainNpuKernels(NpuKernels):
+    """For chips without the fused operators, 910A and 310P (device.py): torch's own in their place."""
+
+    name = "torch (this chip has no fused operators)"
+    rms_norm = TorchKernels.rms_norm
+    rotate = TorchKernels.rotate
+    prepare_mask = TorchKernels.prepare_mask
+    attention = TorchKernels.attention
+    cached_attention = TorchKernels.cached_attention

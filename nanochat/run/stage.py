@@ -76,11 +76,13 @@ class Start:
 def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     """Join the process group, take this process's device, seed its generators.
 
-    Raises UserError: when the device is not there, or the flags of the processes contradict each other.
+    Raises UserError: when the device is not there or cannot train, or the processes' flags contradict each other.
     """
     check_trackers(config.track)
     safe_tag(config.model_tag or "default")
     device = devices.init(config.device, config.dtype)
+    if not device.can_train:
+        raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, then chat with the model here")
     device.seed(config.seed)
     layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")

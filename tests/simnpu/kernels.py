@@ -46,6 +46,13 @@ REFUSED = {
     torch.complex128: "DT_COMPLEX128",
 }
 HALVES = {torch.float16: "DT_FLOAT16", torch.bfloat16: "DT_BFLOAT16"}
+# Chips before the 910B1, by the numbers of torch_npu's SocVersion: they have none of the operators of operators.py, and
+# compute nothing in bfloat16. (A 310P has some of them, for inference; here it has none.)
+OLD_CHIPS = frozenset(
+    """Ascend910PremiumA Ascend910ProA Ascend910A Ascend910ProB Ascend910B
+    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7""".split()
+)
+SOC = os.environ.get("SIMNPU_SOC", "")
 # Further types that an operator (by its name without overload) does not take; torch_npu's documentation.
 LIMITS = {
     "multinomial": HALVES,
@@ -224,6 +231,8 @@ class Kernel:
         schema = operator._schema
         self.name = schema.name.partition("::")[2]
         self.refused = REFUSED | LIMITS.get(self.name, {})
+        if SOC in OLD_CHIPS:
+            self.refused[torch.bfloat16] = f"DT_BFLOAT16 on {SOC}"
         self.takes_scalars = self.name.removesuffix("_") in SCALARS
         self.label = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         self.names = [argument.name for argument in schema.arguments]
@@ -717,6 +726,13 @@ def _lazy(name: str, compute: Callable[..., Any] | None) -> Callable[..., Any]:
     return kernel
 
 
+def _missing_on_this_chip(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name.partition('::')[2]}: {SOC} has no such operator, error code is 561103")
+
+    return refuse
+
+
 def _replaced(name: str) -> bool:
     base = name.partition("::")[2].partition(".")[0]
     if not name.startswith("aten::") or base in KEPT:
@@ -753,7 +769,9 @@ def register() -> None:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
             space, _, rest = name.partition("::")
             compute = OPERATORS.get(name) or COMPUTED.get(name)
-            if name in DIRECT:
+            if name in OPERATORS and SOC in OLD_CHIPS:
+                libraries[space].impl(rest, _missing_on_this_chip(name), allow_override=True)
+            elif name in DIRECT:
                 libraries[space].impl(rest, DIRECT[name], allow_override=True)
             elif compute is not None or _replaced(name):
                 libraries[space].impl(rest, _lazy(name, compute), allow_override=True)
