@@ -71,6 +71,12 @@ NPU_ENVIRONMENT = {
     "HCCL_CONNECT_TIMEOUT": "600",  # seconds that ranks wait for each other at the start; the default is 120
     "HCCL_EXEC_TIMEOUT": "1200",  # seconds that a collective waits for a rank
 }
+# With --deterministic, where they are unset: sums in one order (HCCL), one split of a product's sum (MindSpeed sets it for
+# that), one workspace for cuBLAS.
+DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
+    "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"},
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+}
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
@@ -202,8 +208,7 @@ class Device:
         if self.kind == "cpu":
             # The compiler's code adds up embeddings' gradients atomically, in an order that differs from run to run:
             # two runs differed in the fifth digit by step 10 (docs/measurements.md).
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            _use_deterministic_algorithms()
         # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
         return torch.compile(function, dynamic=False), "compiled"
 
@@ -283,11 +288,11 @@ def check_capture(kind: str) -> None:
         raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
 
 
-def init(requested: str = "auto", dtype: str = "auto") -> Device:
+def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = False) -> Device:
     """Find the device, set up its runtime, and join the process group under torchrun.
 
     `requested` is auto, npu, cuda or cpu, with an optional index for one process ("npu:1"). `dtype` is auto, bfloat16
-    or float32.
+    or float32. `deterministic` makes an accelerator add up in one order, which takes longer; a CPU always does.
     Raises UserError: when the requested device is not here, or cannot do the requested bfloat16.
     """
     kind = kind_of(requested)
@@ -318,6 +323,10 @@ def init(requested: str = "auto", dtype: str = "auto") -> Device:
                 # torch has a vendor-free name for the allocator's options, and having both set is an error.
                 if variable != "PYTORCH_NPU_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
                     os.environ.setdefault(variable, value)
+        if deterministic:
+            for variable, value in DETERMINISTIC_ENVIRONMENT[kind].items():
+                os.environ.setdefault(variable, value)
+            _use_deterministic_algorithms()
         # The first call that needs the device would fail anyway, but not with a line that says what to change.
         count = module.device_count()
         if local_rank >= count and world_size > 1:
@@ -429,6 +438,12 @@ def _has_fast_bfloat16(kind: str, module: ModuleType) -> bool:
     if kind == "cuda":  # from the A100's generation on
         return module.get_device_capability()[0] >= 8
     return bool(module.is_bf16_supported())
+
+
+def _use_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)  # torch_npu passes it on to CANN's operators
+    # torch would also fill all new memory, to make reads of it repeatable. Nothing here reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _keep_freed_memory() -> None:

@@ -132,7 +132,7 @@ def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor, t
     # noise is scaled by it. One number for each row costs a fifth of torch.multinomial, which draws a number for every
     # token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a token without probability,
     # which adds nothing to the sum, is never drawn.
-    mass = probabilities.cumsum(dim=-1)
+    mass = _running_sums(probabilities)
     drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)
     if greedy_choice is None:
         return drawn
@@ -148,7 +148,7 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, first: int) -> Tensor:
     width = min(first, V) if first else V
     while True:
         ordered = probabilities.topk(width, dim=-1).values
-        mass = ordered.cumsum(dim=-1)
+        mass = _running_sums(ordered)
         if width == V:
             break
         enough = (mass[:, -1:] >= top_p) | off  # (B, 1)
@@ -159,6 +159,23 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, first: int) -> Tensor:
     # always kept.
     kept = (mass - ordered) < top_p
     return ordered.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).masked_fill(off, 0.0)
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """The cumulative sums of each row (B, V)."""
+    try:
+        return rows.cumsum(dim=-1)
+    except RuntimeError:  # --deterministic: torch refuses it on some devices
+        import torch  # this module's settings are read where torch is not needed
+
+        if not torch.are_deterministic_algorithms_enabled():
+            raise
+    # Of their two kernels only the one for a single row adds up in a changing order, but torch refuses both.
+    torch.use_deterministic_algorithms(False)
+    try:
+        return rows.expand(2, -1).cumsum(dim=-1)[:1] if rows.size(0) == 1 else rows.cumsum(dim=-1)
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 # ---------------------------------------------------------------------- seeds and noise

@@ -14,6 +14,8 @@ from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
 from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
+from nanochat.run import stage
+from nanochat.run.flags import TrainFlags
 from nanochat.shell.cli import UserError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -227,6 +229,37 @@ def test_the_allocators_two_names_are_not_set_together(vendors: Any) -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
     init("npu")
     assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        ("npu", {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}),
+        ("cuda", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        ("cpu", {}),
+    ],
+)
+def test_one_order_of_sums_is_asked_for_where_it_changes(
+    vendors: Any, monkeypatch: pytest.MonkeyPatch, kind: str, variables: dict[str, str]
+) -> None:
+    vendors(npu=Vendor("npu", "Ascend910B3"), cuda=Vendor("cuda", "NVIDIA A10"))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    switched: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", switched.append)
+    before = {**os.environ, **(NPU_ENVIRONMENT if kind == "npu" else {})}
+    init(kind)
+    assert os.environ == before and not switched
+    init(kind, deterministic=True)
+    assert os.environ == before | variables
+    assert switched == ([] if kind == "cpu" else [True])
+
+
+def test_a_stage_asks_for_one_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(devices, "init", lambda *arguments: asked.append(arguments) or cpu_device())
+    stage.open_device(TrainFlags())
+    stage.open_device(TrainFlags(deterministic=True))
+    assert asked == [("auto", "auto", False), ("auto", "auto", True)]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

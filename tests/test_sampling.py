@@ -132,3 +132,29 @@ def test_uniforms_depend_on_seed_and_number_alone_and_are_even() -> None:
     assert firsts.unique().numel() > 0.999 * firsts.numel()
     assert uniforms(0, 2).tolist() == [(0xE220A839 >> 9) / 2**23, (0x6E789E6A >> 9) / 2**23]
     assert len({seed_of(1, a, b) for a in range(50) for b in range(50)}) == 2500
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_order_of_sums_does_not_stop_sampling(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Where torch refuses cumsum among deterministic algorithms, as it does on CUDA, with or without top_p."""
+    cumsum = Tensor.cumsum
+    shapes: list[int] = []
+
+    def refused(tensor: Tensor, dim: int) -> Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        shapes.append(len(tensor))
+        return cumsum(tensor, dim=dim)
+
+    logits = P.log().expand(rows, -1)
+    noise = torch.full((rows, 1), 0.4)
+    params = [SamplingParams(top_p=0.9)]
+    expected = draw(logits, params, noise)
+    monkeypatch.setattr(Tensor, "cumsum", refused)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert draw(logits, params, noise) == expected
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert shapes == [max(2, rows)] * 2  # never a single row

@@ -32,6 +32,7 @@ class TrainFlags:
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
+    deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
     seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
 
 

@@ -80,7 +80,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     """
     check_trackers(config.track)
     safe_tag(config.model_tag or "default")
-    device = devices.init(config.device, config.dtype)
+    device = devices.init(config.device, config.dtype, config.deterministic)
     if not device.can_train:
         raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, then chat with the model here")
     device.seed(config.seed)

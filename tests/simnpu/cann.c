@@ -274,14 +274,19 @@ aclError aclSetCompileopt(aclCompileOpt option, const char *value) {
     return 0;
 }
 
+static _Atomic int64_t deterministic;  // what ACL_OPT_DETERMINISTIC was set to last, for the process or a context
+
 aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
-    (void)option;
-    *value = 0;
+    *value = option == ACL_OPT_DETERMINISTIC ? deterministic : 0;
     return 0;
 }
 
-aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) { return (void)option, (void)value, 0; }
-aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return (void)option, (void)value, 0; }
+aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+    if (option == ACL_OPT_DETERMINISTIC) deterministic = value;
+    return 0;
+}
+
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) { return (void)mode, 0; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t seconds) { return (void)seconds, 0; }
 aclError aclrtSetOpWaitTimeout(uint32_t seconds) { return (void)seconds, 0; }

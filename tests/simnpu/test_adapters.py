@@ -150,3 +150,22 @@ def test_the_task_queue_changes_no_call(measure, depth_12: Measured, queue: str)
     """In the thread that asks (0), or only launched in another one (1), instead of prepared there too (2)."""
     _, log = measure(call("step", depth=12, rows=1, tokens=128), TASK_QUEUE_ENABLE=queue)
     assert [record.what for record in log["step"]] == [record.what for record in depth_12[1]["step"]]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_order_of_sums_reaches_cann(simulated, tmp_path, deterministic: bool):
+    """`--deterministic` sets torch's switch, and torch_npu passes it on with the next operator."""
+    program = """
+import ctypes, os, sys
+from nanochat import device
+here = device.init("npu", deterministic=bool(int(sys.argv[1])))
+import torch
+x = torch.ones(4, device=here.torch_device)
+(x + x).sum()
+here.synchronize()
+value = ctypes.c_int64(-1)
+ctypes.CDLL(os.environ["SIMNPU_LIBRARY"]).aclrtGetSysParamOpt(0, ctypes.byref(value))  # 0: ACL_OPT_DETERMINISTIC
+print(value.value, os.environ.get("HCCL_DETERMINISTIC"))
+"""
+    done = simulated(["-c", program, str(int(deterministic))], adapters=str(tmp_path / "calls.jsonl"))
+    assert done.stdout.splitlines()[-1] == ("1 true" if deterministic else "0 None"), done.stderr[-2000:]
