@@ -47,6 +47,12 @@ RELEASES = {
         ("2.7.1", "2.7.1.post10"),
     ),
 }
+# The vendor's dependency lists ask for numpy below 2 up to CANN 8.5; with numpy 2 users of 8.2 saw set_device fail with
+# error code 500001. From 9.0.0 on there is no upper bound.
+NUMPY_2_FROM = "9.0.0"
+# CANN release -> the oldest series of drivers (HDK) that its release notes list. 8.3.RC1: no such page at hand.
+# Sources: releasenote_0000 of CANN 8.5.0; the compatibility table in the release notes of 9.1.0.
+OLDEST_DRIVERS = {"8.5.0": "25.0", "9.0.0": "25.0", "9.1.0": "25.2"}
 TORCH = "2.13.0"  # without an NPU: the newest torch this project is tested with
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
@@ -96,7 +102,7 @@ def release_of(cann: str) -> str:
         )
     needed = minimum_torch()
     oldest = next(name for name, pairs in RELEASES.items() if version_key(pairs[0][0]) >= version_key(needed))
-    release = next((name for name in RELEASES if version_key(name)[:2] == version_key(cann)[:2]), None)
+    release = release_of_series(cann)
     if version_key(release or cann) < version_key(oldest):
         takes = f"takes {pinned(RELEASES[release][0])}" if release else "is too old"
         raise Fail(
@@ -113,8 +119,17 @@ def release_of(cann: str) -> str:
     return release
 
 
+def release_of_series(cann: str) -> str | None:
+    return next((name for name in RELEASES if version_key(name)[:2] == version_key(cann)[:2]), None)
+
+
 def pinned(pair: tuple[str, str]) -> str:
     return f"torch=={pair[0]} torch_npu=={pair[1]}"
+
+
+def numpy_for(cann: str) -> str:
+    """The numpy that this CANN takes, as pip reads it; "" for any."""
+    return "numpy<2" if version_key(cann)[:2] < version_key(NUMPY_2_FROM)[:2] else ""
 
 
 def minimum_torch() -> str:
@@ -286,7 +301,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
     (arguments of `pip install`, to be tried in order), constraint, extra."""
     kind = machine.kind if device == "auto" else device
     lines = describe(machine, kind)
-    torch, torch_npu = TORCH, None
+    torch, torch_npu, numpy = TORCH, None, ""
     if kind == "npu":
         found = cann or machine.cann
         if found is None:
@@ -301,11 +316,14 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
         if release != found:
             lines.append(f"found CANN {release} in the version table, used for {found}")
         torch, torch_npu = RELEASES[release][0]
+        numpy = numpy_for(release)
     lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch))}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
     lines += [f"constraint torch=={torch}"]
     if torch_npu:
-        lines += [f"constraint torch_npu=={torch_npu}", "extra npu"]
+        lines += [f"constraint torch_npu=={torch_npu}"]
+        lines += [f"constraint {numpy}"] if numpy else []
+        lines += ["extra npu"]
     return lines
 
 
@@ -343,15 +361,23 @@ def describe(machine: Machine, kind: str) -> list[str]:
 # Patterns in errors of torch, torch_npu, CANN and HCCL, and the fix; the first that matches counts. Sources: the
 # messages of torch_npu and CANN, and what users report of them.
 FIXES = (
-    (r"out of memory", "stop what holds the memory: `{tool}` shows it"),
-    (r"No module named '(attr|attrs|decorator|psutil|scipy|yaml)'", "pip install attrs scipy decorator psutil pyyaml"),
+    (r"out of memory|\bEL0004\b|\b207018\b", "stop what holds the memory: `{tool}` shows it"),
+    (r"static TLS block", "export LD_PRELOAD=<the library named in this line>; it is loaded before the others then"),
+    (r"\b500001\b", 'before CANN 9.0 `pip install "numpy<2"`; then `pip install {packages}`'),
     (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
+    (r"No module named '(absl|attrs?|cffi|cloudpickle|decorator|google|ml_dtypes)'", "pip install {packages}"),
+    (r"No module named '(psutil|scipy|tornado|yaml)'", "pip install {packages}"),
     (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
-    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout", "a device did not answer in time; {network}"),
+    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout|\b507046\b", "a device did not answer in time; {network}"),
     (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
+    (r"\b507(014|015|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
+    (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out, ask its vendor"),
     (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
 )
+# What CANN's Python parts import; the extra `npu` of pyproject.toml has the same. Sources: the vendor's page on
+# dependencies (instg_0045), of the last three public guides to torch_npu.
+PACKAGES = "attrs cffi decorator protobuf psutil pyyaml scipy absl-py cloudpickle ml-dtypes tornado"
 WORDS = {
     "npu": {
         "tool": "npu-smi info",
@@ -372,7 +398,7 @@ def fix_for(text: str, kind: str, environment: str) -> str | None:
     """The fix for an error with this text, where it is known."""
     for pattern, fix in FIXES:
         if re.search(pattern, text):
-            return fix.format(environment=environment, **WORDS[kind])
+            return fix.format(environment=environment, packages=PACKAGES, **WORDS[kind])
     return None
 
 
@@ -466,6 +492,14 @@ def check_driver(machine: Machine, npu_smi_output: str) -> str:
             ", ".join(sick),
             "`npu-smi info -t health -i <NPU>` shows why; reboot, or leave that NPU out with ASCEND_RT_VISIBLE_DEVICES",
         )
+    release = release_of_series(machine.cann or "")
+    oldest = OLDEST_DRIVERS.get(release or "")
+    driver = machine.npu_driver or version
+    if oldest and version_key(driver) and version_key(driver)[:2] < version_key(oldest):
+        raise Fail(
+            f"driver {driver}, but CANN {machine.cann} takes {oldest} or later",
+            f"install a driver of CANN {machine.cann}'s release notes ({DRIVER_PAGE}), or an older CANN ({CANN_PAGE})",
+        )
     used = sorted(chip.used_megabytes for chip in chips)
     names = "/".join(dict.fromkeys(chip.name for chip in chips))
     return f"npu-smi {version}, {len(chips)} x {names}, {used[0]} to {used[-1]} of {chips[0].megabytes} MB in use"
@@ -543,8 +577,8 @@ def check_torch_version(torch: str | None, executable: str = sys.executable) -> 
     return torch
 
 
-def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> str:
-    """Whether the three versions belong together, by the table."""
+def check_match(machine: Machine, torch: str | None, torch_npu: str | None, numpy: str | None = None) -> str:
+    """Whether the versions belong together, by the table."""
     cann = machine.cann
     if not cann or not torch:
         raise Skip("needs CANN and torch")
@@ -554,6 +588,11 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> s
     if torch_npu and version_key(cann)[:2] > version_key(max(RELEASES, key=version_key))[:2]:
         raise Skip(f"newer than the version table, not judged: {here}")
     release = release_of(cann)
+    if numpy and numpy_for(release) and version_key(numpy) >= (2,):
+        raise Fail(
+            f"numpy {numpy}, but CANN {cann} takes numpy below 2: set_device fails with error code 500001",
+            f'pip install "{numpy_for(release)}"',
+        )
     pairs = RELEASES[release]
     plain_torch = torch.partition("+")[0]  # without +cpu
     plain_npu = (torch_npu or "").partition("+")[0]
@@ -573,10 +612,7 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None) -> s
     owners = [name for name, others in RELEASES.items() if (plain_torch, plain_npu) in others]
     if owners:
         raise Fail(f"torch_npu {torch_npu} is for CANN {' and '.join(owners)}, here is CANN {cann}; {takes}", fix)
-    newest = RELEASES[max(RELEASES, key=version_key)]
-    if version_key(plain_npu) > max(version_key(listed) for _, listed in newest):
-        raise Skip(f"newer than the version table, not judged: {here}; {takes}")
-    raise Fail(f"torch_npu {torch_npu} is not listed for CANN {cann}; {takes}", fix)
+    raise Skip(f"torch_npu {torch_npu} is newer than the version table, not judged: {here}; {takes}")
 
 
 def check_import(kind: str, machine: Machine) -> str:
@@ -807,7 +843,7 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
     npu_check("CANN", check_cann, machine)
     npu_check("CANN environment", check_cann_environment, machine)
     report.check("torch", check_torch_version, torch)
-    npu_check("versions match", check_match, machine, torch, torch_npu)
+    npu_check("versions match", check_match, machine, torch, torch_npu, installed("numpy"))
     if kind == "cuda" and not machine.nvidia_smi:
         report.check("nvidia-smi", skip_because("not found; torch may work anyway"))
 

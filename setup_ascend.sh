@@ -134,8 +134,9 @@ if [[ -x $venv/bin/python ]]; then
   if [[ $state == ready ]]; then # someone may have changed torch since
     "$venv/bin/python" - "${constraints[@]}" 2>/dev/null <<'PYTHON' || state=stale
 import importlib.metadata, sys
-for name, _, version in (constraint.partition("==") for constraint in sys.argv[1:]):
-    assert importlib.metadata.version(name).split("+")[0] == version
+from pip._vendor.packaging.requirements import Requirement
+for constraint in map(Requirement, sys.argv[1:]):
+    assert constraint.specifier.contains(importlib.metadata.version(constraint.name), prereleases=True)
 PYTHON
   fi
 fi

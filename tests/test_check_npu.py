@@ -155,11 +155,6 @@ NEWEST = "torch==2.12.0 torch_npu==2.12.0"
             f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0",
         ),
         (
-            ("9.0.0", "2.9.0", "2.9.0.post5"),
-            "torch_npu 2.9.0.post5 is not listed for CANN 9.0.0; CANN 9.0.0 takes torch==2.9.0 torch_npu==2.9.0.post2",
-            "pip install torch==2.9.0 torch_npu==2.9.0.post2",
-        ),
-        (
             ("8.4.0", "2.9.0", "2.9.0"),
             "CANN 8.4.0 is not in the version table (8.1.RC1, 8.2.RC1, 8.3.RC1, 8.5.0, 9.0.0, 9.1.0)",
             "`bash setup_ascend.sh --cann 8.3.RC1` takes torch==2.7.1 torch_npu==2.7.1, the pair of the nearest older "
@@ -198,6 +193,67 @@ def test_the_pip_line_is_for_this_architecture_and_index(monkeypatch: pytest.Mon
 def test_what_the_table_cannot_know_is_not_judged(cann: str | None, torch: str):
     with pytest.raises(Skip):
         check_npu.check_match(on(cann), torch, torch)
+
+
+@pytest.mark.parametrize(
+    ("cann", "torch", "torch_npu"),
+    [("9.0.0", "2.9.0", "2.9.0.post5"), ("8.5.2", "2.9.0+cpu", "2.9.0.post4"), ("9.1.0", "2.12.0", "2.12.0.post4")],
+)
+def test_a_later_post_is_newer_than_the_table_and_not_taken_back(cann: str, torch: str, torch_npu: str):
+    """Others run such pairs: 2.9.0.post4 on CANN 8.5.2, for one."""
+    with pytest.raises(Skip, match=f"torch_npu {torch_npu} is newer than the version table, not judged"):
+        check_npu.check_match(on(cann), torch, torch_npu)
+
+
+@pytest.mark.parametrize(
+    ("cann", "pair"),
+    [
+        ("8.3.RC1", ("2.7.1", "2.7.1")),
+        ("8.5.2", ("2.9.0", "2.9.0")),
+        ("9.0.0", ("2.9.0", "2.9.0.post2")),
+        ("9.1.1", ("2.12.0", "2.12.0")),
+    ],
+)
+def test_numpy_2_is_for_cann_9(cann: str, pair: tuple[str, str]):
+    assert "is for torch" in check_npu.check_match(on(cann), *pair, "1.26.4")
+    if cann.startswith("9"):
+        assert "is for torch" in check_npu.check_match(on(cann), *pair, "2.0.2")
+        return
+    with pytest.raises(Fail, match=f"numpy 2.0.2, but CANN {cann} takes numpy below 2: .* 500001") as failure:
+        check_npu.check_match(on(cann), *pair, "2.0.2")
+    assert failure.value.fix == 'pip install "numpy<2"'
+
+
+@pytest.mark.parametrize(
+    ("cann", "driver", "fits"),
+    [
+        ("9.1.0", "25.0.RC1.1", False),
+        ("9.1.1", "25.2.0", True),
+        ("9.0.0", "25.0.RC1", True),
+        ("8.5.0", "24.1.0", False),
+        ("8.5.2", "26.0.rc1", True),
+        ("8.3.RC1", "23.0.0", True),  # no source, no judgement
+        ("10.0.0", "23.0.0", True),
+        ("unknown", "23.0.0", True),
+        (None, "23.0.0", True),
+    ],
+)
+def test_a_driver_older_than_cann_takes(cann: str | None, driver: str, fits: bool):
+    machine = Machine(cann=cann, npu_smi="/usr/local/bin/npu-smi", npu_driver=driver)
+    if fits:
+        assert check_npu.check_driver(machine, A2).startswith("npu-smi 25.2.0")
+        return
+    oldest = check_npu.OLDEST_DRIVERS[check_npu.release_of_series(cann or "") or ""]
+    with pytest.raises(Fail, match=f"driver {driver}, but CANN {cann} takes {oldest} or later") as failure:
+        check_npu.check_driver(machine, A2)
+    assert "firmware-drivers" in failure.value.fix
+
+
+def test_packages_are_those_of_the_extra():
+    """check_npu.py may stand alone on a machine, so it has the list too."""
+    text = (ROOT / "pyproject.toml").read_text()
+    extra = re.findall(r'"([\w-]+)"', text[text.index("npu = [") : text.index("track = [")])
+    assert extra == ["torch_npu", *check_npu.PACKAGES.split()]
 
 
 def test_the_version_table_is_in_order():
@@ -305,7 +361,12 @@ SOURCE = "source /usr/local/Ascend/cann/set_env.sh"
         ),
         ("libascendcl.so: cannot open shared object file: No such file or directory", SOURCE),
         ("No module named 'tbe'", SOURCE),
-        ("No module named 'decorator'", "pip install attrs scipy decorator psutil pyyaml"),
+        ("No module named 'decorator'", f"pip install {check_npu.PACKAGES}"),
+        ("No module named 'ml_dtypes'", f"pip install {check_npu.PACKAGES}"),
+        (
+            "libgomp.so.1: cannot allocate memory in static TLS block",
+            "export LD_PRELOAD=<the library named in this line>; it is loaded before the others then",
+        ),
         (
             "/venv/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c1014",
             "torch, torch_npu and CANN do not fit: see `versions match`",
@@ -349,6 +410,20 @@ NO_DEVICE = """\
 Initialize:npu_sys_ctrl.cpp:217 NPU function error: aclrtSetDevice(device_id_), error code is 507033
 [ERROR] 2025-01-01-00:00:00 (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed
 """
+NUMPY = """\
+SetPrecisionMode:torch_npu/csrc/core/npu.cpp:155 NPU function error: at_npu::native::AclSetCompileopt(...), error code \
+is 500001
+[ERROR] 2025-08-05-08:05:26 (PID:504068, Device:0, RankID:-1) ERR00100 PTA call acl api failed
+"""
+NO_MEMORY = """\
+call aclrtSetDevice failed, error code is 507033
+EL0004: [PID: 553] 2025-09-17-04:55:13.065.712 Failed to allocate memory.
+"""
+OPERATOR = """\
+npuSynchronizeDevice:torch_npu/csrc/core/npu/NPUStream.cpp:506 NPU function error: AclrtSynchronizeDeviceWithTimeout, \
+error code is {code}
+EZ9999: Inner Error!
+"""
 
 
 @pytest.mark.parametrize(
@@ -358,8 +433,16 @@ Initialize:npu_sys_ctrl.cpp:217 NPU function error: aclrtSetDevice(device_id_), 
         (SOCKET_TIMEOUT, "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "on one node export HCCL_IF_IP"),
         (NO_KERNELS, "call aclnnAdd failed", "the kernels of this CANN for this chip must be installed"),
         (NO_DEVICE, "error code is 507033", "`npu-smi info` must list the device as OK"),
+        (NUMPY, "error code is 500001", 'before CANN 9.0 `pip install "numpy<2"`'),
+        (NO_MEMORY, "EL0004", "stop what holds the memory: `npu-smi info`"),
+        ("aclrtMalloc failed, error code is 207018", "207018", "stop what holds the memory: `npu-smi info`"),
+        (OPERATOR.format(code=507046), "507046", "a device did not answer in time"),
+        (OPERATOR.format(code=507053), "507053", "npu-smi info -t ecc -i 0 -c 0"),
+        *(
+            (OPERATOR.format(code=code), str(code), "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1")
+            for code in (507014, 507015, 507018, 507035)
+        ),
     ],
-    ids=["memory", "network", "kernels", "device"],
 )
 def test_known_errors_end_in_one_line_and_their_fix(capsys: pytest.CaptureFixture[str], text: str, line: str, fix: str):
     def check() -> None:
@@ -470,9 +553,13 @@ def test_report(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_a_cpu():
+@pytest.mark.parametrize("exported", [{}, {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.0.0.1"}], ids=["", "8"])
+def test_the_whole_command_on_a_cpu(exported: dict[str, str]):
+    """Also in a shell that has the ranks of a larger job exported, as a guide on several nodes asks for."""
     command = [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu"]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
+    ranks = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks} | exported
+    answer = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300, env=environment)
     lines = answer.stdout.splitlines()
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert all(re.match(r"(PASS|SKIP) [\w -]+: \S", line) for line in lines[:-1])
@@ -514,12 +601,13 @@ def test_the_plan_is_what_setup_reads(tmp_path: Path, capsys: pytest.CaptureFixt
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "kind npu",
         "pythons 3.11 3.10",
         "install torch==2.7.1 torch_npu==2.7.1",
         "constraint torch==2.7.1",
         "constraint torch_npu==2.7.1",
+        "constraint numpy<2",
         "extra npu",
     ]
 

@@ -172,7 +172,8 @@ def test_the_plan_for_every_cann(machine: FakeMachine, cann: str, arch: str):
     assert (plan.problem, plan.missing, plan.kind) == ("", [], "npu")
     assert plan.found == [f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"]
     assert plan.install == pip_arguments(torch, torch_npu, arch)
-    assert plan.constraints == [f"torch=={torch}", f"torch_npu=={torch_npu}"]
+    numpy = ["numpy<2"] if cann < "9" else []  # the vendor's lists of dependencies
+    assert plan.constraints == [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy]
 
 
 @pytest.mark.parametrize("cann", ["8.0.RC3", "8.1.RC1", "8.2.RC1"])
@@ -350,6 +351,14 @@ def test_a_plan_is_carried_out(machine: FakeMachine):
     ]
     code, _, error = machine.setup("--cann", "8.4.0")
     assert code == 1 and "--cann 8.3.RC1" in error and error.count("\n") == 0
+
+
+def test_numpy_below_2_is_a_constraint_before_cann_9(machine: FakeMachine):
+    code, lines, error = machine.with_npus().with_cann("8.5.0").sourced().setup()
+    assert (code, error) == (0, "")
+    assert plan_of(lines)[-1] == (
+        "plan VENV/bin/pip install -c VENV/constraints.txt -e .[npu] # torch==2.9.0 torch_npu==2.9.0 numpy<2"
+    )
 
 
 def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_path: Path):
