@@ -132,8 +132,13 @@ def train(config: Config) -> dict[str, Any]:
     )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
     return {
+        "device": str(device),
+        "versions": device.versions(),
+        "kernels": str(device.kernels),
+        "config": asdict(config),
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
+        "peak_memory_bytes": device.peak_memory(),
     }
 
 
@@ -151,7 +156,7 @@ def serve(config: Config) -> dict[str, Any]:
     device = devices.init(config.device, config.dtype)
     engine = on_a_thread(partial(random_engine, config, device))
     prompt = list(range(300, 300 + config.prompt_tokens))
-    metrics: dict[str, Any] = {"device": str(device), "engine": {}, "http": {}}
+    metrics: dict[str, Any] = {"device": str(device), "versions": device.versions(), "engine": {}, "http": {}}
     print0(f"{device}, depth {config.depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
     # ------------------------------------------------------------------ the engine alone

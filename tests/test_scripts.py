@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -691,3 +692,14 @@ def test_a_mistake_of_a_real_process(base, tokenizer):
     result = process("scripts.base_train", "--", "--depth=0")
     assert result.returncode == 2
     assert result.stderr.startswith("error: --depth") and result.stderr.count("\n") == 1
+
+
+def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path) -> None:
+    """One file says on what a speed was measured."""
+    flags = "--device=cpu --depth=1 --head_dim=32 --max_seq_len=16 --vocab_size=64 --device_batch_size=1 --steps=1"
+    file = tmp_path / "bench.json"
+    call("bench", "train", *flags.split(), "--compile=off", f"--json={file}")
+    sent = json.loads(file.read_text())
+    assert sent["versions"]["torch"] == torch.__version__ and sent["versions"]["python"] == platform.python_version()
+    assert sent["device"].startswith("1 x ") and sent["kernels"].startswith("cpu")
+    assert sent["config"]["depth"] == 1 and sent["tokens_per_second"] > 0 and sent["peak_memory_bytes"] > 0
