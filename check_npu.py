@@ -368,10 +368,11 @@ FIXES = (
     (r"No module named '(absl|attrs?|cffi|cloudpickle|decorator|google|ml_dtypes)'", "pip install {packages}"),
     (r"No module named '(psutil|scipy|tornado|yaml)'", "pip install {packages}"),
     (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
-    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout|\b507046\b", "a device did not answer in time; {network}"),
+    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout", "a device did not answer in time; {network}"),
+    (r"\b507046\b", "a device did not answer in time; {network}"),
     (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
     (r"\b507(014|015|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
-    (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out, ask its vendor"),
+    (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out"),
     (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
 )

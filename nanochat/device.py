@@ -57,9 +57,9 @@ PEAK_FLOPS = (
     (r"Ascend910B4", 280e12),
 )
 
-# NPUs by their names, as torch_npu knows them (source: its SocVersion). The first generation (Ascend910A, Ascend910ProB,
-# Ascend910B without a number) and the chips for inference have no fused operators for training, and no bfloat16.
-# Every other name, also one that is newer than this line, is a chip that has them: 910B1 to 910B4, 910_93.., 950...
+# NPUs by their names (source: torch_npu's SocVersion). The first generation, such as Ascend910A, Ascend910ProB and
+# Ascend910B without a number, and the chips for inference have no fused operators for training, and no bfloat16.
+# Every other name is a chip that has both, such as 910B1 to 910B4, 910_93.., 950.., and what is newer than this line.
 FIRST_NPUS = r"Ascend910(Pro|Premium)?[AB]?$"
 INFERENCE_NPUS = r"Ascend310"
 
@@ -71,8 +71,8 @@ NPU_ENVIRONMENT = {
     "HCCL_CONNECT_TIMEOUT": "600",  # seconds that ranks wait for each other at the start; the default is 120
     "HCCL_EXEC_TIMEOUT": "1200",  # seconds that a collective waits for a rank
 }
-# With --deterministic, where they are unset: sums in one order (HCCL), one split of a product's sum (MindSpeed sets it for
-# that), one workspace for cuBLAS.
+# With --deterministic, where they are unset. HCCL adds up in one order; a product splits its sums in one way (source:
+# MindSpeed's deterministic mode); cuBLAS has one workspace.
 DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
     "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"},
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},

@@ -82,7 +82,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     safe_tag(config.model_tag or "default")
     device = devices.init(config.device, config.dtype, config.deterministic)
     if not device.can_train:
-        raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, then chat with the model here")
+        raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, and chat here")
     device.seed(config.seed)
     layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")

@@ -48,9 +48,9 @@ REFUSED = {
 HALVES = {torch.float16: "DT_FLOAT16", torch.bfloat16: "DT_BFLOAT16"}
 # Chips before the 910B1, by the numbers of torch_npu's SocVersion: they have none of the operators of operators.py, and
 # compute nothing in bfloat16. (A 310P has some of them, for inference; here it has none.)
-OLD_CHIPS = frozenset(
+OLD_CHIPS = _words(
     """Ascend910PremiumA Ascend910ProA Ascend910A Ascend910ProB Ascend910B
-    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7""".split()
+    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7"""
 )
 SOC = os.environ.get("SIMNPU_SOC", "")
 # Further types that an operator (by its name without overload) does not take; torch_npu's documentation.
