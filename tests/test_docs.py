@@ -119,6 +119,48 @@ def test_the_table_of_variables_is_what_device_sets(text):
 
 
 @each_page
+def test_the_table_of_numpy_and_drivers_is_what_check_npu_asks_for(text):
+    lines = [[cell.strip() for cell in row] for row in rows(text)]
+    table = {row[0]: row[1:] for row in lines if len(row) == 3 and re.fullmatch(r"\d\.\d", row[0])}
+    oldest = check_npu.version_key(check_npu.minimum_torch())
+    releases = {
+        release: release[:3]
+        for release, pairs in check_npu.RELEASES.items()
+        if check_npu.version_key(pairs[0][0]) >= oldest
+    }
+    assert set(table) == set(releases.values())
+    for release, series in releases.items():
+        numpy, drivers = table[series]
+        assert ("2 *(D)*" in numpy and "1.19.2" not in numpy) == bool(check_npu.numpy_for(release))
+        found = re.findall(r"\d\d\.\d", drivers)
+        assert found[:1] == [check_npu.OLDEST_DRIVERS[release]] if release in check_npu.OLDEST_DRIVERS else not found
+
+
+# Messages that owners of cards reported, and a word of the one fix for each, in the page and in check_npu.py.
+ANSWERS = {
+    "500001": "numpy<2",
+    "EL0004": "npu-smi info",
+    "207018": "npu-smi info",
+    "static TLS block": "LD_PRELOAD",
+    "507014": "ASCEND_LAUNCH_BLOCKING=1",
+    "507015": "ASCEND_LAUNCH_BLOCKING=1",
+    "507018": "ASCEND_LAUNCH_BLOCKING=1",
+    "507053": "npu-smi info -t ecc",
+}
+
+
+@each_page
+def test_a_message_has_one_answer(text):
+    messages = [row for row in rows(text) if len(row) == 3]
+    for message, word in ANSWERS.items():
+        (row,) = [row for row in messages if message in row[0]]
+        assert word in row[2], message
+        assert word in (check_npu.fix_for(f"error code is {message}", "npu", "x") or ""), message
+    (row,) = [row for row in messages if "507046" in row[0]]
+    assert row[2].strip(" |") in ("the same", "同上")  # as for every collective that somebody misses
+
+
+@each_page
 def test_quoted_errors_are_ours(text):
     """The parts of every quoted `error: ...` line stand in our sources."""
     files = [*ROOT.glob("nanochat/**/*.py"), ROOT / "check_npu.py"]

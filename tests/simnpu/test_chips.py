@@ -72,7 +72,7 @@ def test_the_name_chooses_the_kernels(simulated):
         *("Ascend310P1", "Ascend310P7", "Ascend310B4"),
     )
     names = [*fused, *plain]
-    code = f"from nanochat import device; print([str(device.kernels('npu', name))[:5] for name in {names}])"
+    code = f"from nanochat import device; print([str(device.kernels('npu', name=name))[:5] for name in {names}])"
     done = simulated(["-c", f"import torch; {code}"])
     assert done.stdout.splitlines()[-1] == str(["npu_f"] * len(fused) + ["torch"] * len(plain)), done.stderr[-2000:]
 
