@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, like
+from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, split_like
 from nanochat.parallel.collectives import all_gather, reduce_scatter
 from nanochat.parallel.fsdp import local
 from nanochat.parallel.mesh import Layout
@@ -46,18 +46,6 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# A step of Muon on 2 ranks, for 3 matrices A, B, C of 4 rows each. Rank 0 owns A and B, rank 1 owns C:
-#
-#     phase                             rank 0 has                        rank 1 has
-#     backward                          its own gradients of A, B, C      its own gradients of A, B, C
-#     1   reduce-scatter, sum           rows 0-1 of A, B, C               rows 2-3 of A, B, C
-#     2a  all-to-all to the owners      all rows of A, B                  all rows of C
-#     2b  orthogonalise                 updates of A, B                   update of C
-#     2c  all-to-all back               rows 0-1 of the updates           rows 2-3 of the updates
-#         move the weights              new rows 0-1 of A, B, C           new rows 2-3 of A, B, C
-#     3   all-gather                    new A, B, C                       new A, B, C
-#
-# AdamW skips 2a to 2c: each rank updates the rows that phase 1 gave it.
 
 # Under ddp, every rank updates smaller AdamW tensors for itself: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096
@@ -87,6 +75,20 @@ class _Settings:
     lr_scale: float
     momentum: float
     weight_decay_scale: float
+
+
+# A step of Muon on 2 ranks, for 3 matrices A, B, C of 4 rows each. Rank 0 owns A and B, rank 1 owns C:
+#
+#     phase                             rank 0 has                        rank 1 has
+#     backward                          its own gradients of A, B, C      its own gradients of A, B, C
+#     1   reduce-scatter, sum           rows 0-1 of A, B, C               rows 2-3 of A, B, C
+#     2a  all-to-all to the owners      all rows of A, B                  all rows of C
+#     2b  orthogonalise                 updates of A, B                   update of C
+#     2c  all-to-all back               rows 0-1 of the updates           rows 2-3 of the updates
+#         move the weights              new rows 0-1 of A, B, C           new rows 2-3 of A, B, C
+#     3   all-gather                    new A, B, C                       new A, B, C
+#
+# AdamW skips 2a to 2c: each rank updates the rows that phase 1 gave it.
 
 
 class Optimizer:
@@ -127,7 +129,9 @@ class Optimizer:
         self._awaited: set[nn.Parameter] = set()  # whose gradients the last backward has not completed yet
         self._hooks: list[RemovableHandle] = []
 
-        # FSDP2 returns the mean over all ranks, the one reduction that all backends and versions know.
+        # Everything here is about sums of gradients over the ranks. FSDP2 returns means, the one reduction that all
+        # backends and versions know: gradients arrive divided by this number. `reduce` multiplies their squared norm by
+        # its square, and `step` divides the gradients by so much less.
         self._divided_by = self.layout.ranks * self.layout.replicas if self.layout.sharded else 1
 
     def send_as_ready(self) -> None:
@@ -176,7 +180,7 @@ class Optimizer:
         counted = [share.grad for share in self._queue if share.grad.numel() and (share.is_part or first)]
         if not counted or self.layout.replica:
             return torch.zeros((), device=self._queue[0].parameter.device if self._queue else None)
-        # One launch for all norms. FSDP2's means are too small by the number of ranks, so their squares by its square.
+        # One launch for all norms.
         norms = torch.stack(torch._foreach_norm(counted))  # pyright: ignore[reportPrivateImportUsage]
         return norms.square().sum() * self._divided_by**2
 
@@ -195,8 +199,7 @@ class Optimizer:
         `targets`, a 0-D fp32 tensor on the device, is the count over all ranks that the sums are divided by.
         `ok`, likewise, is 1 to update and 0 to leave every parameter and every state byte as it is.
         """
-        # A step without a target is skipped by `ok`; the clamp keeps its numbers finite. Where FSDP2 has divided by the
-        # number of ranks, divide by so much less.
+        # A step without a target is skipped by `ok`; the clamp keeps its numbers finite.
         divisor = targets.clamp(min=1.0) / self._divided_by
         settings = _Settings(divisor, ok, ok == 0, lr_scale, momentum, weight_decay_scale)
         for rule in self._rules:
@@ -317,13 +320,15 @@ def _pad(rows: Tensor, count: int) -> Tensor:
 
 @dataclass
 class _AdamWBatch:
-    """Parameters of groups that differ in their learning rates alone."""
+    """Parameters of groups that differ in their learning rates alone: an accelerator updates them in a few launches."""
 
-    like: ParameterGroup  # one of these groups
     shares: dict[str, _Share]  # by name
-    learning_rates: list[float]  # of each
-    first_moment: Tensor  # flat: those of all shares in a row
-    second_moment: Tensor
+    learning_rates: list[float]  # of each share
+    first_moment: Tensor  # flat: the elements of all shares in a row
+    second_moment: Tensor  # likewise
+    betas: tuple[float, float]  # from here on the same for all
+    eps: float
+    weight_decay: float
 
 
 class _AdamW:
@@ -338,7 +343,7 @@ class _AdamW:
         self.shares: dict[str, _Share] = {}
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         self.steps = torch.zeros(1, device=groups[0].parameters[0][1].device)
-        # Groups that differ in their learning rates alone are updated together.
+        # The groups of each batch, by what they must have in common.
         together: dict[tuple[Any, ...], list[ParameterGroup]] = {}
         for group in groups:
             together.setdefault((group.betas, group.eps, group.weight_decay), []).append(group)
@@ -363,16 +368,20 @@ class _AdamW:
             2, sum(weight.numel() for weight in weights), device=self.steps.device
         )
         for kind, flat in (("first_moment", first_moment), ("second_moment", second_moment)):
-            for (name, share), part in zip(shares.items(), like(flat, weights), strict=True):
+            for (name, share), part in zip(shares.items(), split_like(flat, weights), strict=True):
                 self.state[f"adamw.{name}.{kind}"] = share.as_whole(part)
-        return _AdamWBatch(groups[0], shares, learning_rates, first_moment, second_moment)
+        one = groups[0]
+        return _AdamWBatch(shares, learning_rates, first_moment, second_moment, one.betas, one.eps, one.weight_decay)
 
     def update(self, settings: _Settings) -> None:
-        # Bias correction divides by 1 - beta ** steps: a skipped step must not count.
+        # The bias correction below divides by 1 - beta^steps: a skipped step must not count.
         self.steps += settings.ok
+        # For each element, with w its weight and g its gradient:
+        #
         #     m = beta1 m + (1 - beta1) g           mean of the gradient: the direction
         #     v = beta2 v + (1 - beta2) g^2         mean of its square: the size to expect
         #     w -= lr (m' / (sqrt(v') + eps) + decay w)
+        #
         # where m' = m / (1 - beta1^steps), and v' alike, remove the pull of the zeros that both start from. The
         # quotient is near +-1 for a gradient that keeps its sign, however small it is, and near 0 for one that
         # fluctuates: each element takes steps of its own size.
@@ -385,9 +394,9 @@ class _AdamW:
                     first_moment=batch.first_moment,
                     second_moment=batch.second_moment,
                     learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
-                    betas=batch.like.betas,
-                    eps=batch.like.eps,
-                    weight_decay=batch.like.weight_decay * settings.weight_decay_scale,
+                    betas=batch.betas,
+                    eps=batch.eps,
+                    weight_decay=batch.weight_decay * settings.weight_decay_scale,
                 )
             )
         self.kernels.adamw(updates, self.steps, settings.targets, settings.ok)
@@ -439,7 +448,7 @@ class _Stack:
 
     shape: tuple[int, int]
     matrices: list[_Rows]
-    owned: list[_Rows]  # this rank's
+    owned: list[_Rows]  # those of them that this rank orthogonalises
     momentum: Tensor  # (owned, rows, columns)
     second_moment: Tensor  # (owned, rows, 1), or (owned, 1, columns) where matrices are wide
 
@@ -539,10 +548,12 @@ class _Muon:
 class _DistributedMuon(_Muon):
     """Muon where each rank's shares are rows of every matrix, and each rank owns a few of the matrices.
 
-    1. Each rank sends its rows of the gradients to the matrices' owners: one all-to-all for each stack.
-    2. Each rank orthogonalises the matrices that it owns; no rank computes another's.
-    3. Each rank sends the updates' rows back, and the ranks move their weights' rows. A row travels with the mean size
-       of its matrix's update, which the weight decay needs.
+    Its phase 2, stack by stack (the table above `Optimizer` has an example):
+
+    2a. Each rank sends its rows of the gradients to the matrices' owners: one all-to-all (`_gradient`).
+    2b. Each rank orthogonalises the matrices that it owns, and no rank computes another's (`_direction` of `_Muon`).
+    2c. Each rank sends the updates' rows back by another all-to-all, and the ranks move their weights' rows (`_apply`).
+        A row travels with the mean size of its matrix's update, which the weight decay needs.
 
     On R ranks this is 2/R of the matrices' bytes, besides those of phases 1 and 3 (docs/multinode.md).
     """
@@ -552,22 +563,22 @@ class _DistributedMuon(_Muon):
         self.routes = {stack: _Route(stack, layout) for stack in self.stacks}
 
     def _gradient(self, stack: _Stack) -> Tensor:
-        # 1. This rank's rows leave for the owners; the rows of its own matrices arrive, and are put in their places.
+        # 2a. This rank's rows leave for the owners; the rows of its own matrices arrive, and are put in their places.
         route = self.routes[stack]
         rows = [part.gradient() for part in route.held]
-        arrived = self._exchange(rows, stack.shape[1], route.held_counts, route.owned_counts)
+        arrived = self._exchange(rows, stack.shape[1], route.held_counts, route.place_counts)
         grad = arrived.new_empty(len(stack.owned), *stack.shape)
-        places = [grad[place] for place in route.owned]
-        _copy(places, arrived.split([len(place) for place in places]))
+        targets = [grad[place] for place in route.places]
+        _copy(targets, arrived.split([len(target) for target in targets]))
         return grad
 
     def _apply(self, stack: _Stack, update: Tensor, size: Tensor, rate: Tensor, decay: float) -> None:
-        # 3. The same ways back: the update's rows leave this owner, and those of this rank's shares arrive.
+        # 2c. The same ways back: the update's rows leave this owner, and those of this rank's shares arrive.
         route = self.routes[stack]
         rows, columns = stack.shape
         with_size = torch.cat((update, size.expand(-1, rows, 1)), dim=2)  # (owned, rows, columns + 1)
-        parts = [with_size[place] for place in route.owned]
-        arrived = self._exchange(parts, columns + 1, route.owned_counts, route.held_counts)
+        parts = [with_size[place] for place in route.places]
+        arrived = self._exchange(parts, columns + 1, route.place_counts, route.held_counts)
         weights = [part.weight() for part in route.held]
         if weights:
             new = _move(torch.cat(weights), arrived[:, :columns], arrived[:, columns:], rate, decay)
@@ -589,13 +600,16 @@ class _Route:
     """
 
     def __init__(self, stack: _Stack, layout: Layout):
-        self.held: list[_Rows] = []  # the rows that this rank holds, sorted by the owner of their matrix
-        self.held_counts: list[int] = []  # how many of each owner
-        self.owned: list[tuple[int, slice]] = []  # indices into (owned, rows, columns), sorted by the rows' holder
-        self.owned_counts: list[int] = []  # how many rows of each holder
+        # What this rank holds, sorted by the owner of the matrix, and how many rows are each owner's.
+        self.held: list[_Rows] = []
+        self.held_counts: list[int] = []
+        # Where rows lie in this rank's own matrices (owned, rows, columns), sorted by who holds them, and how many rows
+        # each holder has. A place is (which matrix, which of its rows).
+        self.places: list[tuple[int, slice]] = []
+        self.place_counts: list[int] = []
         # In the example of 3 matrices on 2 ranks, rank 0 has:
         #     held    rows 0-1 of A and B for owner 0, of C for owner 1          held_counts  [4, 2]
-        #     owned   rows 0-1 of A and B from rank 0, rows 2-3 from rank 1      owned_counts [4, 4]
+        #     places  rows 0-1 of A and B from rank 0, rows 2-3 from rank 1      place_counts [4, 4]
         for rank, run in enumerate(layout.shares(len(stack.matrices))):
             # That rank's matrices, this rank's rows.
             count = 0
@@ -611,9 +625,9 @@ class _Route:
             for i, matrix in enumerate(stack.owned):
                 rows = _held_rows(matrix, layout, rank)
                 if rows:
-                    self.owned.append((i, slice(rows.start - matrix.start, rows.stop - matrix.start)))
+                    self.places.append((i, slice(rows.start - matrix.start, rows.stop - matrix.start)))
                 count += len(rows)
-            self.owned_counts.append(count)
+            self.place_counts.append(count)
 
 
 def _held_rows(matrix: _Rows, layout: Layout, rank: int) -> range:

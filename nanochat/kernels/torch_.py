@@ -23,11 +23,11 @@ SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """What a step of AdamW needs of parameters that differ in their learning rates alone."""
+    """One step of parameters that differ in their learning rates alone. Each list has one entry a parameter."""
 
     weights: list[Tensor]
     grads: list[Tensor]  # of a sum over the targets
-    first_moment: Tensor  # flat: those of all parameters in a row
+    first_moment: Tensor  # flat: the elements of all parameters in a row
     second_moment: Tensor  # likewise
     learning_rates: list[float]
     betas: tuple[float, float]
@@ -35,8 +35,8 @@ class AdamWUpdate:
     weight_decay: float
 
 
-def like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat tensor, in the shapes of the tensors."""
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of consecutive parts of a flat tensor, in the shapes of the tensors."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -110,11 +110,12 @@ class TorchKernels:
         Where `ok`, 0-D, is 0, no weight and no moment changes, even if gradients are not finite.
         """
         for update in updates:
-            first_moments = like(update.first_moment, update.weights)
-            second_moments = like(update.second_moment, update.weights)
+            first_moments = split_like(update.first_moment, update.weights)
+            second_moments = split_like(update.second_moment, update.weights)
+            # The fused kernel takes one learning rate: it runs once for each.
             for rate in dict.fromkeys(update.learning_rates):
                 alike = [place for place, its_rate in enumerate(update.learning_rates) if its_rate == rate]
-                # One kernel for all. It divides by grad_scale, and touches nothing when found_inf is 1.
+                # It divides by grad_scale, and touches nothing when found_inf is 1.
                 torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                     [update.weights[place] for place in alike],
                     [update.grads[place] for place in alike],
@@ -146,24 +147,26 @@ def unfused_adamw(updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor
     """`TorchKernels.adamw` by plain operators, for devices whose fused one cannot skip a step."""
     skipped = ok == 0
     steps = steps.clamp(min=1)  # 0 where the first step is skipped
-    shared: dict[tuple[float, float], tuple[Tensor, ...]] = {}  # by betas, which most groups share
+    factors: dict[tuple[float, float], tuple[Tensor, ...]] = {}  # by betas: most updates have the same
     for update in updates:
-        if update.betas not in shared:
+        if update.betas not in factors:
             beta1, beta2 = update.betas
             correction1 = 1 - beta1**steps
-            correction2 = (1 - beta2**steps).sqrt()
-            shared[update.betas] = ((1 - beta1) * ok, (1 - beta2) * ok, correction1, correction1 / correction2)
-        first_share, second_share, correction1, ratio = shared[update.betas]
+            root2 = (1 - beta2**steps).sqrt()
+            # The moments move by (1 - beta) of the way to the gradient, and in a skipped step by nothing.
+            factors[update.betas] = ((1 - beta1) * ok, (1 - beta2) * ok, correction1, correction1 / root2)
+        first_portion, second_portion, correction1, ratio = factors[update.betas]
         # All parameters in a row: one launch an operator, not one for each parameter. A skipped step's
         # gradient may be NaN, and 0 x NaN is NaN: select instead of multiplying.
         grad = torch.cat([grad.flatten() for grad in update.grads]).div_(targets).masked_fill_(skipped, 0.0)
-        update.first_moment.lerp_(grad, first_share)
-        update.second_moment.lerp_(grad.mul_(grad), second_share)
-        # m' / (sqrt(v') + eps), with the corrections multiplied into the divisor.
+        update.first_moment.lerp_(grad, first_portion)
+        update.second_moment.lerp_(grad.mul_(grad), second_portion)
+        # m' / (sqrt(v') + eps), where m' = m / correction1 and sqrt(v') = sqrt(v) / root2. With both corrections in the
+        # divisor it is m / (sqrt(v) correction1 / root2 + eps correction1).
         divisor = update.second_moment.sqrt().mul_(ratio).add_(correction1, alpha=update.eps)
         move = torch.div(update.first_moment, divisor, out=divisor)
         if update.weight_decay:
             move.add_(torch.cat([weight.flatten() for weight in update.weights]), alpha=update.weight_decay)
-        moves = like(move.mul_(ok), update.weights)
+        moves = split_like(move.mul_(ok), update.weights)
         torch._foreach_mul_(moves, update.learning_rates)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_sub_(update.weights, moves)  # pyright: ignore[reportPrivateImportUsage]
