@@ -213,8 +213,8 @@ class Engine:
         sequences, masks = self.generate([tokens] * num_samples, max_tokens=max_tokens, sampling=samples)
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
 
-    def advance(self, row: Row, token: int, forced: bool) -> tuple[str, str | None]:
-        """Count a new token in, and queue the tool's answer at the end of a call.
+    def advance_row(self, row: Row, token: int, forced: bool) -> tuple[str, str | None]:
+        """Take a new token into the row: count it, and queue the tool's answer at the end of a call.
 
         Returns the token's kind and, where the row ends with it, the reason. See NewToken.
         """
@@ -302,7 +302,9 @@ class Slots:
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
         self.seen = torch.zeros(size, config.vocab_size, dtype=torch.bool, device=device)  # for the repetition penalty
-        self._settings: RowSettings | None = None  # None: rows came or left since
+        # Of the running rows, made by `decode`: their settings (None: rows came or left since) and part of the cache.
+        self._settings: RowSettings | None = None
+        self._running = self.cache.view(0, 0)
         self._recorded: dict[int, Recorded] = {}  # by number of rows, see `_step`
 
     @staticmethod
@@ -321,8 +323,14 @@ class Slots:
         # then the first ones, in neighbouring slots, and one `prefill` reads a piece of each.
         prompts = sorted(dict.fromkeys(tuple(row.prompt) for row in rows), key=len, reverse=True)
         slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
-        # With pieces of 256 tokens, 32 prompts are read at once, of those that are about as long: the others would be
-        # padded to the length of the longest. Padded lengths of 16, of 32 and 48, of 64 to 112, ... are about the same.
+        # At most `group` prompts are read at once, 32 with pieces of 256 tokens, and of these only such as are about as
+        # long, because all are padded to the length of the longest. About as long: one bit_length of the padded length.
+        #
+        #     tokens to read     100   89   59   40   11
+        #     padded             112   96   64   48   16
+        #     bit_length           7    7    7    6    5      the first three are read together, then one, then one
+        #
+        # Longest first, so equal bit_lengths are neighbours: as many prompts as have the first one's are read.
         group = max(1, PREFILL_TOKENS // min(self.prefill_chunk, len(prompts[0])))
         start = 0
         while start < len(prompts):
@@ -477,7 +485,7 @@ class Slots:
             if row.forced_tokens:
                 token = row.forced_tokens.popleft()
                 forced[row.slot] = token
-            kind, finish_reason = self.engine.advance(row, token, row.slot in forced)
+            kind, finish_reason = self.engine.advance_row(row, token, row.slot in forced)
             new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
         if forced:
             self.last[self._index(list(forced))] = self._index(list(forced.values()))

@@ -154,8 +154,8 @@ class TextOut:
 # ---------------------------------------------------------------------- the scheduler
 
 
-class _Row(Row):
-    """A request on its way through the states."""
+class _RequestRow(Row):
+    """The engine's row of a request, with what the scheduler knows of it on its way through the states."""
 
     def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: object):
         super().__init__(request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools)
@@ -189,7 +189,8 @@ class Scheduler:
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
         self.changed = threading.Condition()  # guards the next three
-        self.requests: list[_Row] = []  # all that have not ended, oldest first; `slots.rows` are the running ones
+        # All that have not ended, oldest first; `slots.rows` are the running ones.
+        self.requests: list[_RequestRow] = []
         self.closing = False  # takes no more requests
         self.killed = False  # ends those that it has
 
@@ -225,7 +226,7 @@ class Scheduler:
         rows = []
         for number, request in enumerate(requests):
             listener = None if on_chunk is None else partial(on_chunk, number)
-            rows.append(_Row(request, Stream(self._wake, listener), tokens, group))
+            rows.append(_RequestRow(request, Stream(self._wake, listener), tokens, group))
         with self.changed:
             if self.closing or len(self.requests) + len(rows) > self.capacity:
                 rounds = 1 + len(self._rows("waiting")) / self.slots.size
@@ -251,10 +252,10 @@ class Scheduler:
         with self.changed:
             self.changed.notify_all()
 
-    def _rows(self, *states: str) -> list[_Row]:
+    def _rows(self, *states: str) -> list[_RequestRow]:
         return [row for row in list(self.requests) if row.state in states]
 
-    def _with_slot(self) -> list[_Row]:
+    def _with_slot(self) -> list[_RequestRow]:
         return self._rows("reading", "read", "running")
 
     # ------------------------------------------------------------------ the device's thread
@@ -337,7 +338,7 @@ class Scheduler:
         tokens = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
         return max(CHUNK_STEP, int(min(tokens, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
-    def _take_slot(self, row: _Row) -> bool:
+    def _take_slot(self, row: _RequestRow) -> bool:
         """Give a waiting request the slot after the last one in use; False if there is none."""
         others = self._with_slot()
         slot = 1 + max((other.slot for other in others), default=-1)
@@ -356,12 +357,12 @@ class Scheduler:
 
     def _decode(self) -> None:
         """One token for every running row; rows that end with it leave."""
-        running = cast(list[_Row], self.slots.rows)
+        running = cast(list[_RequestRow], self.slots.rows)  # `_turn` admits no others
         new_tokens = self.slots.decode(logprobs=max(row.request.logprobs for row in running))
         now = time.monotonic()
-        ended: dict[_Row, str] = {}
+        ended: dict[_RequestRow, str] = {}
         for new in new_tokens:
-            row = cast(_Row, new.row)
+            row = cast(_RequestRow, new.row)
             times = self.metrics.first_token if row.last_time == row.submitted else self.metrics.per_token
             times.observe(now - row.last_time)
             row.last_time = now
@@ -373,7 +374,7 @@ class Scheduler:
         for row, reason in ended.items():
             self._finish([row], reason)
 
-    def _hand_out(self, row: _Row, new: NewToken) -> str | None:
+    def _hand_out(self, row: _RequestRow, new: NewToken) -> str | None:
         """Put a token and its text into the stream; returns the reason where the request ends with it."""
         if new.finish_reason == "stop":
             return "stop"
@@ -395,7 +396,7 @@ class Scheduler:
         row.stream.put(Chunk((new.id,), text, new.kind, logprobs))
         return "stop" if row.out.stopped else new.finish_reason
 
-    def _finish(self, rows: Sequence[_Row], reason: str, error: str = "") -> None:
+    def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "") -> None:
         """End requests, whatever state they are in; running ones have been released."""
         for row in rows:
             self.metrics.finished.labels(reason).inc()
