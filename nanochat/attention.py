@@ -120,7 +120,8 @@ def windowed_attention(
 #              '--attended_len--'
 #
 # Rows are of different lengths, so each has a position of its own. A step with one new token per row needs 6 places.
-# It reads 6 and not 8 of them, and its mask hides the places after each row's own end.
+# It reads 6 and not 8 of them, and its mask hides the places after each row's own end. Row 1 writes its new token to
+# place 2; the keys 0 to 5 then lie 2 1 0 -1 -2 -3 before it, and it attends to those from 0 up (`masks`).
 
 
 @dataclass
@@ -135,15 +136,17 @@ class KVCache:
     # apart on its slow AI CPU (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
     keys: Tensor
     values: Tensor
-    # (B,): how many tokens each row holds. On the device, so that a decoded token waits for nothing from the host.
+    # (B,): how many tokens each row holds, which is the place of its next one. On the device, so that a decoded token
+    # waits for nothing from the host.
     position: Tensor
-    # (B, 1): 0, 1, 2, ...; the index for writing.
+    # Two constants, made once so that no step needs to. (B, 1): 0, 1, 2, ..., the indices of the rows, for `write`.
     rows: Tensor
-    # (capacity,): 0, 1, 2, ...; the positions of the keys.
+    # (capacity,): 0, 1, 2, ..., the places of the keys, for `masks`.
     places: Tensor
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
     # Later positions are clamped to it: a padded piece of a prompt writes its padding there, not outside the cache.
+    # None: no position can be later.
     max_position: int | None = None
 
     @classmethod
@@ -174,7 +177,7 @@ class KVCache:
             keys=self.keys[:, first:end],
             values=self.values[:, first:end],
             position=self.position[first:end],
-            rows=self.rows[: end - first],
+            rows=self.rows[: end - first],  # counted in the view's own keys
         )
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:

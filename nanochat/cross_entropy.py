@@ -83,28 +83,28 @@ def token_losses(
 
 @dataclass
 class _Chunk:
-    """A chunk of tokens between its loss and its gradient."""
+    """A chunk of tokens between `_chunk_loss`, which makes it, and `_chunk_gradient`, which uses its memory up."""
 
     losses: Tensor  # (n,)
-    exps: Tensor  # (n, V): exp of the capped logits, each row up to a factor
-    total: Tensor  # (n, 1): their sums
+    exps: Tensor  # (n, V): exp of the capped logits; where they were shifted, each row is off by one factor
+    total: Tensor  # (n, 1): the sums of the rows of exps; exps / total is the softmax, whatever the factor
     tanh: Tensor | None  # (n, V): tanh(logits / cap), for the gradient of the cap
     target: Tensor  # (n, 1); 0 where there is none
     counts: Tensor  # (n, 1): 1 where there is a target, else 0
 
 
 def _chunk_loss(h: Tensor, matrix: Tensor, targets: Tensor, cap: float, capped_tanh: CappedTanh) -> _Chunk:
-    """h (n, W), matrix (V, W), targets (n,)."""
+    """The losses of n tokens, and what their gradient needs; h (n, W), matrix (V, W), targets (n,)."""
     # Logits, in fp32: exp turns an error of a logit into a relative error of a probability. A chunk's logits are the
-    # largest tensors of a step, so that each pass over them counts. From here to the end of `_chunk_gradient` are 12
-    # operators and 82 bytes a logit, because every one that can works in place; without that 22 and 148.
+    # largest tensors of a step, so that each pass over them counts. Every operator that can works in place: from here
+    # to the end of `_chunk_gradient` 12 of them read and write 82 bytes a logit; without that it is 22 and 148.
     logits = (h @ matrix.T).float()  # (n, V)
     tanh = None
     if cap:
         tanh = capped_tanh(logits, cap)
         logits = tanh * cap
 
-    # Ignored targets count 0 times. IGNORE is no index.
+    # Ignored targets count 0 times. IGNORE is no index: they look up token 0, for nothing.
     counts = (targets != IGNORE)[:, None].float()  # (n, 1)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     target_logit = logits.gather(1, target)  # (n, 1)
@@ -125,12 +125,16 @@ def _chunk_loss(h: Tensor, matrix: Tensor, targets: Tensor, cap: float, capped_t
 
 
 def _chunk_gradient(chunk: _Chunk, weights: Tensor) -> Tensor:
-    """The gradient (n, V) of the sum of weights (n, 1) x losses in the logits. It takes the chunk's memory."""
-    # In the capped logits it is softmax - one-hot(target).
+    """The gradient of the sum of weights (n, 1) x losses with respect to the logits before the cap, (n, V).
+
+    It is written into the chunk's memory: once for each chunk.
+    """
+    # With respect to the capped logits it is softmax - one-hot(target), times the token's weight. One pass multiplies
+    # by weight / total, which makes the softmax of exps; then the target's place alone loses its weight.
     weights = weights * chunk.counts
     grad = chunk.exps.mul_(weights / chunk.total)
     grad.scatter_add_(1, chunk.target, -weights)
-    # Through the cap it is multiplied by the derivative of tanh, 1 - tanh^2.
+    # Through the cap it is multiplied by the derivative of cap tanh(logits / cap), 1 - tanh^2: grad - grad tanh^2.
     if chunk.tanh is not None:
         grad.addcmul_(grad, chunk.tanh.square_(), value=-1)
     return grad
@@ -140,7 +144,8 @@ class _SummedLoss(torch.autograd.Function):
     """Computes the gradients in forward, while a chunk's logits are there; backward only scales them.
 
     The usual way keeps the logits for backward, or computes them a second time. The gradient of a sum needs neither:
-    it is known up to one factor, the gradient of the sum itself.
+    it is known up to one factor, the gradient of the sum itself. So forward ends with both gradients, N x W and V x W
+    numbers, where the logits would be N x V: at N 32,768, W 768 and V 32,768 100 MB each in fp32 instead of 4 GiB.
     """
 
     @staticmethod
@@ -179,7 +184,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Losses one by one. Their gradients differ by factors that only backward knows, so that it begins anew.
+    """Losses one by one. Each has a factor of its own, that only backward knows: it computes the chunks anew.
 
     It costs one more product than keeping the logits, and saves 4 GiB of them for 8 rows of 2,048 tokens with a
     vocabulary of 32,768.
