@@ -394,8 +394,10 @@ def find_source(
         return Path(str(found))
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
-        trained = [stage for stage in paths.STAGES if any(model_tag in (None, path.name) for path in tags(stage))]
-        source = trained[-1] if trained else "base"
+        source = "base"
+        for stage in paths.STAGES:  # in the order in which they are trained
+            if any(model_tag in (None, path.name) for path in tags(stage)):
+                source = stage
     if source in paths.STAGES:
         return _find_in_stage(source, model_tag, step)
     chosen = Path(source).expanduser()

@@ -74,7 +74,9 @@ def sample_replies(
     #
     #    In a simulation of 8 ranks ranks then idle 3 to 9% of the time instead of 26 to 39% (docs/measurements.md).
     by_length = sorted(range(len(prompts)), key=lambda question: len(prompts[question]))
-    wanted = [(question, sample) for question in by_length for sample in range(samples)]
+    wanted: list[tuple[int, int]] = []
+    for question in by_length:
+        wanted += [(question, sample) for sample in range(samples)]
     mine = wanted[device.rank :: device.world_size]
 
     # 2. Sample, each reply from a seed of its own: 1, 2 and 3 ranks sample the same replies in fp32. The end token is

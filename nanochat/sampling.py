@@ -65,7 +65,10 @@ class RowSettings:
         self.any_greedy = any(one.is_greedy for one in params)
         self.largest_top_k = max((one.top_k for one in params), default=0)
         # A step of `sample` that no row needs is skipped: each costs launches, top_p also a sort of the vocabulary.
-        self.in_use = {name for name, off in NEUTRAL.items() if any(getattr(one, name) != off for one in params)}
+        self.in_use: set[str] = set()
+        for name, off in NEUTRAL.items():
+            if any(getattr(one, name) != off for one in params):
+                self.in_use.add(name)
 
     @staticmethod
     def numbers(params: SamplingParams) -> list[float]:

@@ -175,6 +175,7 @@ def main(config: Config) -> None:
                 if reference is not None:
                     metrics["kl"] = rollout.mean_kl(model, batches, device)
                 run.log(stats, **metrics)
+                # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
                 if run.should_evaluate and samples.ids:
                     text = start.tokenizer.decode(samples.ids[0])
                     run.logger.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")

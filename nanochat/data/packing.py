@@ -72,7 +72,8 @@ def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]],
         if found < len(free):
             room, row = free.pop(found)
         else:
-            room, row = row_tokens, len(rows)
+            room = row_tokens
+            row = len(rows)
             rows.append([])
         rows[row].append(i)
         bisect.insort(free, (room - need, row))

@@ -317,7 +317,8 @@ class Run:
 
     @property
     def should_evaluate(self) -> bool:
-        """A log line waits for the evaluation of the present weights."""
+        """Whether the present weights are to be evaluated: `log` decides it, by keeping the last step's line in
+        `progress.pending`, and `log_evaluation` takes the line from there."""
         return self.progress.pending is not None and not self.stopped
 
     @property
@@ -364,11 +365,14 @@ class Run:
         self._stats = stats
 
     def log(self, stats: StepStats, **more: Any) -> None:
-        """Log the last step, or keep its line until its evaluation; this waits for the device.
+        """Log the last step, or keep its line in `progress.pending` until its evaluation; this waits for the device.
 
         Raises UserError: when three steps in a row were not finite.
         """
         line = self._read(stats) | more
+        # A step that is due for evaluation has one line for both: kept here, which makes `should_evaluate` true, it is
+        # completed by `log_evaluation` at the top of the next turn. If a signal comes first, the line is saved with
+        # `progress`, and the resumed run begins with the evaluation.
         if self._is_due(self.config.eval_every):
             self.progress.pending = line
         else:
@@ -376,7 +380,7 @@ class Run:
             self.meter.restart()
 
     def log_evaluation(self, **metrics: float) -> None:
-        """Complete the line that waits for this evaluation, and log it.
+        """Complete the line that `log` has kept for this evaluation, and log it; chat_rl's first evaluation has none.
 
         Raises UserError: when a validation loss in bits per byte is not finite.
         """
