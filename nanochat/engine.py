@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that 
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and is no faster a token
 PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their activations
 
+
+# A reply is complete with the assistant's end token, cut off by its length or the context, and broken by any other
+# special token, which the assistant must not write.
+Ending = Literal["complete", "cut off", "broken"]
 
 # ---------------------------------------------------------------------- a row and its tokens
 
@@ -102,6 +106,7 @@ class Engine:
         self.call_end = tokenizer.encode_special("<|python_end|>")
         self.answer_start = tokenizer.encode_special("<|output_start|>")
         self.answer_end = tokenizer.encode_special("<|output_end|>")
+        self.reply_end = tokenizer.encode_special("<|assistant_end|>")
         # A reply ends with any special token except those of a call: the end of the message or document, and the marks
         # that only the user, the system or the tool may write.
         self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
@@ -197,6 +202,13 @@ class Engine:
                 sequences[new.row.number].append(new.id)
                 masks[new.row.number].append(int(new.by_model))
         return sequences, masks
+
+    def ending(self, tokens: Sequence[int], mask: Sequence[int]) -> Ending:
+        """How a reply has ended that `generate` returned with `keep_stop`."""
+        # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
+        if not tokens or not mask[-1] or tokens[-1] not in self.stop_ids:
+            return "cut off"
+        return "complete" if tokens[-1] == self.reply_end else "broken"
 
     def generate_batch(
         self, tokens: Sequence[int], num_samples: int = 1, max_tokens: int = 256, **sampling: Any

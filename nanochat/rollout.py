@@ -38,6 +38,17 @@ class Samples:
     masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
     rewards: np.ndarray  # (Q, G)
 
+    def split(self, count: int) -> list["Samples"]:
+        """In `count` parts, each with all replies to its share of the questions; a part may be empty."""
+        Q, G = self.rewards.shape
+        parts = []
+        for part in range(count):
+            first = Q * part // count
+            end = Q * (part + 1) // count
+            replies = slice(first * G, end * G)
+            parts.append(Samples(self.ids[replies], self.masks[replies], self.rewards[first:end]))
+        return parts
+
 
 def sample_replies(
     engine: Engine,
@@ -55,7 +66,8 @@ def sample_replies(
     At most `rows` replies run at once on a rank. `sampling` names fields of SamplingParams. What a reply draws depends
     on `seed`, its question's number and its own number, not on the rank that samples it. Its neighbours change at most
     the rounding, because they change the shapes of the products. A reply that `max_tokens` or the context cuts off
-    keeps what it has; its task decides what that is worth.
+    keeps what it has; its task decides what that is worth. A reply that ends with another special token than the
+    assistant's end is worth nothing.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
     tokenizer = engine.tokenizer
@@ -98,7 +110,10 @@ def sample_replies(
         # 3. Reward, on the rank that has sampled. A reward may run a program, so the ranks share this work, too.
         for numbers, reply, mask in zip(mine, tokens, masks, strict=True):
             task, example = questions[numbers[0]]
-            own.append(_Reply(numbers, reply, mask, task.reward(example, parse_reply(tokenizer, reply))))
+            reward = 0.0  # the model must not learn to end with whatever stops the engine
+            if engine.ending(reply, mask) != "broken":
+                reward = task.reward(example, parse_reply(tokenizer, reply))
+            own.append(_Reply(numbers, reply, mask, reward))
     # An interrupted rank still takes part in the exchange below, or the others would wait for it in vain.
     except Interrupted:
         own = None
@@ -137,6 +152,8 @@ def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
     # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
     # in which all replies are equally good teaches nothing.
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    # The mean of equals is rounded: of three rewards of 0.1 it is above 0.1, and nothing would pass for a preference.
+    advantages[np.ptp(rewards, axis=1) == 0] = 0
     # GRPO also divides by the group's standard deviation. Dr. GRPO (Liu et al. 2025) does not: the division gives
     # questions that are nearly always right or nearly always wrong a larger weight, as the second row shows. In the
     # demo Dr. GRPO learns stories as well (88.5% against 86.5% after RL) and forgets less (docs/measurements.md).

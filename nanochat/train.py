@@ -89,6 +89,7 @@ class Progress:
     tokens: int = 0  # consumed, over all ranks
     seconds: float = 0.0  # of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
+    idle_steps: int = 0  # steps with nothing to learn: no target, or no gradient
     best_val_bpb: float | None = None
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
 
@@ -108,6 +109,7 @@ class Meter:
         self.device = device
         self.token_flops = token_flops
         self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
+        self.idle = torch.zeros((), device=device.torch_device)  # likewise
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
         self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
         self.restart()
@@ -121,6 +123,7 @@ class Meter:
         """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
         # Sums on the device: the host does not know `finite` yet, and does not wait to learn it.
         self.skipped += 1 - stats.finite
+        self.idle += stats.finite - stats.updated
         # A finite step resets the count of bad steps in a row. Once the count is three it stays: the run must end, and
         # only the next log line reads the count.
         good = (stats.finite > 0) & (self.bad_in_a_row < 3)
@@ -131,8 +134,8 @@ class Meter:
     def read(self, stats: "StepStats") -> dict[str, Any]:
         """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
         # The one wait for the device, for all numbers together.
-        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.bad_in_a_row))
-        loss, grad_norm, skipped, bad_in_a_row = numbers.tolist()
+        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.idle, self.bad_in_a_row))
+        loss, grad_norm, skipped, idle, bad_in_a_row = numbers.tolist()
         now = time.perf_counter()
 
         # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
@@ -146,13 +149,15 @@ class Meter:
         # Start the next line's counts. `bad_in_a_row` is kept: a row of bad steps may cross a log line.
         progress.seconds += now - self.clock
         progress.skipped_steps += int(skipped)
+        progress.idle_steps += int(idle)
         self.skipped.zero_()
+        self.idle.zero_()
         self.since_good = int(bad_in_a_row)
         self.restart()
         return {
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
             "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
-            "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps,
+            "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps, "idle_steps": progress.idle_steps,
         }  # fmt: skip
 
 
@@ -163,7 +168,7 @@ class StepStats:
     loss: Tensor  # mean nats a target, over all ranks
     targets: Tensor  # over all ranks
     grad_norm: Tensor  # of the mean gradient a target, over all parameters
-    updated: Tensor  # 1, or 0 where the step was skipped: something was not finite, or there was no target
+    updated: Tensor  # 1, or 0 where nothing changed: something was not finite, or there was nothing to learn
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
 
 
@@ -221,8 +226,9 @@ def train_step(
 ) -> StepStats:
     """Forward and backward over the micro-batches, one reduction over the ranks, one update.
 
-    A step whose loss or gradients are not finite on any rank, or that has no target at all, changes nothing on any
-    rank. The host never waits for the device here. Of a sharded model every rank must have equally many micro-batches.
+    A step whose loss or gradients are not finite on any rank, or that has no target or no gradient at all, changes
+    nothing on any rank. The host never waits for the device here. Of a sharded model every rank must have equally many
+    micro-batches.
     """
     # One step of 2 micro-batches on each of 2 ranks, with 900, 700, 1,000 and 400 targets:
     #
@@ -250,7 +256,9 @@ def train_step(
     sum_over_ranks(totals, device)
     loss_sum, target_count, squares = totals.unbind()
     finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
-    updated = finite * (target_count > 0)
+    # Where no gradient of any parameter is other than 0, such as in RL when all replies to each question are equally
+    # good, there is nothing to learn: the momentum of earlier steps alone would move every matrix by a whole step.
+    updated = finite * (target_count > 0) * (squares > 0)
 
     # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
     # divides by the number of targets, so that a token weighs the same in a full batch and in one of padding.

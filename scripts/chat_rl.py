@@ -5,6 +5,7 @@ python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -29,9 +30,11 @@ class Config(StageFlags):
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
     loss: Frozen[str] = "grpo"  # reinforce, grpo, dapo, dr_grpo: a row of POLICY_LOSSES in nanochat/losses.py
-    updates_per_step: Positive = 1  # over the same samples
-    clip_low: Frozen[Fraction] = 0.2  # how far a probability may fall, as a share of what it was
-    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # how far it may rise; default 0.2, for dapo 0.28
+    updates_per_step: Positive = 1  # passes over the same samples
+    minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
+    # The clip compares with the policy that sampled: without a second update of a step, there is nothing to clip.
+    clip_low: Frozen[Fraction] = 0.2  # how far a probability may fall, as a share of what it was; from 2 updates on
+    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default 0.2, for dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
@@ -67,6 +70,9 @@ def main(config: Config) -> None:
         clip_low=config.clip_low, clip_high=config.clip_high, kl=config.kl, max_tokens=config.max_tokens
     )
     print0(f"loss: {config.loss} ({loss.source})")
+    updates_each = config.updates_per_step * config.minibatches
+    if updates_each == 1 and (config.clip_low, config.clip_high) != (Config.clip_low, Config.clip_high):
+        print0("--clip_low and --clip_high do nothing with one update a step: set --minibatches or --updates_per_step")
 
     # ------------------------------------------------------------------ model, data, optimizer
     start = begin(config, with_reference=config.kl > 0)
@@ -141,24 +147,33 @@ def main(config: Config) -> None:
             if samples is None:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
 
-            # ---- learn: pack the replies into rows, each rank computes its share of them
-            advantages = rollout.group_advantages(samples.rewards, by_deviation=loss.by_deviation)
-            rows = pack_sequences(samples.ids, samples.masks, row_tokens)
-            batches = [
-                rollout.policy_batch(micro, samples, advantages, device)
-                for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
-            ]
-            if config.updates_per_step > 1:  # with one update the samples are the present policy's own
-                batches = [replace(b, old_logp=rollout.logp_of(model, b.rows)) for b in batches]
-            if reference is not None:
-                batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows)) for b in batches]
+            # ---- learn: pack each minibatch's replies into rows, of which each rank computes its share. All log
+            # probabilities are those before the first update.
+            minibatches = []
+            with_advantage = 0  # replies
+            for part in samples.split(config.minibatches):
+                advantages = rollout.group_advantages(part.rewards, by_deviation=loss.by_deviation)
+                with_advantage += np.count_nonzero(advantages)
+                rows = pack_sequences(part.ids, part.masks, row_tokens)
+                batches = [
+                    rollout.policy_batch(micro, part, advantages, device)
+                    for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
+                ]
+                if updates_each > 1:  # with one update the samples are the present policy's own
+                    batches = [replace(b, old_logp=rollout.logp_of(model, b.rows)) for b in batches]
+                if reference is not None:
+                    batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows)) for b in batches]
+                minibatches.append(batches)
             lr = 1 - step / steps
             updates = [
                 train_step(model, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)
                 for _ in range(config.updates_per_step)
+                for batches in minibatches
             ]
-            # A step counts as skipped where any of its updates was.
-            stats = replace(updates[-1], finite=torch.stack([update.finite for update in updates]).amin())
+            # A step counts as skipped where any of its updates was, and as idle where none changed anything.
+            finite = torch.stack([update.finite for update in updates]).amin()
+            updated = torch.stack([update.updated for update in updates]).amax()
+            stats = replace(updates[-1], finite=finite, updated=finite * updated)
             run.add(stats, sum(len(ids) for ids in samples.ids))
 
             # ---- log
@@ -168,12 +183,12 @@ def main(config: Config) -> None:
                     "lr": rates.matrix * lr,
                     "reward": samples.rewards.sum() / replies,
                     "response_tokens": sum(sum(mask) for mask in samples.masks) / replies,
-                    "with_advantage": np.count_nonzero(advantages) / replies,
+                    "with_advantage": with_advantage / replies,
                 }
                 if step == 0:
                     metrics["reward_before"] = reward_before
                 if reference is not None:
-                    metrics["kl"] = rollout.mean_kl(model, batches, device)
+                    metrics["kl"] = rollout.mean_kl(model, list(itertools.chain(*minibatches)), device)
                 run.log(stats, **metrics)
                 # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
                 if run.should_evaluate and samples.ids:

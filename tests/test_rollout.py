@@ -51,6 +51,8 @@ def test_advantages_by_hand():
     by_deviation = rollout.group_advantages(rewards, by_deviation=True)
     assert by_deviation[0] == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / (0.1875**0.5), rel=1e-5)
     assert by_deviation[1].tolist() == [0] * 4  # equals: nothing to learn, and no NaN
+    equal = np.full((1, 3), 0.1)  # whose mean is not 0.1
+    assert equal.mean() != 0.1 and rollout.group_advantages(equal, by_deviation=True).tolist() == [[0] * 3]
 
 
 def test_replies_stand_in_the_order_of_their_questions(engine):
@@ -59,13 +61,17 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
         engine, questions(5, task), samples=3, max_tokens=12, temperature=1.0, seed=1, rows=4
     )
     assert drawn.rewards.shape == (5, 3) and len(drawn.ids) == 15
+    graded = []
     for number, (ids, mask) in enumerate(zip(drawn.ids, drawn.masks, strict=True)):
         question = engine.tokenizer.decode(ids)
         assert question.startswith(f"<|bos|><|user_start|>{'q' * (number // 3 % 3 + 1)}<|user_end|><|assistant_start|>")
         assert len(mask) == len(ids)
         text = text_of(parse_reply(engine.tokenizer, [t for t, m in zip(ids, mask, strict=True) if m]))
-        assert drawn.rewards.flat[number] == len(text)
-    assert sorted(answer for answer, _ in task.seen) == [i // 3 for i in range(15)], "each reply is graded once"
+        broken = mask[-1] == 1 and ids[-1] in engine.stop_ids - {engine.reply_end}
+        assert drawn.rewards.flat[number] == (0 if broken else len(text))
+        graded += [] if broken else [number // 3]
+    assert sorted(answer for answer, _ in task.seen) == graded, "each reply that is not broken is graded once"
+    assert 5 < len(graded) < 15
     assert len({tuple(ids) for ids in drawn.ids[:3]}) > 1  # samples differ
 
 
@@ -86,6 +92,24 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
     assert tokenizer.decode(drawn.ids[0]).endswith(reply)
     chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
     assert tokenizer.decode(chosen) == "<|python_start|>2+3<|python_end|>5<|assistant_end|>"
+
+
+@pytest.mark.parametrize(("last", "reward"), [("<|assistant_end|>", 2.0), ("<|user_start|>", 0.0), ("<|bos|>", 0.0)])
+def test_only_the_assistants_end_is_an_end(engine, monkeypatch, last, reward):
+    """The engine stops at any special token, and RL must not teach the model to write it."""
+    script = iter([*engine.tokenizer.encode("ab"), engine.tokenizer.encode_special(last)])
+    monkeypatch.setattr("nanochat.engine.sample", lambda logits, *_: torch.full((len(logits),), next(script)))
+    drawn = rollout.sample_replies(
+        engine, questions(1, Length()), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8
+    )
+    assert drawn.rewards.tolist() == [[reward] * 2]
+
+
+def test_parts_hold_whole_questions():
+    samples = rollout.Samples([[n] for n in range(6)], [[1]] * 6, np.arange(6.0).reshape(3, 2))
+    assert [part.ids for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
+    assert [part.rewards.tolist() for part in samples.split(2)] == [[[0, 1]], [[2, 3], [4, 5]]]
+    assert sorted(len(part.ids) for part in samples.split(4)) == [0, 2, 2, 2]
 
 
 def test_a_batch_carries_each_samples_advantage_and_share():

@@ -18,6 +18,7 @@ from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base 
 from tiny import run_command
 
 from nanochat.conversation import Part, text_of
+from nanochat.engine import Engine
 from nanochat.run.faults import Faults
 from nanochat.shell import paths
 from nanochat.shell.log import REQUIRED
@@ -300,6 +301,31 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         lines = metrics(start, "rl", loss)
         assert lines[0]["reward"] < 0.6
         assert sum(line["reward"] for line in lines[-3:]) / 3 > lines[0]["reward"] + 0.15
+
+
+def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
+    """Two updates of a step from half of the questions each; with one update the clip does nothing, and it is said."""
+    flags = (*RL, f"--tasks=gsm8k={taught / 'questions'}", "--source=sft", "--source_tag=d1", "--num_iterations=2")
+    flags = (*flags, "--examples_per_step=8", "--lr_scale=4")
+    hashes = {}
+    for tag, more in (("whole", ()), ("clip", ("--clip_low=0.01",)), ("halves", ("--minibatches=2",))):
+        call("chat_rl", *flags, f"--model_tag={tag}", *more)
+        assert ("do nothing with one update" in capsys.readouterr().out) == (tag == "clip")
+        hashes[tag] = sha256(taught, "rl", 2, tag)
+    assert hashes["whole"] == hashes["clip"] != hashes["halves"]
+    call("chat_rl", *flags, "--model_tag=halves_clip", "--minibatches=2", "--clip_low=0.01", "--clip_high=0.01")
+    assert "do nothing" not in capsys.readouterr().out
+    assert sha256(taught, "rl", 2, "halves_clip") != hashes["halves"]
+
+
+def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch):
+    monkeypatch.setattr(Addition, "reward", lambda self, example, reply: 0.3)
+    monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
+    call("chat_rl", *RL, "--source=base", "--num_iterations=4")
+    assert [line["idle_steps"] for line in metrics(start, "rl")] == [1, 2, 3, 4]
+    before = load_file(start / "checkpoints/base/d1/step_000020/model.safetensors")
+    after = load_file(start / "checkpoints/rl/d1/step_000004/model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_questions_that_do_not_fit_are_left_out(start, tmp_path):

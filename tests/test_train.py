@@ -16,7 +16,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.scaling import Rates
-from nanochat.train import Schedule, StepStats, make_optimizer, next_token_loss, train_step
+from nanochat.train import Meter, Progress, Schedule, StepStats, make_optimizer, next_token_loss, train_step
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = tiny_config(sequence_len=16)
@@ -140,6 +140,22 @@ def test_a_step_without_targets_changes_nothing(batches: int) -> None:
     stats = train_step(*run, [masked(make_batch(1))] * batches, next_token_loss, device=cpu_device())
     assert numbers(stats) == (0.0, 0.0, 0.0, 0.0)
     assert same_bytes(everything(*run), before)
+
+
+def test_a_step_without_a_gradient_changes_nothing() -> None:
+    """As in RL where no reply has an advantage: old momentum must not move the matrices."""
+    run = make_run()
+    device = cpu_device()
+    meter = Meter(Progress(), device)
+    meter.add(train_step(*run, [make_batch(0)], next_token_loss, device=device), 1)
+    before = everything(*run)
+    for _ in range(3):
+        stats = train_step(*run, [(make_batch(1), 0.0)], poisoned_loss, device=device)
+        assert (stats.targets.item() > 0, stats.updated.item(), stats.finite.item()) == (True, 0.0, 1.0)
+        meter.add(stats, 1)
+    assert same_bytes(everything(*run), before)
+    line = meter.read(stats)
+    assert (line["idle_steps"], line["skipped_steps"], meter.since_good) == (3, 0, 0)
 
 
 def poisoned_loss(model: Any, batch: tuple[Batch, float]) -> tuple[Tensor, Tensor]:
