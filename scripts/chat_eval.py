@@ -28,7 +28,7 @@ class Config:
     max_examples: Positive = 200  # of each task; more than there are: all
     samples: Positive = 1  # replies to each question; the accuracy is their mean
     device_batch_size: Positive = 32  # rows a device computes at once
-    max_tokens: Positive = 256  # of a reply
+    max_tokens: Positive = 512  # of a reply, as far as the context reaches
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.0)
     show: Count = 2  # replies of each task to print and to keep
     device: str = "auto"  # auto, npu, cuda or cpu
@@ -59,7 +59,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ a line for each task
     sizes = {"max_examples": config.max_examples, "samples": config.samples, "max_tokens": config.max_tokens}
     width = max(len(name) for name in (*tasks, "task"))
-    print0(f"\n{'task':{width}}  accuracy    95% interval  guessing  questions  too long  seconds")
+    print0(f"\n{'task':{width}}  accuracy    95% interval  guessing  questions  too long  cut off  seconds")
     results: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, Graded]] = []
     for name, task in tasks.items():
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
         interval = f"{result.low:.1%} - {result.high:.1%}"
         print0(
             f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
-            f"  {result.too_long:8,}  {result.seconds:7.1f}"
+            f"  {result.too_long:8,}  {result.cut_off:7,}  {result.seconds:7.1f}"
         )
         results[name] = {**asdict(result), "settings": {**sizes, **asdict(config.sampling)}}
         shown += [(name, reply) for reply in replies]

@@ -73,6 +73,10 @@ class Known:
     def __init__(self, reply: Callable[[str], str | list[int]], device: Device | None = None):
         self.reply, self.device, self.tokenizer = reply, device or cpu_device(), tiny_tokenizer()
         self.calls: list[tuple[list[str], dict[str, Any]]] = []
+        self.reply_end = self.tokenizer.encode_special("<|assistant_end|>")
+        self.stop_ids = {self.reply_end, self.tokenizer.get_bos_token_id()}
+
+    ending = Engine.ending
 
     def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
         start, end = (self.tokenizer.encode_special(f"<|user_{edge}|>") for edge in ("start", "end"))
@@ -117,12 +121,28 @@ def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
     sampling = [one for _, settings in engine.calls for one in settings.pop("sampling")]
     assert sampling == [SamplingParams(temperature=0, seed=seed_of(7, row)) for row in range(20)]
     for _, settings in engine.calls:
-        assert settings == {"max_tokens": 9}
+        assert settings == {"max_tokens": 9, "keep_stop": True}
     for reply in replies:
         number = number_in(reply.messages[-1]["content"])
         assert reply.reply == [{"type": "text", "text": str(min(number, 12))}]
         assert reply.correct == (number <= 12)
         assert [message["role"] for message in reply.messages] == ["user"]  # without the answer
+
+
+def test_only_the_assistants_end_is_an_end() -> None:
+    """A right text that goes on as a document of its own is wrong; one that is cut off is counted, and graded."""
+    engine = Known(lambda question: [])
+
+    def reply(question: str) -> list[int]:
+        number = number_in(question)
+        last = ([engine.reply_end], [engine.tokenizer.get_bos_token_id()], [])[number % 3]
+        return [*engine.tokenizer.encode(str(number)), *last]
+
+    engine.reply = reply
+    result, replies = grade(Echo(12), engine)
+    assert (result.correct, result.total, result.cut_off) == (8, 12, 4)
+    numbers = [number_in(one.messages[-1]["content"]) for one in replies if not one.correct]
+    assert sorted(numbers) == [1, 4, 7, 10]
 
 
 def test_questions_of_a_length_share_a_batch_and_come_back_in_order() -> None:
@@ -256,7 +276,8 @@ def test_reference_answers_score_all_and_spoiled_ones_nothing(
             self.table = table
 
         def generate(self, prompts: Sequence[list[int]], **settings: Any) -> Any:
-            return [self.table[tuple(prompt)] for prompt in prompts], None
+            new = [self.table[tuple(prompt)] for prompt in prompts]
+            return new, [[1] * len(ids) for ids in new]
 
     settings = {"batch_rows": 32, "model": tiny_model(4096)}
     result, replies = grade(task, Table(right), **settings)
@@ -486,6 +507,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
+    monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
     call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
     both, out = written(), capsys.readouterr().out
     assert list(both["tasks"]) == ["addition", "spelling", "letters"]
@@ -534,8 +556,8 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     )
     sampling = [SamplingParams(0.5, 7, 0.9, seed=seed_of(11, row)) for row in range(6)]
     assert seen == [
-        {"rows": 4, "max_tokens": 6, "sampling": sampling[:4]},
-        {"rows": 2, "max_tokens": 6, "sampling": sampling[4:]},
+        {"rows": 4, "max_tokens": 6, "sampling": sampling[:4], "keep_stop": True},
+        {"rows": 2, "max_tokens": 6, "sampling": sampling[4:], "keep_stop": True},
     ]
 
 

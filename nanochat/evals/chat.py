@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nanochat.conversation import Message, Part, parse_reply, render_prompt
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.parallel.collectives import sum_over_ranks
@@ -47,6 +47,7 @@ class Result:
     high: float
     baseline: float
     too_long: int  # questions that do not fit the context; they count as wrong
+    cut_off: int  # replies that max_tokens or the context ended; the task grades what is there
     seconds: float
 
 
@@ -90,7 +91,7 @@ def evaluate(
     sampling: SamplingParams,
     max_examples: int | None = None,
     samples: int = 1,
-    max_tokens: int = 256,
+    max_tokens: int = 512,
     keep: int = 0,
 ) -> tuple[Result, list[Graded]]:
     """Grade a model on the first `max_examples` of a task's shuffled examples, shared out over the ranks.
@@ -121,10 +122,12 @@ def evaluate(
 
     # Reply and grade, every world_size-th batch.
     graded: list[tuple[int, Graded]] = []
+    cut_off = 0
     for place in range(device.rank, len(batches), device.world_size):
         batch = batches[place]
         batch_prompts = [prompts[number] for number in batch]
         replies: list[list[Part]] = []
+        endings: list[Ending] = ["complete"] * len(batch)  # a letter
         if is_choice:
             preferred = preferred_letters(model, batch_prompts, [letters[number] for number in batch], device)
             for number, letter in zip(batch, preferred, strict=True):
@@ -133,20 +136,25 @@ def evaluate(
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
             first = place * batch_rows
             settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
-            sequences, _ = engine.generate(batch_prompts, max_tokens=max_tokens, sampling=settings)
+            sequences, masks = engine.generate(batch_prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
             replies = [parse_reply(engine.tokenizer, ids) for ids in sequences]
-        for number, reply in zip(batch, replies, strict=True):
+            endings = [engine.ending(ids, mask) for ids, mask in zip(sequences, masks, strict=True)]
+        for number, reply, ending in zip(batch, replies, endings, strict=True):
             example = examples[number]
-            graded.append((number, Graded(example.question, reply, task.grade(example, reply))))
+            is_right = ending != "broken" and task.grade(example, reply)
+            graded.append((number, Graded(example.question, reply, is_right)))
+            cut_off += ending == "cut off"
 
     # Add up over the ranks. A question that does not fit counts as wrong.
-    correct = torch.tensor(sum(one.correct for _, one in graded), dtype=torch.float32, device=device.torch_device)
-    right = int(sum_over_ranks(correct, device).item())
+    counts = [sum(one.correct for _, one in graded), cut_off]
+    counts_here = torch.tensor(counts, dtype=torch.float32, device=device.torch_device)
+    right, cut_off = map(int, sum_over_ranks(counts_here, device).tolist())
     total = len(examples) * replies_each
     low, high = wilson_interval(right / replies_each, len(examples))  # of the questions: a mean over samples
     result = Result(
         kind=task.kind, correct=right, total=total, questions=len(examples), accuracy=right / total, low=low, high=high,
-        baseline=task.baseline, too_long=len(examples) - len(fitting), seconds=time.monotonic() - began,
+        baseline=task.baseline, too_long=len(examples) - len(fitting), cut_off=cut_off,
+        seconds=time.monotonic() - began,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for number, one in sorted(graded, key=lambda pair: pair[0]):
