@@ -8,6 +8,7 @@ from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenize
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
+from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Loader
 from nanochat.device import Device
 from nanochat.evals.bpb import bits_per_byte, validation_rows
 from nanochat.tokenizer import Tokenizer
@@ -68,11 +69,12 @@ def weights(tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(tokenizer.token_bytes())
 
 
-def by_hand(tokenizer: Tokenizer) -> float:
-    """Pairs over the whole stream: bits of all but the begin tokens, over the bytes of the text."""
-    tokens, begin = stream(tokenizer), tokenizer.get_bos_token_id()
+def by_hand(rows: Tensor, tokenizer: Tokenizer) -> float:
+    """Pairs over all rows: bits of all but the begin tokens, over the bytes of the whole text."""
     table = Pairs(tokenizer.vocab_size).table
-    nats = sum(table[a, b].item() for a, b in zip(tokens, tokens[1:], strict=False) if b != begin)
+    unpredicted = (tokenizer.get_bos_token_id(), IGNORE)
+    pairs = [(a, b) for row in rows.tolist() for a, b in zip(row, row[1:], strict=False) if b not in unpredicted]
+    nats = sum(table[a, b].item() for a, b in pairs)
     return nats / math.log(2) / sum(len(text.encode()) for block in BLOCKS for text in block)
 
 
@@ -80,18 +82,42 @@ def by_hand(tokenizer: Tokenizer) -> float:
 
 
 @pytest.mark.parametrize("row_tokens", [1, 2, 5, 7, 100])
-@pytest.mark.parametrize("max_tokens", [ALL, 20, 1])
-def test_rows_hold_the_stream_and_each_begins_with_the_last_of_the_one_before(row_tokens: int, max_tokens: int) -> None:
+def test_rows_hold_each_token_once_and_none_begins_in_mid_document(row_tokens: int) -> None:
     tokenizer = tiny_tokenizer()
-    rows = validation_rows(Blocks(), tokenizer, row_tokens, max_tokens)
-    assert rows.dtype == torch.int64
-    assert rows.size(1) == row_tokens + 1
-    assert torch.equal(rows[1:, 0], rows[:-1, -1])
-    targets = rows[:, 1:].flatten().tolist()
-    expected = stream(tokenizer)[: max_tokens + 1]
-    assert [rows[0, 0].item(), *targets[: len(expected) - 1]] == expected
-    assert targets[len(expected) - 1 :] == [IGNORE] * (len(targets) - len(expected) + 1)
-    assert len(targets) - (len(expected) - 1) < row_tokens  # no row of filling alone
+    begin = tokenizer.get_bos_token_id()
+    rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
+    assert rows.dtype == torch.int64 and rows.size(1) == row_tokens + 1
+    assert (rows[:, 0] == begin).all()
+    tokens = rows.flatten().tolist()
+    assert sorted(t for t in tokens if t not in (begin, IGNORE)) == sorted(t for t in stream(tokenizer) if t != begin)
+    assert IGNORE not in rows[:-1] and rows[-1, 0] != IGNORE  # no row of filling alone
+    fewer = validation_rows(Blocks(), tokenizer, row_tokens, 9)
+    assert torch.equal(fewer, rows[: -(-9 // row_tokens)])
+
+
+def test_rows_are_those_that_training_makes() -> None:
+    """Of the same documents in the same order, a shard of the loader packs the same rows."""
+    tokenizer = tiny_tokenizer()
+    shards = 8
+
+    class Texts(Blocks):
+        """Every shard reads the same documents."""
+
+        def read_block(self, index: int) -> list[str]:
+            return [f"{'the ' * (n * 7 % 23)}{index // shards} {n}" for n in range(20)]
+
+    class FirstShard(Texts):
+        def read_block(self, index: int) -> list[str]:
+            return super().read_block(index * shards)
+
+    rows = validation_rows(FirstShard(endless=True), tokenizer, 32, 32 * 40)
+    loader = Loader(Texts(endless=True), tokenizer, 1, 32)
+    for number in range(40 * shards):
+        batch = next(loader)
+        if number % shards == 0:
+            row = torch.cat((batch.inputs[0], batch.targets[0, -1:]))
+            assert torch.equal(rows[number // shards], row)
+    loader.close()
 
 
 def test_an_endless_corpus_is_read_no_further_than_needed(tiny_tokenizer: Tokenizer) -> None:
@@ -99,7 +125,8 @@ def test_an_endless_corpus_is_read_no_further_than_needed(tiny_tokenizer: Tokeni
     rows = validation_rows(corpus, tiny_tokenizer, 16, 80)
     assert rows.shape == (5, 17)
     assert not (rows == IGNORE).any()
-    assert corpus.read <= 3 * 80 // len(stream(tiny_tokenizer)) + 3
+    buffered = min(BUFFER_DOCUMENTS * 2, 17 * BUFFER_ROWS)  # in tokens; a document here has more than one
+    assert corpus.read <= 3 * (80 + buffered) // len(stream(tiny_tokenizer)) + 3
 
 
 def test_a_text_of_one_token_still_is_a_row(tiny_tokenizer: Tokenizer) -> None:
@@ -131,14 +158,14 @@ def test_uniform_by_hand() -> None:
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 50])
 @pytest.mark.parametrize("row_tokens", [1, 3, 8, 200])
-def test_neither_rows_nor_batches_change_what_a_bigram_scores(row_tokens: int, batch_rows: int) -> None:
+def test_batches_do_not_change_what_a_bigram_scores(row_tokens: int, batch_rows: int) -> None:
     tokenizer = tiny_tokenizer()
     model = Pairs(tokenizer.vocab_size)
     rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
     value = bits_per_byte(model, rows, weights(tokenizer), batch_rows, cpu_device())
-    assert value == pytest.approx(by_hand(tokenizer), rel=1e-5)
-    tokens = stream(tokenizer)
-    assert sorted(model.scored) == sorted(zip(tokens, tokens[1:], strict=False))  # each token once, after its own
+    assert value == pytest.approx(by_hand(rows, tokenizer), rel=1e-5)
+    pairs = [(a, b) for row in rows.tolist() for a, b in zip(row, row[1:], strict=False) if b != IGNORE]
+    assert sorted(model.scored) == sorted(pairs)  # each token once, after its own
     assert model.shapes == {(batch_rows, row_tokens)}, "a shape of its own for the last batch: compiled twice"
 
 

@@ -202,24 +202,10 @@ class Loader:
 
     def _fill(self, row: np.ndarray, number: int) -> None:
         """Fill a row (T + 1,) completely with the documents of shard `number`, by best fit."""
-        # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
-        #
-        #     room 10   the longest that fits is 5          waiting  3, 12
-        #     room  5   the longest that fits is 3          waiting  12
-        #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
-        waiting = self._shards[number].waiting
         used = 0
         while used < len(row):
             self._refill(number, BUFFER_ROWS * len(row))
-            room = len(row) - used
-            fitting = bisect.bisect_right(waiting, room, key=len)
-            if fitting:
-                document = waiting.pop(fitting - 1)  # the longest that fits
-            else:
-                longest = waiting.pop()
-                document = longest[:room]
-                rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
-                bisect.insort_left(waiting, rest, key=len)
+            document = take_best_fit(self._shards[number].waiting, len(row) - used)
             row[used : used + len(document)] = document
             used += len(document)
 
@@ -254,6 +240,22 @@ class Loader:
             epoch, place = divmod(index, self._block_count)
             index = int(_shuffled(self._seed, epoch, self._block_count)[place])
         return self._corpus.read_block(index)
+
+
+def take_best_fit(waiting: list[np.ndarray], room: int) -> np.ndarray:
+    """Take the longest document that fits out of `waiting` (shortest first); where none fits, cut the longest."""
+    # A row of 10 places. Documents of 3, 5 and 12 tokens wait:
+    #
+    #     room 10   the longest that fits is 5          waiting  3, 12
+    #     room  5   the longest that fits is 3          waiting  12
+    #     room  2   none fits: cut 2 tokens off the 12  waiting  11, the other 10 with a begin token before them
+    fitting = bisect.bisect_right(waiting, room, key=len)
+    if fitting:
+        return waiting.pop(fitting - 1)
+    longest = waiting.pop()
+    rest = np.concatenate((longest[:1], longest[room:]))  # with a begin token, like any document
+    bisect.insort_left(waiting, rest, key=len)
+    return longest[:room]
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """Bits per byte on held-out text: a loss that is comparable between tokenizers of any vocabulary.
 
-The validation text is one stream of tokens, a begin token before each document, cut into rows; each token is predicted
-once. The nats of all tokens that represent text are divided by the bytes of that text.
+The validation text is packed as training packs it (loader.py): every row begins with a begin token, and no token has
+less before it than in training. Each is predicted once. The nats of all tokens that represent text are divided by the bytes of that text.
 
 Legend: N rows, T tokens, V vocab.
 """
@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.loader import Documents, tokenize
+from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Documents, take_best_fit, tokenize
 from nanochat.device import Device
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import Interrupted
@@ -23,21 +24,28 @@ from nanochat.tokenizer import Tokenizer
 
 
 def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
-    """The first `max_tokens` tokens of a corpus as rows (N, T + 1) of int64; each row starts with the last token
-    of the row before it, and IGNORE fills up the last one."""
-    tokens: list[int] = []
+    """The first documents of a corpus, packed by best fit into rows (N, T + 1) of int64: as many rows as hold
+    `max_tokens` targets, or all of a shorter corpus, and then IGNORE fills up the last one."""
+    count = max(1, math.ceil(max_tokens / row_tokens))
+    rows = np.full((count, row_tokens + 1), IGNORE, np.int64)
     blocks = corpus.block_count()
     block = 0
-    while len(tokens) <= max_tokens and (blocks is None or block < blocks):
-        for document in tokenize(corpus.read_block(block), tokenizer):
-            tokens += document.tolist()
-        block += 1
-    tokens = tokens[: max_tokens + 1]
-    row_count = max(1, math.ceil((len(tokens) - 1) / row_tokens))
-    missing = row_count * row_tokens + 1 - len(tokens)
-    padded = F.pad(torch.tensor(tokens, dtype=torch.long), (0, missing), value=IGNORE)
-    # Rows overlap by one token: the last target of a row is the first input of the next.
-    return padded.unfold(0, row_tokens + 1, row_tokens).contiguous()  # (N, T + 1)
+    waiting: list[np.ndarray] = []  # documents, shortest first
+    for filled, row in enumerate(rows):
+        used = 0
+        while used < len(row):
+            # The choice that the loader has: as many documents wait.
+            while len(waiting) < BUFFER_DOCUMENTS and sum(map(len, waiting)) < BUFFER_ROWS * len(row):
+                if block == blocks:
+                    break
+                waiting = sorted([*waiting, *tokenize(corpus.read_block(block), tokenizer)], key=len)
+                block += 1
+            if not waiting:
+                return torch.from_numpy(rows[: filled + (used > 0)])
+            document = take_best_fit(waiting, len(row) - used)
+            row[used : used + len(document)] = document
+            used += len(document)
+    return torch.from_numpy(rows)
 
 
 @torch.no_grad()  # not inference_mode: the weights that a sharded model gathers here need gradients afterwards
