@@ -154,7 +154,7 @@ def main(config: Config) -> None:
             for part in samples.split(config.minibatches):
                 advantages = rollout.group_advantages(part.rewards, by_deviation=loss.by_deviation)
                 with_advantage += np.count_nonzero(advantages)
-                rows = pack_sequences(part.ids, part.masks, row_tokens)
+                rows = pack_sequences(part.ids, part.masks, row_tokens, device.world_size)
                 batches = [
                     rollout.policy_batch(micro, part, advantages, device)
                     for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)

@@ -58,7 +58,8 @@ def main(config: Config) -> None:
         messages = [mixture.example(number).messages for number in range(first, first + count)]
         rendered = [render(start.tokenizer, conversation, row_tokens + 1) for conversation in messages]
         learned = [one for one in rendered if one.target_count]
-        return pack_sequences([one.ids for one in learned], [one.mask for one in learned], row_tokens), rendered
+        ids = [one.ids for one in learned]
+        return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
 
     # ------------------------------------------------------------------ horizon, optimizer
     steps = config.num_iterations
@@ -102,7 +103,7 @@ def main(config: Config) -> None:
             # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
             # run needs no position in the data
             rows, rendered = draw(train, step * examples, examples)
-            mine = rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
+            mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
                 compiled if step else model, optimizer, mine, masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
@@ -111,7 +112,11 @@ def main(config: Config) -> None:
             no_target += len([one for one in rendered if not one.target_count])
             cut += len([one for one in rendered if one.cut])
             if run.should_log:
-                run.log(stats, lr=rates.matrix * schedule.lr(step), no_target=no_target, cut=cut)
+                # The share of what the step computed that is not padding.
+                computed = sum(micro.inputs.numel() for micro in mine) * device.world_size
+                real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
+                lr = rates.matrix * schedule.lr(step)
+                run.log(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
                 no_target = 0
                 cut = 0
     run.finish()

@@ -124,6 +124,7 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
         assert key in lines[-1] and (start / "checkpoints" / stage / "d1" / f"step_{steps:06d}").is_dir()
         assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
     assert losses(start, "sft")[-1] < losses(start, "sft")[0]
+    assert all(0.5 < line["real_tokens"] <= 1 for line in metrics(start, "sft"))
     assert metrics(start, "mid")[-1]["val_bpb"] < metrics(start, "mid")[3]["val_bpb"]
     assert all({"reward", "response_tokens", "with_advantage"} <= set(line) for line in metrics(start, "rl"))
     pairs = {"accuracy", "margin", "chosen_reward", "rejected_reward", "left_out"}

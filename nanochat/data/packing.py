@@ -33,26 +33,42 @@ class PackedBatch:
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """One rank's share in micro-batches of `rows` rows, on the device.
 
-        Row i goes to rank i mod world_size. All ranks get the same number of micro-batches, because each joins the
-        others' collectives; rows without a target fill up the last ones.
+        Row i goes to rank i mod world_size. All ranks get as many micro-batches of the same shapes, because each joins
+        the others' collectives; rows without a target fill up the last one. Places after the last target of a
+        micro-batch are left out.
         """
-        # 10 rows in micro-batches of 2 on 2 ranks: 4 rows at a time, so 3 micro-batches for each rank, and 2 rows of
-        # padding. Rank 0 has the rows 0 and 2, 4 and 6, 8 and padding; rank 1 has 1 and 3, 5 and 7, 9 and padding.
-        count = -(-len(self) // (rows * world_size))  # rounded up
-        missing = count * rows * world_size - len(self)
+        missing = -len(self) % world_size
         fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments, 0), (self.source, 0))
         fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
-        for micro in range(count):
-            first = micro * rows * world_size
-            share = slice(first + rank, first + rows * world_size, world_size)
-            yield PackedBatch(*(device.to_device(field[share].contiguous()) for field in fields))
+        # 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group; what is in the last
+        # group ends at 700. Lengths are rounded up to an eighth of the row, so that few shapes recur:
+        #
+        #     groups         0      1      2      3      4
+        #     places         2,048  2,048  2,048  2,048  768
+        #     micro-batch    0      0      0      0      1
+        row_tokens = self.inputs.size(1)
+        eighth = max(1, row_tokens // 8)
+        is_target = (fields[1] != IGNORE).view(-1, world_size, row_tokens).any(dim=1)  # (groups, T)
+        last = (is_target * torch.arange(1, row_tokens + 1)).amax(dim=1)  # (groups,)
+        places = [min(row_tokens, max(1, -(-end // eighth)) * eighth) for end in last.tolist()]
+        first = 0
+        while first < len(places):
+            end = first + 1
+            while end < min(first + rows, len(places)) and places[end] == places[first]:
+                end += 1
+            share = slice(first * world_size + rank, end * world_size, world_size)
+            yield PackedBatch(*(device.to_device(field[share, : places[first]].contiguous()) for field in fields))
+            first = end
 
 
-def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int) -> PackedBatch:
+def pack_sequences(
+    ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int, ranks: int = 1
+) -> PackedBatch:
     """Pack S sequences, each with a mask that has a 1 under every token to learn.
 
     Best fit, longest first: each sequence goes into the row that it fills up most, or into a new one. No sequence at
-    all gives one row of padding.
+    all gives one row of padding. Rows that do not divide by the number of `ranks` become as many short ones as there
+    are ranks, where all of them have room.
 
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
@@ -77,6 +93,20 @@ def pack_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]],
             rows.append([])
         rows[row].append(i)
         bisect.insort(free, (room - need, row))
+    rows = [rows[row] for _, row in free]  # fullest first: rows of about one length are neighbours
+    # 32 conversations often fit 7 rows, and 8 ranks need 8. Each of the last rows' sequences, longest first, goes into
+    # the emptiest of 8 new ones, which then are about as long as each other (micro_batches cuts them off there).
+    left_over = len(rows) % ranks
+    if left_over:
+        spread: list[list[int]] = [[] for _ in range(ranks)]
+        filled = [0] * ranks
+        sequences = [i for row in rows[-left_over:] for i in row]
+        for i in sorted(sequences, key=lambda i: -len(ids[i])):
+            emptiest = filled.index(min(filled))
+            spread[emptiest].append(i)
+            filled[emptiest] += _places_of(ids[i], row_tokens)
+        if max(filled) <= row_tokens:
+            rows[-left_over:] = spread
     return _fill(rows or [[]], ids, masks, row_tokens)
 
 

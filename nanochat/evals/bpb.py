@@ -1,7 +1,8 @@
 """Bits per byte on held-out text: a loss that is comparable between tokenizers of any vocabulary.
 
 The validation text is packed as training packs it (loader.py): every row begins with a begin token, and no token has
-less before it than in training. Each is predicted once. The nats of all tokens that represent text are divided by the bytes of that text.
+less before it than in training. Each is predicted once. The nats of all tokens that represent text are divided by the
+bytes of that text.
 
 Legend: N rows, T tokens, V vocab.
 """
