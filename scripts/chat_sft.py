@@ -64,6 +64,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, optimizer
     steps = config.num_iterations
     examples = config.target_examples_per_step
+    first = start.pretraining.get("conversations", 0)  # the next one after those that mid-training has read
     batch_tokens = examples * row_tokens  # about: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
@@ -76,7 +77,7 @@ def main(config: Config) -> None:
         "sft", config, start, optimizer, steps, token_flops=token_flops,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
-    step_flops = token_flops * draw(train, 0, examples)[0].inputs.numel()  # of a step, its padding included
+    step_flops = token_flops * draw(train, first, examples)[0].inputs.numel()  # of a step, its padding included
     compiled = run.compile(model, config.compile, step_flops)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, 0, held_out_count)
@@ -96,13 +97,14 @@ def main(config: Config) -> None:
                     # Not finite: nothing held out is a target.
                     run.log_evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
             if run.should_save:
+                start.pretraining["conversations"] = first + step * examples
                 run.save({"no_target": torch.tensor(no_target), "cut": torch.tensor(cut)})
             if run.should_leave:
                 break
 
             # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
             # run needs no position in the data
-            rows, rendered = draw(train, step * examples, examples)
+            rows, rendered = draw(train, first + step * examples, examples)
             mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
                 compiled if step else model, optimizer, mine, masked_loss, device=device,

@@ -38,7 +38,7 @@ def main(config: Config) -> None:
     from nanochat.data.loader import Batch, Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.run.stage import Run, begin, count_micro_batches
-    from nanochat.tasks.mixture import MixtureCorpus, default_tasks, open_mixture
+    from nanochat.tasks.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -88,6 +88,10 @@ def main(config: Config) -> None:
                     )
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
+                # SFT continues after what was read, up to the end of the furthest shard's block.
+                position = micro[-1].state
+                blocks = 1 + max(shard.block for shard in position.shards.values())
+                start.pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
                 run.save(micro[-1].state.to_tensors())
             if run.should_leave:
                 break

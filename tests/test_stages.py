@@ -23,6 +23,7 @@ from nanochat.run.faults import Faults
 from nanochat.shell import paths
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
+from nanochat.tasks.mixture import Mixture
 from nanochat.tasks.task import Example
 from nanochat.tokenizer import Tokenizer
 
@@ -133,6 +134,31 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
     commands = [json.loads(line) for line in (start / "runs/commands.jsonl").read_text().splitlines()]
     assert [c["stage"] for c in commands] == ["base", "mid", "sft", "dpo", "rl"]
     assert all(c["tag"] == "d1" and c["seconds"] > 0 and c["kind"] == "cpu" for c in commands)
+
+
+def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
+    drawn: dict[str, list[int]] = {}
+
+    def recorded(stage: str) -> None:
+        def example(mixture: Mixture, index: int) -> Example:
+            if mixture.tasks[0].split == "train" and index >= 0:
+                drawn.setdefault(stage, []).append(index)
+            task, number = mixture.draw(index)
+            return task.example(number)
+
+        monkeypatch.setattr(Mixture, "example", example)
+
+    recorded("mid")
+    call("mid_train", *MID, "--num_iterations=8")
+    recorded("sft")
+    call("chat_sft", *SFT, "--num_iterations=4")
+    recorded("again")
+    call("chat_sft", *SFT, "--num_iterations=4", "--source=sft", "--source_tag=d1", "--model_tag=again")
+    first = min(drawn["sft"])
+    saved = json.loads((start / "checkpoints/mid/d1/step_000008/meta.json").read_text())
+    assert first == saved["pretraining"]["conversations"] and 0 < first < 10 * len(drawn["mid"])
+    assert not set(drawn["mid"][: len(drawn["mid"]) // 2]) & set(drawn["sft"])
+    assert set(drawn["sft"]) == set(range(first, first + 32)) and min(drawn["again"]) == first + 32
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ class Start:
     model: GPT  # sharded by the layout
     tokenizer: Tokenizer
     tag: str  # name of the checkpoints' folder
-    pretraining: dict[str, Any]  # what the base model read: data, tokens, batch_tokens
+    # What the model has read: data, tokens and batch_tokens of the base model, conversations of mid-training and SFT.
+    pretraining: dict[str, Any]
     source: Path | None = None  # the checkpoint it began from
     reference: GPT | None = None  # a frozen copy of the source's model
 
