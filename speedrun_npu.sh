@@ -9,6 +9,7 @@
 #   --data NAME|PATH                    text to train on; default: demo on a CPU, climbmix on an accelerator
 #   --val_data NAME|PATH                held-out text; default: the end of --data
 #   --hub hf|modelscope                 where a dataset comes from (HF_ENDPOINT names a mirror of the first)
+#   --tasks NAME[=PATH][:WEIGHT],...    what mid-training and SFT learn; default: by the data and the hub
 #
 # Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
 # stopped.
@@ -25,11 +26,11 @@ title() {
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 
-profile=auto data='' val_data='' hub=hf
+profile=auto data='' val_data='' hub=hf tasks=''
 while (($#)); do
   case ${1%%=*} in
     --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --profile | --data | --val_data | --val-data | --hub) ;;
+    --profile | --data | --val_data | --val-data | --hub | --tasks) ;;
     *) fail "unknown flag $1: see bash speedrun_npu.sh --help" 2 ;;
   esac
   flag=${1%%=*}
@@ -40,6 +41,7 @@ done
 [[ $profile =~ ^(auto|npu|cuda|cpu|smoke)$ ]] || fail "--profile $profile: one of auto, npu, cuda, cpu, smoke" 2
 if [[ -n $data && -e $called_from/$data ]]; then data=$called_from/$data; fi
 if [[ -n $val_data && -e $called_from/$val_data ]]; then val_data=$called_from/$val_data; fi
+if [[ -n $tasks && -e $called_from/$tasks ]]; then tasks=$called_from/$tasks; fi # a path inside NAME=PATH: from / on
 
 # ---- Set up --------------------------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ fi
 if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then
   chat_tasks=questions,addition,arithmetic,identity sampled=stories # offline, as mid-training and SFT choose theirs
 fi
+[[ $hub == hf ]] || chat_tasks=${chat_tasks%,humaneval} # no copy is known elsewhere
 export NANOCHAT_BASE_DIR=$run_folder
 source=(--data "$data" --hub "$hub")
 [[ -z $val_data ]] || source+=(--val_data "$val_data")
@@ -126,6 +129,9 @@ evaluate() { # stage, further flags
   "${call[@]}" --tasks "$chat_tasks"
   [[ -z $sampled ]] || "${call[@]}" --tasks "$sampled" --temperature 0.7
 }
+title 'tasks of all stages'
+"$python" -m scripts.fetch --data "$data" --hub "$hub" --tasks "$tasks" --eval_tasks "$chat_tasks"
+
 title 'tokenizer'
 "$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
 
@@ -134,11 +140,11 @@ title 'pretraining'
 "${launch[@]}" -m scripts.base_eval "${source[@]}" "${base_eval[@]}" --model_tag "$profile"
 
 title 'mid-training: the chat format and new skills'
-"${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" "${again[@]}"
+"${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
 evaluate mid --max_examples 50
 
 title 'supervised fine-tuning'
-"${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" "${again[@]}"
+"${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
 evaluate sft
 
 title 'reinforcement learning'

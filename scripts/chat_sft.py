@@ -47,7 +47,7 @@ def main(config: Config) -> None:
     device = start.device
     model = start.model
     row_tokens = model.config.sequence_len
-    tasks = config.tasks or default_tasks(start.pretraining["data"])
+    tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     train = open_mixture(tasks, "train", config.hub, config.seed)
     held_out = open_mixture(tasks, "test", config.hub, config.seed)
     print0(f"tasks: {tasks}")

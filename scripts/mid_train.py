@@ -46,7 +46,7 @@ def main(config: Config) -> None:
     device = start.device
     model = start.model
     tokenizer = start.tokenizer
-    tasks = config.tasks or default_tasks(start.pretraining["data"])
+    tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     train_corpus = MixtureCorpus(open_mixture(tasks, "train", config.hub, config.seed), tokenizer)
     val_corpus = MixtureCorpus(open_mixture(tasks, "test", config.hub, config.seed), tokenizer)
     print0(f"tasks: {tasks}")

@@ -9,11 +9,13 @@ import pytest
 from tiny import tiny_tokenizer
 
 from nanochat.conversation import check_messages, parts_of, render, text_of
+from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
 from nanochat.demo.corpus import held_out_pair
 from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import (
     BUILT_IN_TASKS,
+    CHINESE_TASKS,
     HUB_TASKS,
     Mixture,
     MixtureCorpus,
@@ -122,9 +124,16 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
     assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("stories", "gsm8k")
     assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
+    # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.
+    assert default_tasks("fineweb-edu-chinese") == default_tasks("fineweb-edu-chinese", "modelscope") == CHINESE_TASKS
+    here = {spec.name for spec in parse_tasks(default_tasks("fineweb-edu", "modelscope"))}
+    assert {spec.name for spec in parse_tasks(HUB_TASKS)} - here == {"smoltalk"}
+    for hub, tasks in (("hf", HUB_TASKS), ("hf", CHINESE_TASKS), ("modelscope", CHINESE_TASKS)):
+        assert all(hub in TASKS[spec.name].sources for spec in parse_tasks(tasks) if spec.name in TASKS)
+    assert "modelscope" in TASKS[default_rl_tasks("fineweb-edu-chinese")].sources
     for data in ("demo", "climbmix"):
         require_pairs(parse_tasks(default_dpo_tasks(data)))
-    for names in (BUILT_IN_TASKS, HUB_TASKS):
+    for names in (BUILT_IN_TASKS, HUB_TASKS, CHINESE_TASKS):
         assert all(spec.name in {**BUILT_IN, **FROM_HUB} for spec in parse_tasks(names))
 
 

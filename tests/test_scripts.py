@@ -411,6 +411,23 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
         assert [line["tokens"] for line in metrics(base, tag)] == [line["tokens"] for line in metrics(base)]
 
 
+def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, capsys):
+    requested = set()
+
+    def open_task(spec, split, hub):
+        requested.add((spec.name, split, hub))
+
+    monkeypatch.setattr("nanochat.tasks.registry.open_task", open_task)
+    call("fetch", "--data=fineweb-edu-chinese", "--hub=modelscope", "--eval_tasks=mmlu,gsm8k")
+    learned = {
+        (name, split) for name in ("smoltalk_zh", "gsm8k", "addition", "identity") for split in ("train", "test")
+    }
+    assert requested == {(*one, "modelscope") for one in {*learned, ("mmlu", "test")}}
+    monkeypatch.undo()
+    code, err = mistake(capsys, "fetch", "--hub=modelscope", "--tasks=smoltalk")
+    assert code == 1 and "no copy of smoltalk is known on modelscope" in err
+
+
 @pytest.mark.slow
 def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     """The README's first command, in its smallest profile, on a file of its own: killed in two stages and started
@@ -455,6 +472,10 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
         assert {task["total"] for task in tasks.values()} == {8} and "stories" in tasks
     assert "</html>" in (folder / "runs/report/smoke/report.html").read_text()
     assert len(list((tmp_path / "base" / "speedrun").iterdir())) == 1  # "--data x" and "--data=x" are the same
+    flags = ["--data=my text.txt", "--hub=modelscope", "--tasks=smoltalk"]  # missing: found before a stage trains
+    lost = subprocess.run([*command, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert lost.returncode == 1 and "no copy of smoltalk is known on modelscope" in lost.stderr
+    assert "== tokenizer" not in lost.stdout and "horizon" not in lost.stdout
     wrong = subprocess.run([*command, "--profil", "smoke"], env=environment, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--help" in wrong.stderr
 

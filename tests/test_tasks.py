@@ -26,14 +26,14 @@ from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.preferences import Preferences, pair_of
-from nanochat.tasks.smoltalk import SmolTalk
+from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.task import Example, Pair, Task
 from nanochat.tasks.ultrafeedback import UltraFeedback
 from nanochat.tools.calculator import calculate
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, UltraFeedback)
+FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, SmolTalkChinese, UltraFeedback)
 
 
 def text(reply: str) -> list[Part]:
@@ -565,6 +565,16 @@ def test_smoltalk(tmp_path, name):
     assert (task.name, task.kind) == ("smoltalk", "dialogue")
     with pytest.raises(NotImplementedError, match="smoltalk has nothing to grade"):
         task.grade(task.example(0), text("Hi!"))
+
+
+def test_smoltalk_in_chinese(tmp_path):
+    turns = [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "你好！"}]
+    write(tmp_path / "train.jsonl", [{"id": "1", "conversations": turns * n} for n in (1, 3)])
+    task = SmolTalkChinese("train", str(tmp_path))
+    spoken = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
+    assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
+    categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
+    assert not categories["train"] & categories["test"]
 
 
 def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):

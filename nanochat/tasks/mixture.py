@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from nanochat.conversation import render
-from nanochat.data.catalog import DATASETS
+from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.shell.cli import UserError
+from nanochat.shell.log import warn
 from nanochat.tasks.registry import open_task, parse_tasks
 from nanochat.tasks.task import Example, Pair, Split, Task
 from nanochat.tokenizer import Tokenizer
@@ -21,14 +22,25 @@ from nanochat.tokenizer import Tokenizer
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 
-# For a model pretrained on the demo corpus; and for one that has read the web.
+# For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
 BUILT_IN_TASKS = "stories:5,questions:2.5,addition:1,arithmetic:2,identity:2"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
+CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 
 
-def default_tasks(pretraining_data: str) -> str:
-    """The mixture for a model pretrained on `--data pretraining_data`."""
-    return HUB_TASKS if _from_hub(pretraining_data) else BUILT_IN_TASKS
+def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
+    """The mixture for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
+    if not _from_hub(pretraining_data):
+        return BUILT_IN_TASKS
+    is_chinese = pretraining_data in DATASETS and DATASETS[pretraining_data].language == "zh"
+    here = []
+    for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
+        name = entry.partition(":")[0]
+        if name in TASKS and hub not in TASKS[name].sources:
+            warn(f"no copy of {name} is known on {hub}: it is left out; --tasks {name}=PATH names your own")
+        else:
+            here.append(entry)
+    return ",".join(here)
 
 
 def default_rl_tasks(pretraining_data: str) -> str:

@@ -32,6 +32,7 @@ FROM_HUB = {
     "arc_challenge": "arc:ArcChallenge",
     "humaneval": "humaneval:HumanEval",
     "smoltalk": "smoltalk:SmolTalk",
+    "smoltalk_zh": "smoltalk:SmolTalkChinese",
     "ultrafeedback": "ultrafeedback:UltraFeedback",
 }
 # Files without a task's name.

@@ -1,8 +1,10 @@
-"""SmolTalk: dialogues for small models to learn from, about 460,000 of them and 24,000 for testing.
+"""SmolTalk: dialogues for small models to learn from, about 460,000 of them and 24,000 for testing; and a Chinese set
+after its example.
 
 The part of it that its authors wrote for their smallest models (smol-smoltalk): shorter, and without function calls.
 
-Source: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737).
+Sources: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737); Yu et al. 2025, OpenCSG Chinese Corpus
+(arXiv:2501.08197).
 """
 
 from typing import Any
@@ -22,3 +24,10 @@ class SmolTalk(RecordTask):
 
     def read(self, record: Any) -> Example:
         return Example(messages_of(record))
+
+
+class SmolTalkChinese(SmolTalk):
+    """A Chinese dialogue in ShareGPT's form."""
+
+    name = "smoltalk_zh"
+    fields = {"conversations": list}

@@ -1,0 +1,35 @@
+"""Download the tasks of all later stages, or say what is missing, before the first stage trains.
+
+python -m scripts.fetch --data fineweb-edu-chinese --hub modelscope
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.shell.cli import run
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = "demo"  # the text to pretrain on, which decides the default tasks; it is not downloaded here
+    tasks: str = ""  # of mid-training and SFT; default: as theirs
+    eval_tasks: str = ""  # of chat_eval; default: none
+    hub: Literal["hf", "modelscope"] = "hf"  # where the tasks are downloaded from
+
+
+def main(config: Config) -> None:
+    from nanochat.tasks.mixture import default_rl_tasks, default_tasks
+    from nanochat.tasks.registry import open_task, parse_tasks
+
+    learned = config.tasks or default_tasks(config.data, config.hub)
+    rewarded = default_rl_tasks(config.data)
+    wanted = [(spec, split) for spec in parse_tasks(f"{learned},{rewarded}") for split in ("train", "test")]
+    if config.eval_tasks:
+        wanted += [(spec, "test") for spec in parse_tasks(config.eval_tasks)]
+    for spec, split in wanted:
+        open_task(spec, split, config.hub)
+    print(f"tasks: mid-training and SFT {learned}; RL {rewarded}; evaluation {config.eval_tasks or 'none'}")
+
+
+if __name__ == "__main__":
+    run(main, Config)
