@@ -23,11 +23,12 @@ def main(config: Config) -> None:
 
     learned = config.tasks or default_tasks(config.data, config.hub)
     rewarded = default_rl_tasks(config.data)
-    wanted = [(spec, split) for spec in parse_tasks(f"{learned},{rewarded}") for split in ("train", "test")]
+    for spec in parse_tasks(f"{learned},{rewarded}"):
+        open_task(spec, "train", config.hub)
+        open_task(spec, "test", config.hub)
     if config.eval_tasks:
-        wanted += [(spec, "test") for spec in parse_tasks(config.eval_tasks)]
-    for spec, split in wanted:
-        open_task(spec, split, config.hub)
+        for spec in parse_tasks(config.eval_tasks):
+            open_task(spec, "test", config.hub)
     print(f"tasks: mid-training and SFT {learned}; RL {rewarded}; evaluation {config.eval_tasks or 'none'}")
 
 
