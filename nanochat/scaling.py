@@ -146,8 +146,11 @@ class Rates:
         return Rates(**{**scaled, "weight_decay": 0.0})
 
 
-def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
-    """The reference's rates, carried to this model, its batch and its horizon (both in tokens)."""
+def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", "adamw"] = "muon") -> Rates:
+    """The reference's rates, carried to this model, its batch and its horizon (both in tokens).
+
+    `matrices` is the optimizer of the blocks' matrices.
+    """
     # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
     # root alone would give the matrices 0.0018, where 0.01 and 0.02 are best (docs/measurements.md).
@@ -163,6 +166,13 @@ def rates(config: GPTConfig, batch: int, tokens: int) -> Rates:
     steps = tokens / batch
     reference_steps = reference_tokens() / REFERENCE_BATCH
     weight_decay = 0.2 / by_batch * reference_steps / steps
+    # Each step of AdamW moves every element of a matrix by about the rate, so that an output, a sum over the width,
+    # moves the more the wider the model is: the rate falls as 1 / width (source: Yang et al. 2022, Tensor Programs V).
+    # 0.0015 was found at depth 2 and 3 (docs/measurements.md); a decay of 0.1 is the usual one (source: Brown et al.
+    # 2020, GPT-3).
+    if matrices == "adamw":
+        matrix = 0.0015 * by_batch * REFERENCE_WIDTH / config.width
+        weight_decay = 0.1
     return Rates(
         matrix=matrix,
         # A step of the embedding sees few of its rows, and a norm removes their size (gpt.py): it takes the largest

@@ -100,7 +100,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
-    rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens)
+    rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens, config.optimizer)
     chosen = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,

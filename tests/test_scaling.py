@@ -1,5 +1,6 @@
 """The numbers of a depth against numbers worked out by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -132,6 +133,17 @@ def test_small_batches_keep_half_the_reference_rates_and_the_same_total_decay() 
     assert tiny.weight_decay * tiny_steps == pytest.approx(floor.weight_decay * steps)
     reference = rates(base, 1 << 19, scaling.training_tokens(base, 12))
     assert (reference.matrix, reference.weight_decay) == pytest.approx((0.02, 0.2))
+
+
+@pytest.mark.parametrize("depth", [2, 3, 12, 24])
+def test_adamw_has_its_own_rate_for_the_matrices(depth: int) -> None:
+    config = model_config(depth, 32768, 2048)
+    muon, adamw = (rates(config, 1 << 19, 10**9, matrices) for matrices in ("muon", "adamw"))
+    assert adamw.matrix == pytest.approx(0.0015 * 768 / config.width)
+    assert adamw.weight_decay == 0.1
+    assert dataclasses.replace(adamw, matrix=muon.matrix, weight_decay=muon.weight_decay) == muon
+    assert rates(config, 1 << 19, 10**9) == muon
+    assert rates(config, 1 << 12, 10**9, "adamw").matrix == pytest.approx(adamw.matrix / 2)  # the floor of the batch
 
 
 def test_the_horizon_is_the_ratio_times_the_parameters() -> None:
