@@ -509,7 +509,7 @@ class Slots:
         if not self.engine.graphs:
             self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows))
             return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 280 (depth 12, simulated NPU, docs/measurements.md).
+        # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/measurements.md).
         # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
         # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
         # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
