@@ -82,6 +82,24 @@ def fused_attention(
     return out.transpose(1, 2)
 
 
+def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
+    """Attention to a cache by two matrix products: q (B, T, H, D), k and v (B, S, K, D) -> (B, T, H, D).
+
+    `hidden` (B, 1, T, S) is True where a query must not attend.
+    """
+    B, T, H, D = q.shape
+    K = k.size(2)
+    # The query heads that share a key head become rows of one product.
+    q = q.transpose(1, 2).reshape(B, K, -1, D)  # (B, K, H/K x T, D)
+    # A product of a strided view copies it value by value on a CPU, which takes 5 times as long.
+    k = k.transpose(1, 2).contiguous()  # (B, K, S, D)
+    v = v.transpose(1, 2).contiguous()
+    scores = (q @ k.mT).view(B, H, T, -1).float() * scale  # (B, H, T, S)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
+    out = weights.view(B, K, -1, k.size(2)) @ v  # (B, K, H/K x T, D)
+    return out.view(B, H, T, D).transpose(1, 2)
+
+
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Segments | None = None
 ) -> Tensor:
@@ -145,6 +163,8 @@ class KVCache:
     places: Tensor
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
+    # Whether the launches of a pass are recorded, to be replayed: not every operator may be among them.
+    is_recorded: bool = False
     # Later positions are clamped to it: a padded piece of a prompt writes its padding there, not outside the cache.
     # None: no position can be later.
     max_position: int | None = None

@@ -15,7 +15,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -233,9 +233,22 @@ class Device:
         # launches. A simulated NPU counts 280 launches for a decoded token, and 9 with a recording
         # (docs/measurements.md). A replay runs over the same addresses, hence "over the same tensors".
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
-        with self.module.graph(graph):
+        with self._launching_in_order(), self.module.graph(graph):
             result = function()
         return graph.replay, result
+
+    @contextlib.contextmanager
+    def _launching_in_order(self) -> Iterator[None]:
+        """On an NPU without the task queue's second level, under which torch_npu refuses to record."""
+        if self.kind != "npu" or not hasattr(self.module, "set_task_queue_enable"):
+            yield
+            return
+        level = self.module.get_task_queue_enable()
+        self.module.set_task_queue_enable(min(level, 1))
+        try:
+            yield
+        finally:
+            self.module.set_task_queue_enable(level)
 
     def profiler(self, skipped: int, steps: int, folder: Path) -> Any:
         """A profiler that records `steps` steps after the first `skipped` and writes the trace to `folder`.
@@ -282,10 +295,14 @@ def kernels(kind: str, dtype: torch.dtype = torch.float32, name: str = "") -> To
     return CpuKernels(dtype) if kind == "cpu" else TorchKernels(dtype)
 
 
-def check_capture(kind: str) -> None:
-    """Raises UserError: when a device of this kind cannot record launches."""
-    if kind == "cpu":
-        raise UserError("--graphs: a CPU launches nothing that could be recorded; leave it out")
+def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
+    """Whether decoding on this kind of device records its launches and replays them as one.
+
+    Raises UserError: when a CPU is requested to.
+    """
+    if requested == "on" and kind == "cpu":
+        raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
+    return requested != "off" and kind != "cpu"
 
 
 def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = False) -> Device:
@@ -320,6 +337,9 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     else:
         if kind == "npu":
             for variable, value in NPU_ENVIRONMENT.items():
+                # An older torch_npu cannot change the level later, and does not record launches on the second one.
+                if variable == "TASK_QUEUE_ENABLE" and not hasattr(module, "set_task_queue_enable"):
+                    value = "1"
                 # torch has a vendor-free name for the allocator's options, and having both set is an error.
                 if variable != "PYTORCH_NPU_ALLOC_CONF" or "PYTORCH_ALLOC_CONF" not in os.environ:
                     os.environ.setdefault(variable, value)

@@ -90,16 +90,20 @@ class NewToken(NamedTuple):
 class Engine:
     """Generates with a snapshot of a model's weights, cast once to the device's dtype.
 
-    All ranks of a sharded model make the snapshot together, and update it together. With `graphs` an accelerator
-    records the launches of a decoded token and replays them as one.
-    Raises UserError: when graphs are requested on a CPU.
+    All ranks of a sharded model make the snapshot together, and update it together. Unless `graphs` is "off" an
+    accelerator records the launches of a decoded token and replays them as one.
+    Raises UserError: when graphs are "on" on a CPU.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, device: Device | None = None, graphs: bool = False):
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        device: Device | None = None,
+        graphs: Literal["auto", "on", "off"] = "auto",
+    ):
         self.device = device or devices.init(str(model.device))
-        self.graphs = graphs
-        if graphs:
-            devices.check_capture(self.device.kind)
+        self.graphs = devices.records(self.device.kind, graphs)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.call_start = tokenizer.encode_special("<|python_start|>")
@@ -515,7 +519,8 @@ class Slots:
         # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
         rounded = min(1 << (B - 1).bit_length(), self.size)
         if rounded not in self._recorded:
-            forward = partial(self._forward, self.cache.view(0, rounded))
+            cache = replace(self.cache.view(0, rounded), is_recorded=True)
+            forward = partial(self._forward, cache)
             self._recorded[rounded] = Recorded(self.engine.device, forward)
         logits, noise = self._recorded[rounded]()
         return logits[:B], noise[:B]

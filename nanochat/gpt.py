@@ -262,7 +262,9 @@ class Attention(nn.Module):
             context.cache.write(self.layer, k, v, context.positions)
             keys, values = context.cache.read(self.layer)  # (B, S, K, D)
             q = q.to(keys.dtype)
-            y = self.kernels.cached_attention(q, keys, values, scale=self.scale, mask=context.masks[self.window])
+            kernels = self.kernels
+            attend = kernels.recorded_attention if context.cache.is_recorded else kernels.cached_attention
+            y = attend(q, keys, values, scale=self.scale, mask=context.masks[self.window])
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def _norm(self, qk: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Config:
     stats: bool = False  # print tokens and tokens/s after each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    graphs: bool = False  # an accelerator records the launches of a decoded token and replays them as one
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
 
 
 COMMANDS = "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"

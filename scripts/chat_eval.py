@@ -33,7 +33,8 @@ class Config:
     show: Count = 2  # replies of each task to print and to keep
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    graphs: bool = False  # an accelerator records the launches of a decoded token and replays them as one
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
 
 
 def main(config: Config) -> None:

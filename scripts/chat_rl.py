@@ -8,7 +8,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
@@ -43,7 +43,8 @@ class Config(StageFlags):
     eval_every: Count = 20  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 200  # held-out questions, one reply each
     log_every: Positive = 1  # steps between log lines
-    graphs: bool = False  # an accelerator records what a decoded token launches and replays it in one
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
 
 
 def main(config: Config) -> None:

@@ -36,7 +36,8 @@ class Config:
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    graphs: bool = False  # record what a decoded token launches on an accelerator, and replay it in one launch
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
 
 
 def main(config: Config) -> None:
@@ -102,8 +103,7 @@ def check(config: Config) -> None:
 
     find_source(config.source, config.model_tag, config.step)
     kind = devices.kind_of(config.device)
-    if config.graphs:
-        devices.check_capture(kind)
+    devices.records(kind, config.graphs)  # or raises
 
 
 def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any:

@@ -1,5 +1,6 @@
 """The one frozen value: what it finds, what it refuses, and vendors that are not here, played by a stand-in."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -57,6 +58,19 @@ class Vendor(types.ModuleType):
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
+
+    def set_task_queue_enable(self, level: int) -> None:
+        self.calls.append(("task queue", level))
+
+    def get_task_queue_enable(self) -> int:
+        return 2
+
+    def NPUGraph(self) -> Any:  # noqa: N802 (torch_npu's name)
+        return types.SimpleNamespace(replay=lambda: None)
+
+    def graph(self, graph: Any) -> Any:
+        self.calls.append("record")
+        return contextlib.nullcontext()
 
     def max_memory_allocated(self) -> int:
         return 12345
@@ -213,6 +227,24 @@ def test_defaults_are_set_for_an_npu(vendors: Any) -> None:
     vendors(npu=Vendor("npu", "Ascend910B3"))
     init("npu")
     assert {name: os.environ.get(name) for name in NPU_ENVIRONMENT} == NPU_ENVIRONMENT
+
+
+def test_the_task_queue_steps_down_while_launches_are_recorded(vendors: Any) -> None:
+    npu = Vendor("npu", "Ascend910B3")
+    vendors(npu=npu)
+    device = init("npu")
+    with pytest.raises(ZeroDivisionError):
+        device.capture(lambda: 1 / 0)
+    assert npu.calls[-3:] == [("task queue", 1), "record", ("task queue", 2)]
+
+
+def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Vendor, "set_task_queue_enable")
+    npu = Vendor("npu", "Ascend910B3")
+    vendors(npu=npu)
+    device = init("npu")
+    assert os.environ["TASK_QUEUE_ENABLE"] == "1"
+    assert device.capture(lambda: 5)[1] == 5
 
 
 def test_what_is_set_already_stays(vendors: Any) -> None:

@@ -96,6 +96,10 @@ class TorchKernels:
         """Attention to a cache: q (B, T, H, D), k and v (B, S, K, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
         return fused_attention(q, k, v, scale=scale, mask=mask)
 
+    def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        """`cached_attention` for a pass whose launches are recorded."""
+        return self.cached_attention(q, k, v, scale=scale, mask=mask)
+
     def loss_chunk_tokens(self, vocab: int) -> int:
         """How many tokens' logits the fused loss holds at a time (cross_entropy.py)."""
         return max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)

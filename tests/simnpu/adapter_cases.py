@@ -4,7 +4,7 @@ import json
 import os
 import resource
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import tiny
 import torch
@@ -67,13 +67,16 @@ def kept(depth: int, tokens: int) -> float:
     return (held[1] - held[0]) / tokens
 
 
-def token(depth: int, tokens: int) -> None:
-    """A decoded token of one row, sampled."""
+def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off") -> None:
+    """A decoded token of one row, sampled; with graphs also the one before it, which is recorded."""
     device = devices.init("npu", "bfloat16")
-    engine = Engine(model_of(depth, tokens, device).eval(), tiny.tiny_tokenizer(), device)
+    engine = Engine(model_of(depth, tokens, device).eval(), tiny.tiny_tokenizer(), device, graphs)
     engine.stop_ids = set()
     stream = engine.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))
-    for _ in range(4):
+    next(stream)
+    with section("second token"):
+        next(stream)
+    for _ in range(2):
         next(stream)
     with section("token"):
         next(stream)

@@ -86,7 +86,7 @@ def environment(
         "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", *([libraries / "adapters"] if adapters else []), libraries),
         "PYTHONPATH": _prepend("PYTHONPATH", HERE / "site", wheel),
         # Kernels that compute run in the thread that asks for them, adapters as on hardware: in a thread of their own.
-        "TASK_QUEUE_ENABLE": "2" if adapters else "0",
+        "TASK_QUEUE_ENABLE": "2",
         "CPU_AFFINITY_CONF": "0",  # nothing here to bind threads to
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error

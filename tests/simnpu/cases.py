@@ -180,7 +180,7 @@ def skipped_steps(device: str, fused: bool = False) -> list[bool]:
 
 
 def greedy_tokens(
-    device: str, dtype: str = "float32", shape: str = "fast", graphs: bool = False, plant: str | None = None
+    device: str, dtype: str = "float32", shape: str = "fast", graphs: str = "off", plant: str | None = None
 ) -> list[list[int]]:
     """Greedy replies to prompts of several lengths at once."""
     found = devices.init(device, dtype)
@@ -208,7 +208,7 @@ def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fa
 
 
 def sampled_tokens(
-    device: str, seed: int = 0, dtype: str = "auto", graphs: bool = False, plant: str | None = None
+    device: str, seed: int = 0, dtype: str = "auto", graphs: str = "off", plant: str | None = None
 ) -> list[list[int]]:
     found = devices.init(device, dtype)
     with planted(plant):
@@ -217,7 +217,7 @@ def sampled_tokens(
         return engine_.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
 
 
-def served_tokens(device: str, graphs: bool = False) -> list[list[int]]:
+def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
     """Greedy replies of the scheduler to requests that come and go, some with settings of their own."""
     found = devices.init(device, "float32")
     model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
@@ -261,7 +261,7 @@ def launches(device: str) -> dict[str, list[int]]:
     with counts.counted() as logging:
         meter.read(stats)
     figures = {"step": [training.launches, training.waits], "log line": [logging.launches, logging.waits]}
-    for name, graphs in (("token", False), ("replayed token", True)):
+    for name, graphs in (("token", "off"), ("replayed token", "on")):
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
         engine_.stop_ids = set()
         stream = engine_.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))

@@ -408,10 +408,27 @@ def check_copies_between_devices_and_layouts() -> None:
 # ---- graphs ----
 
 
+@contextlib.contextmanager
+def recording(graph: Any) -> Iterator[None]:
+    """On the first level of the task queue: torch_npu records nothing on the second."""
+    npu.set_task_queue_enable(1)
+    try:
+        with npu.graph(graph):
+            yield
+    finally:
+        npu.set_task_queue_enable(2)
+
+
+def check_nothing_is_recorded_on_the_second_level_of_the_queue() -> None:
+    with raises("TASK_QUEUE_ENABLE = 2"), npu.graph(npu.NPUGraph()):
+        pass
+
+
+
 def check_a_captured_graph_runs_at_its_replay() -> None:
     x = torch.ones(4, device="npu")
     graph = npu.NPUGraph()
-    with npu.graph(graph):
+    with recording(graph):
         y = x * 2 + 1
         total = y.sum()
         x.add_(1)
@@ -427,7 +444,7 @@ def check_a_captured_graph_runs_at_its_replay() -> None:
 def check_a_graph_copies_from_pinned_memory_at_each_replay() -> None:
     host, x = torch.tensor([1.0, 2.0]).pin_memory(), torch.zeros(2, device="npu")
     graph = npu.NPUGraph()
-    with npu.graph(graph):
+    with recording(graph):
         x.copy_(host, non_blocking=True)
         y = x + 1
     for number in (3.0, 4.0):
@@ -440,7 +457,7 @@ def check_a_graph_copies_from_pinned_memory_at_each_replay() -> None:
 def check_random_numbers_in_a_graph_are_those_without() -> None:
     torch.manual_seed(1)
     graph = npu.NPUGraph()
-    with npu.graph(graph):
+    with recording(graph):
         a, b = torch.rand(3, device="npu"), torch.rand(3, device="npu")
     replays = []
     for _ in range(2):
@@ -454,7 +471,7 @@ def check_waiting_while_capturing_is_refused() -> None:
     x = torch.ones(4, device="npu")
 
     def refused(body: Callable[[], Any]) -> None:
-        with raises("captur"), npu.graph(npu.NPUGraph()):
+        with raises("captur"), recording(npu.NPUGraph()):
             body()
         assert x.sum().item() == 4.0  # and all goes on
 

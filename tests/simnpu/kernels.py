@@ -78,6 +78,8 @@ SCALARS = _words(
 )
 # Random operators whose schema names no generator.
 RANDOM = {"native_dropout", "_npu_dropout", "rrelu_with_noise", "rrelu_with_noise_", "randperm"}
+# Operators that the vendor's pages exclude from captured graphs.
+NOT_RECORDED = {"npu_fusion_attention"}
 POISON = 0xFF  # in each byte: NaN, -1
 OFFSET_STEP = 12  # what a random operator advances a generator by: torch_npu's 10, in fours
 
@@ -261,6 +263,8 @@ class Kernel:
         counts.launch(self.label)
         device = call.device or _current_device()
         graph = _capturing()
+        if graph is not None and self.name in NOT_RECORDED:
+            raise RuntimeError(f"{self.label}: not supported in a graph that is captured")
         run = self._run(given.get("generator"), device, graph)
         if graph is not None:
             return self._record(graph, run, converted, given, device)

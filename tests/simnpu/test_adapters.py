@@ -60,6 +60,14 @@ def test_launches_and_waits(depth_12: Measured):
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
+def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
+    """torch_npu refuses to record under it, and the vendor excludes the fused attention from recordings."""
+    _, log = measure(call("token", depth=12, tokens=128, graphs="on"))
+    recorded = {record.what for record in log["second token"]}
+    assert "aclnnSoftmax" in recorded and not [what for what in recorded if "FlashAttention" in what]
+    assert launches(log["token"]) <= 9 and waits(log["token"]) == 1
+
+
 def test_inputs_that_operators_copy_first(depth_12: Measured):
     """Queries, keys and values as views of one product, above all; and the long side of Muon's stacks."""
     _, log = depth_12

@@ -99,12 +99,14 @@ def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, sh
 
 
 def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
-    assert simulated("greedy_tokens", graphs=True) == cases.greedy_tokens("cpu")
-    assert simulated("sampled_tokens", graphs=True) == simulated("sampled_tokens")
+    assert simulated("greedy_tokens", graphs="on") == cases.greedy_tokens("cpu")
+    # In fp32: a recorded token attends by other operators, which round otherwise.
+    one, other = (simulated("sampled_tokens", dtype="float32", graphs=graphs) for graphs in ("on", "off"))
+    assert one == other
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, graphs: bool):
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, graphs: str):
     assert simulated("served_tokens", graphs=graphs) == cases.served_tokens("cpu")
 
 

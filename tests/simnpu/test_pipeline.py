@@ -103,9 +103,9 @@ def on_npu(texts, tmp_path_factory) -> tuple[Path, str]:
     out = chain(
         base, texts, "tok_train --data=texts.txt --vocab_size=400", *commands("npu", "float32"),
         f"base_eval {on} --data=texts.txt --eval_tokens=512 --samples=1 --stories=2",
-        f"chat_rl {on} {RL} --graphs",
+        f"chat_rl {on} {RL} --graphs=on",
         f"chat_eval {on} --source=rl --tasks=addition,identity --max_examples=6 --max_tokens=8",
-        f"chat_cli {on} --source=rl -p hello --max_tokens=8 --graphs",
+        f"chat_cli {on} --source=rl -p hello --max_tokens=8 --graphs=on",
         f"-c {shlex.quote(PYTHON)}", f"base_train {on} {BASE} --model_tag=profiled --profile=2",
     )  # fmt: skip
     return base, out
@@ -219,7 +219,7 @@ def documented() -> list[str]:
         *(command for command in ours if "mid_train" in command),  # before what goes on from it
         f"{theirs}.chat_sft -- --device_batch_size=8 --target_examples_per_step=32",
         f"{theirs}.chat_rl -- --device_batch_size=4 --examples_per_step=16",
-        *(command for command in ours if "--graphs" in command),
+        *(command for command in ours if "--device_batch_size=8 --examples_per_step=16" in command),
     ]
 
 
