@@ -58,8 +58,11 @@ class NpuKernels(TorchKernels):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
-        if segments is not None:  # the prepared mask holds causality, window and documents
+        if segments is not None:
+            # The prepared mask holds causality, window and documents. The two limits add nothing to it; with them the
+            # operator skips whole blocks of keys after a query, or outside of its window (source: CANN's tiling).
             options = {"atten_mask": segments.mask(window), "sparse_mode": FULL_MASK}
+            options.update(pre_tockens=(window or q.size(1)) - 1, next_tockens=0)
         else:
             options = {"atten_mask": compressed_mask(q.device), "sparse_mode": CAUSAL}
             if 0 < window < q.size(1):

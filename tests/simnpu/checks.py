@@ -424,7 +424,6 @@ def check_nothing_is_recorded_on_the_second_level_of_the_queue() -> None:
         pass
 
 
-
 def check_a_captured_graph_runs_at_its_replay() -> None:
     x = torch.ones(4, device="npu")
     graph = npu.NPUGraph()

@@ -111,11 +111,13 @@ def blocked_keys(
     check_dtype(name, (torch.bool, torch.uint8), atten_mask=mask)
     mask = mask.bool()
     if mode == 0:
-        if before < rows or after < columns:
-            refuse(name, "pre_tockens, next_tockens", "a window inside a full mask is not modelled")
         batch, head_num = heads
         first = [(), (1, 1), (batch, 1), (batch, head_num)]
         check_shape(name, "atten_mask", mask, *[(*sizes, rows, columns) for sizes in first])
+        # The window lets the operator skip blocks; inside of a block the mask counts. Only if the mask hides all that
+        # the window excludes is the result one and the same.
+        if bool((outside_band(rows, columns, before, after) & ~mask).any()):
+            refuse(name, "pre_tockens, next_tockens", "the window excludes keys that the mask shows")
         return mask
     check_shape(name, f"atten_mask (sparse_mode {mode})", mask, (COMPRESSED, COMPRESSED))
     if not torch.equal(mask.contiguous().view(torch.int64), triangle().view(torch.int64)):  # eight bytes at a time

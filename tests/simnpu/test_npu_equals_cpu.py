@@ -147,6 +147,10 @@ def test_how_much_is_launched_and_waited_for(simulated: On):
 )
 def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packed: bool):
     on_cpu = cases.train_losses("cpu", packed=packed)
+    if plant == "torchs_mask_convention":  # it contradicts the limits beside the mask
+        with pytest.raises(RuntimeError, match="pre_tockens"):
+            simulated("train_losses", packed=packed, plant=plant)
+        return
     assert not close(simulated("train_losses", packed=packed, plant=plant), on_cpu, 1e-5)
 
 

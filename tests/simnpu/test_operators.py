@@ -164,7 +164,7 @@ def test_fusion_attention_refusals():
     no("atten_mask", q, k, v, 4, "BNSD", atten_mask=TRIANGLE)
     no("atten_mask", q, k, v, 4, "BNSD", atten_mask=torch.zeros(1, 4, 5, 7, dtype=torch.bool))
     no("pre_tockens", q, k, v, 4, "BNSD", atten_mask=TRIANGLE, sparse_mode=4, pre_tockens=-4, next_tockens=2)
-    no("pre_tockens", q, k, v, 4, "BNSD", atten_mask=torch.zeros(5, 7, dtype=torch.bool), pre_tockens=2)
+    no("pre_tockens", q, k, v, 4, "BNSD", atten_mask=torch.zeros(5, 7, dtype=torch.bool), pre_tockens=2)  # shows more
     output, high, total, *_ = run("npu_fusion_attention", q, k, v, 4, "BNSD")
     kept = {"softmax_max": high, "softmax_sum": total, "attention_in": output}
     for argument in kept:
