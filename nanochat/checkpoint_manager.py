@@ -30,7 +30,8 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_objects
-from nanochat.parallel.fsdp import load_whole, whole_weights
+from nanochat.parallel.fsdp import load_whole, shard, whole_weights
+from nanochat.parallel.mesh import Layout
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
@@ -353,11 +354,14 @@ def load_model(
     model_tag: str | None = None,
     step: int | None = None,
     verified: bool = False,
+    layout: Layout | None = None,
+    activation_checkpointing: bool = False,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage or of a checkpoint's folder, as `find_source` finds it.
 
     `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
-    fp32. `verified`: `source` is a folder that `find_source` has just read; it is not read again.
+    fp32. `verified`: `source` is a folder that `find_source` has just read; it is not read again. With a `layout` that
+    shards, each rank reads and holds its rows alone (parallel/fsdp.py).
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -368,9 +372,15 @@ def load_model(
     with _damage_of(folder):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
-        model = GPT(GPTConfig(**meta["model"]), device.kernels)
+        # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
+        # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**meta["model"]), device.kernels)
+        shard(model, layout or Layout(), device, activation_checkpointing)
+        model.to_empty(device=device.torch_device)
+        model.fill_rotary()
         load_weights(model, folder)
-    return model.to(device.torch_device).eval(), tokenizer, {**meta, "folder": str(folder)}
+    return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 
 # ---------------------------------------------------------------------- finding

@@ -3,6 +3,7 @@
 Starting ranks is what takes long, so each number of ranks starts once for all tests.
 """
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -13,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
 from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
-from tiny import SHAPES, cpu_device, lively_model, run_command, run_ranks, tiny_config, tiny_tokenizer
+from tiny import SHAPES, cpu_device, lively_model, run_command, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from nanochat.checkpoint_manager import load_model
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -340,8 +343,32 @@ def events_of_a_step(device: Device) -> tuple[list[str], dict[str, int]]:
 # ---------------------------------------------------------------------- on two ranks
 
 
-def on_two_ranks(device: Device) -> dict[str, Any]:
+class LargestMade(TorchDispatchMode):
+    """The number of elements of the largest fp32 tensor that takes memory of its own; views of a mapped file do not."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        plain = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+        for leaf in plain:
+            if leaf.dtype == torch.float32 and not leaf.is_meta and not function.is_view:
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+def loaded(device: Device, folder: str) -> list[Any]:
+    """The largest tensor that a rank makes while it loads a checkpoint, and whether it then holds the right rows."""
+    with LargestMade() as made:
+        model, _, _ = load_model(folder, device, layout=lay_out(device, "fsdp"))
+    written = load_file(Path(folder) / "model.safetensors")
+    same = {name: torch.equal(whole(tensor), written[name]) for name, tensor in model.state_dict().items()}
+    return [made.elements, all(same.values()), max(tensor.numel() for tensor in written.values())]
+
+
+def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
     return {
+        "loaded": loaded(device, folder),
         "overlapped": overlapped(device),
         "events": events_of_a_step(device),
         "trained": trained(device, "fsdp", 1, {"muon": 20}),
@@ -357,8 +384,12 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    words = tiny_tokenizer()
+    model = lively_model(tiny_config(vocab_size=words.vocab_size))
+    meta = {"model": dataclasses.asdict(model.config)}
+    folder = save_checkpoint(tmp_path_factory.mktemp("one") / "base", 1, model, words, meta)
+    return run_ranks(on_two_ranks, str(folder))
 
 
 def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
@@ -382,6 +413,12 @@ def test_losses_of_single_tokens_learn_as_one(two_ranks: list[dict[str, Any]]) -
     expected = by_token(cpu_device(), "ddp")
     for rank in two_ranks:
         assert all(found == pytest.approx(one, rel=1e-5) for found, one in zip(rank["by_token"], expected, strict=True))
+
+
+def test_a_rank_loads_its_rows_alone(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        made, same, largest = rank["loaded"]
+        assert same and made <= largest / 2
 
 
 def test_whole_weights_go_in_and_out(two_ranks: list[dict[str, Any]]) -> None:

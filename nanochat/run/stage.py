@@ -23,7 +23,6 @@ line with its checkpoint, and the resumed run begins with the evaluation.
 """
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -42,7 +41,6 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero
-from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
@@ -100,11 +98,13 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     device, layout = open_device(config)
     source_tag = config.source_tag or config.model_tag
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
-    model, tokenizer, meta = checkpoint_manager.load_model(source, device, verified=True)
-    reference = copy.deepcopy(model) if with_reference else None
-    shard(model.train(), layout, device, config.activation_checkpointing)
-    if reference is not None:
-        shard(reference, layout, device)
+    model, tokenizer, meta = checkpoint_manager.load_model(
+        source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing
+    )
+    reference = None
+    if with_reference:
+        reference, _, _ = checkpoint_manager.load_model(source, device, verified=True, layout=layout)
+    model.train()
     print0(f"source: {source}")
     return Start(
         began, device, layout, model, tokenizer,
