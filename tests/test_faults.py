@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,19 @@ def test_one_process_stops_at_the_next_boundary_and_gives_the_handlers_back(numb
     assert leaving.value.code == 128 + number
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"stopped by {number.name}: saved checkpoints/step_000007; continue with --resume"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_compiler_survives_the_signal_of_the_whole_process_group(number):
+    with Faults(cpu_device(), 0):
+        compiler = subprocess.Popen(["sleep", "0.5"])
+        time.sleep(0.1)
+        compiler.send_signal(number)
+        assert compiler.wait() == 0
+    after = subprocess.Popen(["sleep", "5"])
+    time.sleep(0.1)
+    after.send_signal(number)
+    assert after.wait() == -number
 
 
 def open_files() -> int:

@@ -122,6 +122,9 @@ class Faults:
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for thread in self._threads:
             thread.start()
+        # Those threads hear the signals; this one blocks them, and a child process inherits that. A Ctrl-C goes to the
+        # whole process group: it would kill the C++ compiler that torch.compile started, and the step with it.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,6 +138,7 @@ class Faults:
             # torchrun sends SIGTERM to the other ranks as soon as one has left: these are leaving already.
             leaving = self.signal and number == signal.SIGTERM
             signal.signal(number, signal.SIG_IGN if leaving else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._receiver.close()
         self._sender.close()
 
