@@ -27,6 +27,7 @@ import dataclasses
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,10 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     Raises UserError: when the device is not there or cannot train, or the processes' flags contradict each other.
     """
     check_trackers(config.track)
-    safe_tag(config.model_tag or "default")
+    if config.run and not config.track:
+        warn(f"--run {config.run} names the run at a tracker, and there is none: add --track, or leave --run out")
+    if config.model_tag is not None:
+        safe_tag(config.model_tag)
     device = devices.init(config.device, config.dtype, config.deterministic)
     if not device.can_train:
         raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, and chat here")
@@ -215,12 +219,15 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
     def move() -> str | None:
         if not any(folder.glob("step_*")):  # an unfinished step of a killed run counts too
             return None
+        # A run that cannot start must not move anything: try its folder first.
+        run_folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_folder).close()
         number = 1
         while folder.with_name(f"{folder.name}.{number}").exists():
             number += 1
         name = f"{folder.name}.{number}"
         folder.rename(folder.with_name(name))
-        if run_folder.is_dir() and not run_folder.with_name(name).exists():
+        if not run_folder.with_name(name).exists():
             run_folder.rename(run_folder.with_name(name))
         return name
 
@@ -277,6 +284,7 @@ class Run:
         runs = run_dir(self.stage, self.start.tag)
         if device.is_main:
             lock(self.folder)
+        self.faults = Faults(device, progress.step, config.hang_seconds)
         if not config.resume:
             aside = set_aside(self.folder, runs, device)
             if aside is not None:
@@ -285,7 +293,6 @@ class Run:
             self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.meta["config"],
             rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
         )  # fmt: skip
-        self.faults = Faults(device, progress.step, config.hang_seconds)
         steps_left = self.last - progress.step
         self.recorder = Recorder(config.profile, steps_left, device, runs / "profile", self.logger.message)
         self._stack = contextlib.ExitStack()

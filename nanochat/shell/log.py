@@ -5,6 +5,7 @@ optimizer step that just ran, so a run that resumes at step n keeps the lines be
 """
 
 import datetime
+import importlib
 import json
 import math
 import os
@@ -195,29 +196,32 @@ def _keep_steps_before(path: Path, start_step: int) -> None:
 # ---------------------------------------------------------------------- trackers
 # Optional, each imported when it is requested.
 
-TRACKERS = ("wandb", "swanlab", "tensorboard")
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
 
 
 def check_trackers(trackers: str) -> list[str]:
     """The names in `--track`.
 
-    Raises UserError: when one is unknown.
+    Raises UserError: when one is unknown, or not installed where rank 0 runs.
     """
     names = [name.strip() for name in trackers.split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                importlib.import_module(TRACKERS[name])
+            except ImportError as error:
+                raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
     return names
 
 
 def _start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Start each tracker. One that is not installed stops the run before it begins; one that fails does not."""
+    """Start each tracker; one that fails does not stop the run."""
     started = {}
     for name in check_trackers(trackers):
         try:
             started[name] = _start_tracker(name, run, folder, config)
-        except ImportError as error:
-            raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
         except Exception as error:
             warn(f"tracker {name} did not start; the run continues without it: {error!r}")
     return started
