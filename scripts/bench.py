@@ -1,7 +1,9 @@
 """Measure this machine: the speed of training next to a bare matrix product, or the speed of serving.
 
 python -m scripts.bench train
+
 python -m scripts.bench serve --json serve.json
+
 python -m scripts.bench train --depth 12 --max_seq_len 2048 --vocab_size 32768 --device_batch_size 16
 
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine alone, then over HTTP with

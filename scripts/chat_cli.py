@@ -1,7 +1,9 @@
 """Chat with a model in the terminal, streamed as it is generated; a base model continues your text instead.
 
 python -m scripts.chat_cli
+
 python -m scripts.chat_cli -p "What is 47 + 38?"
+
 echo "Tell me a story." | python -m scripts.chat_cli > story.txt
 """
 

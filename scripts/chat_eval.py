@@ -1,6 +1,7 @@
 """Evaluate a chat model on tasks: accuracy with its interval, ChatCORE, and some of the replies.
 
 python -m scripts.chat_eval --source sft --tasks stories,addition
+
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- --tasks gsm8k,mmlu,arc_easy --max_examples 1000
 """
 

@@ -1,7 +1,9 @@
 """Serve a model: a page to chat in, and an API for OpenAI's clients. docs/deploy.md is about serving it to others.
 
 python -m scripts.chat_web
+
 python -m scripts.chat_web --source sft --host 0.0.0.0 --port 8000
+
 NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.workers.UvicornWorker scripts.chat_web:app
 """
 

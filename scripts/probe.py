@@ -1,7 +1,9 @@
 """Record the numbers of every module in a training step, and compare two recordings.
 
 python -m scripts.probe --device cpu --out cpu.json
+
 python -m scripts.probe --device npu --out npu.json
+
 python -m scripts.probe --compare cpu.json npu.json
 
 Weights and tokens are the same on every device. The comparison names the first module, kernel or gradient that differs,
