@@ -60,7 +60,7 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-launch=("$python") sampled='' # tasks that are evaluated at temperature 0.7; the others greedily
+launch=("$python") shards='' sampled='' # sampled: tasks that are evaluated at temperature 0.7; the others greedily
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
@@ -94,8 +94,8 @@ case $profile in
     ((memory > 28 * 2 ** 30)) && rows=8
     ((memory > 56 * 2 ** 30)) && rows=16
     ((memory > 72 * 2 ** 30 && depth == 12)) && rows=32
-    base=(--shards "$shards" --depth "$depth" --device_batch_size "$rows" --save_every 1000)
-    base_eval=(--shards "$shards" --device_batch_size "$rows" --samples 4) stories=0
+    base=(--depth "$depth" --device_batch_size "$rows" --save_every 1000)
+    base_eval=(--device_batch_size "$rows" --samples 4) stories=0
     mid=(--device_batch_size "$rows" --save_every 500)
     sft=(--device_batch_size "$((rows / 2))" --num_iterations 700 --save_every 200)
     rl=(--device_batch_size "$((rows / 2))" --num_iterations 400 --examples_per_step 16 --num_samples 16 --save_every 50)
@@ -109,6 +109,9 @@ data=${data:-$default_data}
 if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer, so a folder of its own
   name=${data%/}
   run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")-$(cksum <<<"$name" | cut -d ' ' -f 1)
+fi
+if [[ -n $shards && $data != demo && $data != pydoc && ! -e $data ]]; then # a hub dataset
+  base+=(--shards "$shards") base_eval+=(--shards "$shards")
 fi
 [[ $data != demo ]] || base_eval+=(--stories "$stories") # only the demo's stories can be graded
 if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then

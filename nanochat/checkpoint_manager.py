@@ -256,6 +256,8 @@ def verify(step_folder: Path) -> dict[str, Any]:
         expected = {Path(name).name: (file["bytes"], file["sha256"]) for name, file in manifest.items()}
     for name, (size, sha256) in expected.items():
         path = step_folder / name  # a manifest cannot name a file of another folder
+        if not path.exists():
+            raise DamagedCheckpoint(f"{path} is damaged (there is no such file)")
         with _damage_of(path):
             # The size first: it finds a file cut short without reading it. A changed byte shows in the hash alone.
             if path.stat().st_size != size or storage.sha256(path) != sha256:
@@ -412,9 +414,14 @@ def find_source(
         return _find_in_stage(source, model_tag, step)
     chosen = Path(source).expanduser()
     if not (chosen / "manifest.json").is_file():
+        why = ", there is no manifest.json in it" if chosen.is_dir() else ""
         raise UserError(
             f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
-            "(.../step_<n>): name one of them"
+            f"(.../step_<n>){why}: name one of them"
+        )
+    if model_tag is not None or step is not None:
+        raise UserError(
+            f"--source {source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
     verify(chosen)
     return chosen
@@ -424,7 +431,7 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None) -> Path:
     # The tag written last, by the time of its newest step: a folder's own time also changes when a step is deleted.
     folders = tags(stage)
     folder = paths.base_dir() / "checkpoints" / stage
-    if model_tag:
+    if model_tag is not None:
         folder = paths.checkpoint_dir(stage, model_tag)
     elif folders:
         folder = max(folders, key=lambda folder: step_path(folder, steps(folder)[-1]).stat().st_mtime)

@@ -18,7 +18,7 @@ from nanochat.shell.log import print0
 @dataclass(frozen=True)
 class Config:
     out: str  # the folder to make; it must not exist yet
-    to: Literal["safetensors"] = "safetensors"  # the format
+    to: Literal["safetensors"] = "safetensors"  # the format; there is one so far
     source: str = "auto"  # base, mid, sft, dpo, rl, the furthest of them (auto), or a checkpoint's folder
     model_tag: str | None = None  # of the source; default: the tag last written
     step: int | None = None  # of the source; default: its newest whole step

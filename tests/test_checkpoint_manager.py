@@ -332,6 +332,14 @@ def test_what_load_model_cannot_find_is_named(base_folder, folder):
     for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
         with pytest.raises(UserError, match="neither a stage .*base, mid, sft, dpo, rl.* nor a checkpoint"):
             load_model(source, DEVICE)
+    with pytest.raises(UserError, match="there is no manifest.json in it"):
+        load_model(str(folder), DEVICE)
+    for options in ({"step": 2}, {"model_tag": "tiny"}):
+        with pytest.raises(UserError, match="is one checkpoint's folder: leave out the flags for a tag and a step"):
+            load_model(folder / "step_000002", DEVICE, **options)
+    (folder / "step_000002" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step_000002/model.safetensors is damaged \(there is no such file\)"):
+        load_model(folder / "step_000002", DEVICE)
     with pytest.raises(UserError, match="--device"):
         load_model("base", "tpu")
 
@@ -444,7 +452,7 @@ def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder
             checkpoint_manager.verify(path)
 
 
-@pytest.mark.parametrize("tag", ["..", "../tiny", "/tmp", "a/b", "a\\b", ".hidden", "a\0b", "~", "tiny/", "%2e%2e"])
+@pytest.mark.parametrize("tag", ["", "..", "../tiny", "/tmp", "a/b", "a\\b", ".hidden", "a\0b", "~", "tiny/", "%2e%2e"])
 def test_a_tag_never_leaves_its_folder(folder, tag):
     save_step(folder, 1)
     save_step(folder.parent.parent / "tiny", 1)  # what ../tiny would reach

@@ -300,7 +300,7 @@ def test_resume_refuses_other_data_another_order_and_another_batch(base, tokeniz
     call("base_train", *TINY, "--num_iterations=2")
     for flag, words in (
         ("--data=pydoc", "--data demo, not pydoc"),
-        ("--shards=3", "--shards None, not 3"),
+        ("--shards=3", "--data demo has no shards"),
         ("--seed=4", "--seed 0, not 4"),
         ("--optimizer=adamw", "--optimizer muon, not adamw"),
         ("--total_batch_size=512", "tokens a step 256, not 512"),

@@ -57,6 +57,8 @@ def open_corpus(
     Without `val_data` a folder's last file is validation, or the last 10% of a single file; a name has its
     own validation split. `shards`: how many training shards of a hub dataset. Raises UserError: in one line.
     """
+    if shards is not None and (data in ("demo", "pydoc") or _is_here(data)):
+        raise UserError(f"--shards {shards}: --data {data} has no shards, a hub dataset has: leave --shards out")
     if val_data is None:
         train, val = _open(data, "--data", False, hub, shards)
     else:
@@ -78,9 +80,8 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
         return DemoCorpus("train"), DemoCorpus("val")
     if data == "pydoc":
         return PydocCorpus("train"), PydocCorpus("val")
-    path = Path(data).expanduser()
-    if data not in NAMES and path.exists():
-        return _open_files(data, list_files(path, TEXT_SUFFIXES, flag), whole)
+    if _is_here(data):
+        return _open_files(data, list_files(Path(data).expanduser(), TEXT_SUFFIXES, flag), whole)
     is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(TEXT_SUFFIXES)
     if data not in NAMES and not is_hub_name:
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
@@ -94,6 +95,11 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
     return _open_files(data, files, False)
+
+
+def _is_here(data: str) -> bool:
+    """Whether it is a file or a folder, and not a name."""
+    return data not in NAMES and bool(data) and Path(data).expanduser().exists()
 
 
 def _open_files(name: str, paths: list[Path], whole: bool) -> tuple["Corpus", "Corpus"]:

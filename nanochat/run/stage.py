@@ -47,8 +47,8 @@ from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
-from nanochat.shell.log import RunLog, check_trackers, print0, record, warn
-from nanochat.shell.paths import checkpoint_dir, lock, run_dir, safe_tag, unlock
+from nanochat.shell.log import RunLog, check_trackers, counted, print0, record, warn
+from nanochat.shell.paths import STAGES, checkpoint_dir, lock, run_dir, safe_tag, unlock
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
 
@@ -100,7 +100,9 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     """
     began = time.time()
     device, layout = open_device(config)
-    source_tag = config.source_tag or config.model_tag
+    source_tag = config.source_tag
+    if source_tag is None and config.source in ("auto", *STAGES):
+        source_tag = config.model_tag
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing

@@ -167,6 +167,11 @@ class RunLog:
         return " | ".join(parts)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def duration(seconds: float) -> str:
     """`42s`, `3m12s`, `1h05m`."""
     whole = round(seconds)
