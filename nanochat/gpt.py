@@ -89,7 +89,10 @@ class GPTConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs of channels")
+            raise ValueError(
+                f"--head_dim {self.head_dim} is odd, and rotary positions turn pairs of channels: use an even number, "
+                f"such as {self.head_dim + 1}"
+            )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
 

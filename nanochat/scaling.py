@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.shell.cli import UserError
 
 WIDTH_PER_LAYER = 64  # every model has the same shape: its width is 64 times its depth
 HEAD_DIM = 128
@@ -44,6 +45,8 @@ def model_config(
 
     An MLP of `relu2` has two matrices of 4 x width. One of `swiglu` has three of 8/3 x width, which are as many
     parameters (source: Shazeer 2020, GLU variants improve Transformer).
+
+    Raises UserError: when there is no such model.
     """
     # One dial: a model grows in depth and width together, so that each rule below has one variable. Depth 12 has 6
     # heads; depth 5 has 320 of width, which is 2.5 heads: it gets 3, and a width of 384.
@@ -52,17 +55,20 @@ def model_config(
     mlp_width = 4 * width
     if mlp == "swiglu":
         mlp_width = round(8 / 3 * width / 64) * 64  # a multiple of 64 suits matrix units
-    return GPTConfig(
-        vocab_size=vocab_size,
-        sequence_len=sequence_len,
-        n_layer=depth,
-        width=width,
-        n_head=n_head,
-        n_kv_head=n_head,
-        window_pattern=window_pattern,
-        mlp=mlp,
-        mlp_width=mlp_width,
-    )
+    try:
+        return GPTConfig(
+            vocab_size=vocab_size,
+            sequence_len=sequence_len,
+            n_layer=depth,
+            width=width,
+            n_head=n_head,
+            n_kv_head=n_head,
+            window_pattern=window_pattern,
+            mlp=mlp,
+            mlp_width=mlp_width,
+        )
+    except ValueError as error:  # it names the flag
+        raise UserError(str(error)) from error
 
 
 def parameter_counts(model: GPT) -> dict[str, int]:

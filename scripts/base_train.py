@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from nanochat.run.flags import TrainFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
-from nanochat.shell.log import print0
+from nanochat.shell.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
+from nanochat.shell.log import counted, print0
 from nanochat.shell.paths import tokenizer_dir
 
 Rate = Annotated[float, Range(0, 1e4)]
@@ -28,18 +28,18 @@ class Config(TrainFlags):
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
     # model
-    depth: Positive = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
-    head_dim: Positive = 128  # channels of an attention head
-    max_seq_len: Positive = 2048  # tokens of context
-    window_pattern: str = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
-    mlp: Literal["relu2", "swiglu"] = "relu2"  # squared ReLU, or SwiGLU of two thirds the width: as many parameters
-    logit_cap: Annotated[float, Range(0, 1e4)] = 15.0  # soft cap of the logits; 0 for none
+    depth: Frozen[Depth] = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
+    head_dim: Frozen[Annotated[int, Range(1, 4096)]] = 128  # channels of an attention head
+    max_seq_len: Frozen[Size] = 2048  # tokens of context
+    window_pattern: Frozen[str] = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
+    mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU, or SwiGLU of 2/3 the width: as many parameters
+    logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap of the logits; 0 for none
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
-    device_batch_size: Positive = 16  # rows a device computes at once
+    device_batch_size: Size = 16  # rows a device computes at once
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: grows with the horizon
-    gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches per step
+    gradient_accumulation_steps: Size | None = None  # instead of --total_batch_size: micro-batches per step
     # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
     optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
     matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
@@ -75,12 +75,9 @@ def main(config: Config) -> None:
     device, layout = open_device(config)
 
     # ------------------------------------------------------------------ model
-    try:
-        model_config = scaling.model_config(
-            config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim, config.mlp
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    model_config = scaling.model_config(
+        config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim, config.mlp
+    )
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
@@ -111,7 +108,7 @@ def main(config: Config) -> None:
     rates = dataclasses.replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
+    print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model_config)

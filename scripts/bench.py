@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.shell.cli import Positive, Range, UserError, run
+from nanochat.shell.cli import Depth, Positive, Range, Size, UserError, run
 from nanochat.shell.log import print0
 
 Made = TypeVar("Made")
@@ -34,11 +34,11 @@ PRODUCT = 1024  # width and height of the matrix in the bare product
 @dataclass(frozen=True)
 class Config:
     what: tyro.conf.Positional[Literal["train", "serve"]]  # what to measure
-    depth: Positive = 4  # layers; the width is 64 x depth, rounded up to whole heads
-    head_dim: Annotated[int, Range(2)] = 128  # channels of an attention head
-    max_seq_len: Positive = 512  # tokens a row
-    vocab_size: Positive = 8192  # tokens that the model knows
-    device_batch_size: Positive = 8  # rows
+    depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
+    head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
+    max_seq_len: Size = 512  # tokens a row
+    vocab_size: Size = 8192  # tokens that the model knows
+    device_batch_size: Size = 8  # rows
     optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
     steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import Positive, Range, Seed, UserError, run
+from nanochat.shell.cli import Depth, Positive, Range, Seed, Size, UserError, run
 from nanochat.shell.log import print0
 
 
@@ -25,10 +25,10 @@ class Config:
     compare: tuple[str, str] | None = None  # two recordings; records nothing
     # Largest difference that counts as rounding, relative to the norm; default: 1e-3 in float32, 0.05 in bfloat16.
     tolerance: Annotated[float, Range(0)] | None = None
-    depth: Positive = 4  # layers
-    max_seq_len: Positive = 256  # tokens a row
-    vocab_size: Positive = 1024  # tokens that the model knows
-    device_batch_size: Positive = 2  # rows
+    depth: Depth = 4  # layers
+    max_seq_len: Size = 256  # tokens a row
+    vocab_size: Size = 1024  # tokens that the model knows
+    device_batch_size: Size = 2  # rows
     steps: Positive = 1  # each with an update; after the first, compare in float32 only
     window_pattern: str = "SSSL"  # see base_train
     seed: Seed = 0  # of the weights and the tokens

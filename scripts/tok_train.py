@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.shell.cli import Positive, UserError, run
+from nanochat.shell.cli import Positive, Size, UserError, run
 from nanochat.shell.log import print0, record
 from nanochat.shell.paths import base_dir, tokenizer_dir
 
@@ -29,7 +29,7 @@ class Config:
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where a dataset is downloaded from
     shards: Positive | None = None  # files of a dataset to read; default: its first few
-    vocab_size: int | None = None  # tokens, special ones included; default: one per 250 characters, 1024 to 32768
+    vocab_size: Size | None = None  # tokens, special ones included; default: one per 250 characters, 1024 to 32768
     max_chars: Positive | None = None  # characters to learn from; default: 2 billion, 4 million where data never ends
     overwrite: bool = False  # replace a tokenizer that checkpoints here were trained with
 

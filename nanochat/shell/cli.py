@@ -52,6 +52,8 @@ class Range:
 # Number flags, as in `depth: Positive = 8`. None, where a flag allows it, is in every range.
 Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
+Depth = Annotated[int, Range(1, 1000)]  # layers: a million of them are built for hours before the memory is full
+Size = Annotated[int, Range(1, 10**7)]  # of what the memory holds whole
 Seed = Annotated[int, Range(0, 2**62)]
 Fraction = Annotated[float, Range(0, 1)]
 
