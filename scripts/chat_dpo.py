@@ -15,7 +15,7 @@ from typing import Annotated
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
-from nanochat.shell.log import print0
+from nanochat.shell.log import counted, print0
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def main(config: Config) -> None:
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {examples} pairs")
+    print0(f"horizon: {counted(steps, 'step')} of {examples} pairs")
 
     # ------------------------------------------------------------------ train
     assert start.source is not None
@@ -118,7 +118,8 @@ def main(config: Config) -> None:
     if not val_pairs and not draw(train, 0, examples):
         raise UserError(
             f"--tasks {tasks}: the first pairs leave nothing to prefer: both replies are the same or one is empty, or "
-            f"the prompts are longer than the context of {row_tokens} tokens"
+            f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
+            "with two different replies"
         )
     if not val_pairs:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")

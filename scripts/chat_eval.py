@@ -15,7 +15,7 @@ import tyro
 
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Count, Positive, UserError, run
-from nanochat.shell.log import print0, record, warn
+from nanochat.shell.log import counted, print0, record, warn
 from nanochat.shell.paths import STAGES, run_dir
 
 
@@ -96,7 +96,7 @@ def main(config: Config) -> None:
         report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in report["tasks"].values())
         earlier = len(report["tasks"]) - len(results)
         before = f", {earlier} of them evaluated before" if earlier else ""
-        print0(f"\nChatCORE: {report['chatcore']:.4f}, the mean over {len(report['tasks'])} tasks{before}")
+        print0(f"\nChatCORE: {report['chatcore']:.4f}, the mean over {counted(len(report['tasks']), 'task')}{before}")
         if path and merged:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8", errors="replace")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Positive, Range
-from nanochat.shell.log import print0
+from nanochat.shell.log import counted, print0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def main(config: Config) -> None:
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {steps:,} steps of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
+    print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)

@@ -229,6 +229,26 @@ def test_an_earlier_run_is_set_aside_and_not_lost(folder):
         assert found is not None and found[1]["seed"] == run
 
 
+def test_a_run_that_cannot_have_its_folder_moves_nothing(folder):
+    save_step(folder, 5)
+    runs = paths.run_dir("base", "tiny")
+    runs.parent.mkdir(parents=True)
+    runs.write_text("a file in its place")
+    with pytest.raises(FileExistsError):
+        set_aside(folder, runs, DEVICE)
+    assert steps(folder) == [5] and runs.is_file()
+
+
+def test_a_default_that_changed_has_a_name_in_the_message():
+    about = {"model": {}, "tokenizer": "", "fingerprints": {"tokens a step": 256}}
+    saved = {**about, "config": {"tasks": ""}}
+    with pytest.raises(UserError, match=r"with --tasks \(default\), not addition: use its flags"):
+        stage._refuse_changes(saved, {**about, "config": {"tasks": "addition"}}, ["tasks"], Path("step"))
+    now = {**saved, "fingerprints": {"tokens a step": 512}}
+    with pytest.raises(UserError, match=r"with --total_batch_size \(tokens a step\) 256, not 512"):
+        stage._refuse_changes(saved, now, ["tasks"], Path("step"))
+
+
 def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
     """This rank's file system lists nothing; it gets rank 0's answer."""
     save_step(folder, 1)

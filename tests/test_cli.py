@@ -8,7 +8,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ class Config:
     resume: bool = False  # go on
     seed: cli.Frozen[cli.Seed | None] = None  # of the data
     share: cli.Fraction = 0.5  # of the run
+    top_p: Annotated[float, cli.Range(1e-9, 1)] = 1.0  # of the probability
 
 
 # ---------------------------------------------------------------------- flags
@@ -101,8 +102,11 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
         (["--device_batch_size=0"], "at least 1"),
         (["--device_batch_size=1000000000001"], "at most 1,000,000,000,000"),
         (["--seed=-1"], "at least 0"),
-        (["--share=1.1"], "at most 1"),
+        (["--device_batch_size=" + "9" * 30], f"--device_batch_size {'9' * 20}...: at most 1,000,000,000,000"),
+        (["--share=1.1"], "--share 1.1: at most 1"),
         (["--share=nan"], "at least 0"),
+        (["--top_p=0"], "--top_p 0.0: above 0"),
+        (["--seed=1.5"], "Error parsing --seed: '1.5' is no INT; "),
         (["--ratio=inf"], ""),  # no range, no limit
     ],
 )

@@ -108,6 +108,7 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
         ("stories:-1", "above 0"),
         ("stories:nan", "above 0"),
         ("stories:inf", "above 0"),
+        ("stories:1e400", "a finite number above 0"),
         ("stories=/tmp", "takes no path"),
         ("gsm8k=", "no path"),
         ("/nowhere.jsonl", "no such task or file"),

@@ -556,9 +556,9 @@ def test_one_process_has_nothing_to_shard() -> None:
     ("ranks", "how", "replicate", "says"),
     [
         (4, "ddp", 2, "--replicate 2 needs --parallel fsdp"),
-        (4, "fsdp", 3, "--replicate 3 needs .* here are 4 processes"),
-        (4, "fsdp", 4, "--replicate 4 needs .* here are 4 processes"),
-        (1, "fsdp", 2, "--replicate 2 needs .* here are 1 processes"),
+        (4, "fsdp", 3, "--replicate 3 needs .* processes here: 4,"),
+        (4, "fsdp", 4, "--replicate 4 needs .* processes here: 4,"),
+        (1, "fsdp", 2, "--replicate 2 needs .* processes here: 1,"),
     ],
 )
 def test_impossible_layouts_are_refused(ranks: int, how: Any, replicate: int, says: str) -> None:

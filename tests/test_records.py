@@ -91,7 +91,7 @@ def test_a_row_without_its_field_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": "one"}, {"ask": "two"}, {"question": 3}, ["four"]])
     opened = open_records([path], {"question": str})
     assert complaint(lambda: opened[1]) == f'{path} line 2 has no "question" that is a text: its fields are ask'
-    assert complaint(lambda: opened[2]) == f'{path} line 3 has no "question" that is a text: its fields are question'
+    assert complaint(lambda: opened[2]) == f'{path} line 3 has no "question" that is a text: it is 3'
     assert complaint(lambda: opened[3]) == f"{path} line 4 is not an object with question"
     path = write(tmp_path / "a.parquet", [{"question": "one"}, {"question": None}])
     assert complaint(lambda: open_records([path], {"question": str})[1]).startswith(f'{path} row 2 has no "question"')

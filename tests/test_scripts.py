@@ -303,7 +303,7 @@ def test_resume_refuses_other_data_another_order_and_another_batch(base, tokeniz
         ("--shards=3", "--data demo has no shards"),
         ("--seed=4", "--seed 0, not 4"),
         ("--optimizer=adamw", "--optimizer muon, not adamw"),
-        ("--total_batch_size=512", "tokens a step 256, not 512"),
+        ("--total_batch_size=512", "--total_batch_size (tokens a step) 256, not 512"),
     ):
         code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", flag)
         assert code == 1 and words in err
@@ -321,9 +321,10 @@ def test_resume_reports_what_it_changes(base, tokenizer, capsys):
 
 
 def test_flags_that_resume_refuses():
-    """All that decides what a step computes and is not compared in another way."""
+    """All that decides what a step computes, and what the model is, by the names of the flags."""
+    model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap"}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
-    assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer"}
+    assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", *model}
     assert frozen["mid_train"] == {"seed", "tasks"}
     assert frozen["chat_sft"] == {"seed", "tasks", "target_examples_per_step"}
     losses = {"loss", "beta", "label_smoothing", "sft_weight"}
@@ -550,7 +551,10 @@ def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, st
         (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
         (["--num_iterations=0"], "--num_iterations 0: at least 1"),
         (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps 0: at least 1"),
-        (["--head_dim=33"], "head_dim 33"),
+        (["--depth=1000000"], "--depth 1000000: at most 1,000"),
+        (["--head_dim=33"], "--head_dim 33 is odd.* use an even number, such as 34"),
+        (["--shards=2"], "--shards 2: --data demo has no shards"),
+        (["--model_tag="], "--model_tag '' is not a plain folder name"),
         (["--window_pattern=SXL"], "--window_pattern .SXL.: letters S"),
         (["--window_pattern="], "--window_pattern .*letters S"),
         (["--target_param_data_ratio=0"], "--target_param_data_ratio"),
@@ -577,6 +581,32 @@ def test_flags_that_cannot_work(base, tokenizer, capsys, argv, next_step):
     assert code in (1, 2)
     assert re.search(next_step, err)
     assert not (base / "checkpoints").exists()
+
+
+def test_a_shape_that_bench_cannot_build(capsys):
+    code, err = mistake(capsys, "bench", "train", "--device=cpu", "--head_dim=31")
+    assert code == 1 and "--head_dim 31 is odd" in err and "such as 32" in err
+
+
+def test_a_vocabulary_beyond_all_bounds(base, capsys):
+    code, err = mistake(capsys, "tok_train", "--vocab_size=99999999999999", "--max_chars=100000")
+    assert code == 2 and "--vocab_size 99999999999999: at most 10,000,000" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_example_is_a_paragraph(script):
+    """--help joins the lines of a paragraph."""
+    docstring = importlib.import_module(f"scripts.{script}").__doc__
+    for paragraph in docstring.split("\n\n"):
+        commands = re.findall(r"(?m)^(?:echo .*|[A-Z_]+=.*)?(?:python|torchrun|gunicorn) ", paragraph)
+        assert not commands or paragraph.count("\n") == paragraph.endswith("\n"), paragraph
+
+
+def test_a_name_for_a_tracker_that_is_not_there_warns(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=1", "--run=mine")
+    out, err = capsys.readouterr()
+    assert "warning: --run mine names the run at a tracker, and there is none: add --track" in err
+    assert "done: 1 step, " in out and "horizon: 1 step of" in out
 
 
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
@@ -650,11 +680,11 @@ def test_what_does_not_fit_a_trained_model(base, tokenizer, capsys, tmp_path, tr
     call("base_train", *TINY, "--num_iterations=2", "--save_every=1")
 
     for argv, words in (
-        (["--depth=2", "--model_tag=d1"], "n_layer 1"),
-        (["--max_seq_len=32"], "sequence_len 64"),
-        (["--head_dim=64"], "n_head"),
-        (["--window_pattern=SL"], "window_pattern"),
-        (["--logit_cap=30"], "logit_cap"),
+        (["--depth=2", "--model_tag=d1"], "--depth 1, not 2"),
+        (["--max_seq_len=32"], "--max_seq_len 64, not 32"),
+        (["--head_dim=64"], "--head_dim 32, not 64"),
+        (["--window_pattern=SL"], "--window_pattern L, not SL"),
+        (["--logit_cap=30"], "--logit_cap 15.0, not 30.0"),
     ):
         code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", *argv)
         assert code == 1

@@ -342,7 +342,10 @@ BAD_JSON_LINES = [
     (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
     ("[1]\n" + GOOD, "line 1 .*object"),
     ('"text"\n' + GOOD, "line 1 .*object"),
-    ('{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300, "line 101 "),
+    (
+        '{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300,
+        'line 101 has no "text" that is a text: it is 5',
+    ),
 ]
 
 
@@ -366,7 +369,7 @@ def test_mistakes_in_gz_and_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "c.parquet")
     assert "has no column 'text': its columns are content, n" in mistake(tmp_path / "c.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
-    assert 'row 1 has no "text" that is a text' in mistake(tmp_path / "d.parquet")
+    assert 'row 1 has no "text" that is a text: it is 1' in mistake(tmp_path / "d.parquet")
 
 
 BOMB = """

@@ -110,8 +110,8 @@ class Records:
             raise self.error(index, f"is not an object with {', '.join(self.fields)}")
         for name, kind in (self.fields or {}).items():
             if not isinstance(value.get(name), kind):
-                has = ", ".join(value) or "none"
-                raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: its fields are {has}')
+                has = f"it is {value[name]!r:.40}" if name in value else f"its fields are {', '.join(value) or 'none'}"
+                raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: {has}')
         return value
 
     def parse(self, index: int, parse: Callable[[Any], T]) -> T:

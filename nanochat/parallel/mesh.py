@@ -68,8 +68,8 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
     """
     if replicate > 1 and (parallel != "fsdp" or device.world_size % replicate or device.world_size == replicate):
         raise UserError(
-            f"--replicate {replicate} needs --parallel fsdp and several processes in each of {replicate} groups; here "
-            f"are {device.world_size} processes with --parallel {parallel}"
+            f"--replicate {replicate} needs --parallel fsdp and several processes in each of {replicate} groups; "
+            f"processes here: {device.world_size}, with --parallel {parallel}"
         )
     if device.world_size == 1:
         return Layout()  # nothing to shard

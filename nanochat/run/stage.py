@@ -197,8 +197,10 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
         if before.get(name, now) == now:
             continue
         if name not in free:
+            flag = "--total_batch_size (tokens a step)" if name == "tokens a step" else name
+            was, requested = ("(default)" if value in ("", None) else value for value in (before[name], now))
             raise UserError(
-                f"--resume: {step_folder} was trained with {name} {before[name]}, not {now}: use its flags, or another "
+                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: use its flags, or another "
                 "--model_tag"
             )
         changes.append(f"{name} {before[name]} -> {now}")
@@ -438,7 +440,7 @@ class Run:
         if self.stopped:
             self.faults.leave(checkpoint_manager.step_path(self.folder, self.progress.step))
         summary = summary or f"{self.progress.seconds:.1f} s of training"
-        print0(f"done: {self.progress.step:,} steps, {summary}")
+        print0(f"done: {counted(self.progress.step, 'step')}, {summary}")
         record(self.stage, self.start.tag, self.start.began, self.device)
 
     # ------------------------------------------------------------------ details

@@ -48,6 +48,10 @@ class Range:
     low: float
     high: float = 10**12
 
+    @property
+    def least(self) -> str:
+        return "above 0" if 0 < self.low <= 1e-9 else f"at least {self.low:g}"
+
 
 # Number flags, as in `depth: Positive = 8`. None, where a flag allows it, is in every range.
 Positive = Annotated[int, Range(1)]
@@ -73,9 +77,11 @@ def check_ranges(config: Any) -> None:
             if value is None or not isinstance(limits, Range):
                 continue
             if not value >= limits.low:  # NaN is not in any range either
-                raise UserError(f"--{flag} {value}: at least {limits.low:g}")
+                raise UserError(f"--{flag} {value}: {limits.least}")
             if value > limits.high:
-                raise UserError(f"--{flag}: at most {limits.high:,}, and not {str(value)[:20]}")
+                text = str(value)
+                shown = text if len(text) <= 20 else f"{text[:20]}..."
+                raise UserError(f"--{flag} {shown}: at most {limits.high:,}")
 
 
 def frozen_flags(config_type: type) -> list[str]:
@@ -139,6 +145,9 @@ def _without_frame(text: str) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
     text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
     sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
+    # A flag that may be left out is a union; its parts' errors show annotations.
+    union = r"no type matching (?:\{None\}\|)?(\S+) could be instantiated from \[(.*?)\]\. Got errors: .*"
+    sections = [re.sub(union, r"\2 is no \1", section) for section in sections]
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 

@@ -76,7 +76,7 @@ def _parse_entry(entry: str) -> TaskSpec:
     except ValueError as error:
         raise UserError(f"--tasks {entry}: the weight {number!r} is not a number") from error
     if not 0 < weight < math.inf:
-        raise UserError(f"--tasks {entry}: the weight must be above 0")
+        raise UserError(f"--tasks {entry}: the weight is a finite number above 0")
     name, equals, path = rest.partition("=")
     if name in FROM_HUB:
         if equals and not path:
