@@ -201,7 +201,7 @@ def test_several_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path, rank
 
 # Tiny sizes for commands that are run as people's documents have them.
 EIGHT = {
-    "NANOCHAT_BASE_TRAIN": f"{BASE} --device_batch_size=1 --shards=1 --save_every=0",
+    "NANOCHAT_BASE_TRAIN": f"{BASE} --device_batch_size=1 --save_every=0",
     "NANOCHAT_MID_TRAIN": f"{MID} --device_batch_size=1",
     "NANOCHAT_CHAT_SFT": f"{SFT} --device_batch_size=1",
     "NANOCHAT_CHAT_RL": f"{RL} --examples_per_step=8",
