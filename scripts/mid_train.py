@@ -21,6 +21,8 @@ class Config(StageFlags):
     num_iterations: Positive | None = None  # steps; default: a tenth of the base model's tokens
     device_batch_size: Positive = 16  # rows a device computes at once
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: the base model's
+    gradient_accumulation_steps: Positive | None = None  # instead of --total_batch_size: micro-batches per step
+    dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.5  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 0.8  # last part of the run, in which the rates fall
@@ -55,7 +57,9 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
     by_rule = start.pretraining.get("batch_tokens", micro_tokens)
-    accumulation = count_micro_batches(micro_tokens, by_rule, config.total_batch_size)
+    accumulation = count_micro_batches(
+        micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
+    )
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(start.pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
@@ -71,7 +75,8 @@ def main(config: Config) -> None:
     )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
-        seed=config.seed, state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+        seed=config.seed, workers=config.dataloader_num_workers,
+        state=LoaderState.merge(run.loader_states) if run.loader_states else None,
     )  # fmt: skip
     compiled = run.compile(model, config.compile, token_flops * batch_tokens)
     val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)

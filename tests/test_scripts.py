@@ -49,7 +49,7 @@ CONTRACT_FLAGS = {
     "num_iterations max_seq_len target_param_data_ratio window_pattern run model_tag resume data val_data hub",
     "base_eval": "data val_data",
     "chat_cli": "source",
-    "mid_train": "device_batch_size total_batch_size",
+    "mid_train": "device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers",
     "chat_sft": "device_batch_size target_examples_per_step",
     "chat_dpo": "device_batch_size target_examples_per_step beta",
     "chat_rl": "device_batch_size examples_per_step",

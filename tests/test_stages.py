@@ -225,6 +225,15 @@ def test_the_same_seed_gives_the_same_reinforcement(start, capsys):
     assert replies["one"] == replies["two"] != replies["three"]
 
 
+def test_mid_training_takes_a_number_of_micro_batches(start):
+    flags = ("--source=base", "--source_tag=d1", "--num_iterations=3")
+    call("mid_train", *MID, *flags, "--model_tag=tokens")
+    other = [flag for flag in MID if not flag.startswith(("--total_batch_size", "--device_batch_size"))]
+    more = ("--device_batch_size=1", "--gradient_accumulation_steps=4", "--dataloader_num_workers=0")
+    call("mid_train", *other, *flags, *more, "--model_tag=number")
+    assert losses(start, "mid", "number") == pytest.approx(losses(start, "mid", "tokens"), rel=1e-5)
+
+
 def test_micro_batches_add_up(start):
     call("chat_sft", *SFT, "--source=base", "--num_iterations=4")
     more = ("--source=base", "--source_tag=d1", "--model_tag=more", "--num_iterations=4", "--device_batch_size=7")
