@@ -731,31 +731,59 @@ def check_attention(device: Any) -> str:
     return within(worst, 0.03, f"{kernel}: forward and backward, whole and windowed,")
 
 
-def check_training(device: Any) -> str:
-    """Two steps of the project's own model on one batch: the second loss must be lower."""
+def small_run(device: Any) -> tuple[Any, Any, Any]:
+    """The project's own model and optimizer, small, and a batch for them."""
     if not device.can_train:
         raise Skip(f"{device.name} is made for inference")
     torch = importlib.import_module("torch")
     gpt = importlib.import_module("nanochat.gpt")
+    scaling = importlib.import_module("nanochat.scaling")
+    train = importlib.import_module("nanochat.train")
     config = gpt.GPTConfig(vocab_size=256, n_layer=2, width=128, n_head=2, n_kv_head=2, sequence_len=64)
     model = gpt.GPT(config, device.kernels)
     model.init_weights(0)
     model.to(device.torch_device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = train.make_optimizer(model, scaling.rates(config, 256, 256_000), device)
     tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(0)).to(device.torch_device)
+    return model, optimizer, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def check_training(device: Any) -> str:
+    """Two steps of the project's own model on one batch: the second loss must be lower."""
+    model, optimizer, batch = small_run(device)
+    train = importlib.import_module("nanochat.train")
     losses = []
     for _ in range(2):
-        with device.autocast():
-            loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) / (4 * 64)  # nats a token
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        stats = train.train_step(model, optimizer, [batch], train.next_token_loss, device=device)
+        losses.append(float(stats.loss))
     if not losses[1] < losses[0] < 10:
         raise Fail(
             f"the loss went from {losses[0]:.4f} to {losses[1]:.4f}", "see the matrix product and attention lines above"
         )
     return f"loss {losses[0]:.4f} -> {losses[1]:.4f}, peak memory {device.peak_memory() / 2**20:.0f} MiB"
+
+
+def check_skipped_step(device: Any) -> str:
+    """A step whose loss is not a number must leave every weight and the optimizer's state as they were."""
+    model, optimizer, batch = small_run(device)
+    torch = importlib.import_module("torch")
+    train = importlib.import_module("nanochat.train")
+
+    def bad_loss(model: Any, batch: Any) -> tuple[Any, Any]:
+        loss, targets = train.next_token_loss(model, batch)
+        return loss * float("nan"), targets
+
+    def everything() -> list[Any]:
+        tensors = [*model.parameters(), *optimizer.state_dict().values()]
+        return [tensor.detach().cpu().clone() for tensor in tensors]
+
+    train.train_step(model, optimizer, [batch], train.next_token_loss, device=device)
+    before = everything()
+    train.train_step(model, optimizer, [batch], bad_loss, device=device)
+    changed = sum(not torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+    if changed:
+        raise Fail(f"a step whose loss is NaN changed {changed} of {len(before)} tensors", "please report this line")
+    return f"a skipped step changes nothing ({len(before)} tensors)"
 
 
 def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
@@ -863,6 +891,7 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
         ("matrix product", check_matmul),
         ("attention", check_attention),
         ("training step", check_training),
+        ("skipped step", check_skipped_step),
         ("all-reduce", check_all_reduce, gigabytes),
         ("bandwidth", check_bandwidth, gigabytes),
     ):

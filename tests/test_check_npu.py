@@ -16,6 +16,8 @@ from simnpu import build
 
 import check_npu
 from check_npu import Chip, Fail, Holder, Machine, Report, Skip
+from nanochat import device as devices
+from nanochat.kernels.torch_ import TorchKernels
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -570,7 +572,7 @@ def test_the_whole_command_on_a_cpu(exported: dict[str, str]):
     assert "PASS all-reduce: 2 processes" in lines
     (bandwidth,) = (line for line in lines if "bandwidth" in line)
     assert re.match(r"PASS bandwidth: [\d.]+ GB/s at 1 MiB, [\d.]+ GB/s at 16 MiB \(size", bandwidth)
-    assert lines[-1] == "10 passed, 0 failed, 5 skipped: this machine is ready to train on cpu"
+    assert lines[-1] == "11 passed, 0 failed, 5 skipped: this machine is ready to train on cpu"
 
 
 def test_a_copy_without_the_project_looks_around(tmp_path: Path):
@@ -581,7 +583,7 @@ def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=outside, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "SKIP cpu devices: " in answer.stdout
-    assert answer.stdout.splitlines()[-1].startswith("3 passed, 0 failed, 12 skipped")
+    assert answer.stdout.splitlines()[-1].startswith("3 passed, 0 failed, 13 skipped")
 
 
 def test_an_npu_that_is_not_there_fails_with_fixes(
@@ -696,3 +698,17 @@ def test_a_cann_that_is_not_sourced_under_the_real_torch_npu(tmp_path: Path):
     assert "cannot open shared object file" in lines[index]
     assert lines[index + 1] == "     fix: source /usr/local/Ascend/cann/set_env.sh"
     assert "SKIP training step: needs a npu device that works" in lines
+
+
+def test_a_step_that_is_not_skipped_is_found(monkeypatch):
+    """As where a fused optimizer ignores that the gradients are not finite."""
+    device = devices.init("cpu", "float32")
+    assert "changes nothing" in check_npu.check_skipped_step(device)
+    right = TorchKernels.adamw
+    monkeypatch.setattr(
+        TorchKernels,
+        "adamw",
+        lambda self, updates, steps, targets, ok: right(self, updates, steps, targets, ok * 0 + 1),
+    )
+    with pytest.raises(check_npu.Fail, match="NaN"):
+        check_npu.check_skipped_step(device)

@@ -462,10 +462,16 @@ EACH_VERSION = pytest.mark.parametrize(
 )
 
 
+# What an older torch_npu lacks, and device.py looks for before it uses it.
+LATER = ("torch_npu.npu.set_task_queue_enable", "torch_npu.npu.get_task_queue_enable")
+
+
 @EACH_VERSION
 def test_torch_npu_has_what_the_project_uses(version: str):
     uses = [use for use in uses_of_the_project() if use.name.startswith(("torch_npu", "torch.ops.npu"))]
     assert {"torch_npu.npu_fusion_attention", "torch_npu.npu.set_device"} <= {use.name for use in uses}
+    if version in ("2.7.1", "2.9.0"):
+        uses = [use for use in uses if use.name not in LATER]
     assert not complaints(uses, wheel_of(version))
 
 

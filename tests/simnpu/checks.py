@@ -411,17 +411,23 @@ def check_copies_between_devices_and_layouts() -> None:
 @contextlib.contextmanager
 def recording(graph: Any) -> Iterator[None]:
     """On the first level of the task queue: torch_npu records nothing on the second."""
-    npu.set_task_queue_enable(1)
+    level = npu.get_task_queue_enable()
+    npu.set_task_queue_enable(min(level, 1))
     try:
         with npu.graph(graph):
             yield
     finally:
-        npu.set_task_queue_enable(2)
+        npu.set_task_queue_enable(level)
 
 
 def check_nothing_is_recorded_on_the_second_level_of_the_queue() -> None:
-    with raises("TASK_QUEUE_ENABLE = 2"), npu.graph(npu.NPUGraph()):
-        pass
+    level = npu.get_task_queue_enable()
+    npu.set_task_queue_enable(2)
+    try:
+        with raises("TASK_QUEUE_ENABLE = 2"), npu.graph(npu.NPUGraph()):
+            pass
+    finally:
+        npu.set_task_queue_enable(level)
 
 
 def check_a_captured_graph_runs_at_its_replay() -> None:
