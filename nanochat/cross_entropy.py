@@ -78,7 +78,11 @@ def token_losses(
 
     For losses that weigh each token (RL, DPO). The backward pass computes each chunk's logits a second time.
     """
-    return _TokenLosses.apply(hidden, weight, targets, cap, chunk_tokens, capped_tanh)  # type: ignore[no-any-return]
+    # Asked here: in `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
+    has_backward = torch.is_grad_enabled() and weight.requires_grad
+    return _TokenLosses.apply(  # type: ignore[no-any-return]
+        hidden, weight, targets, cap, chunk_tokens, capped_tanh, has_backward
+    )
 
 
 @dataclass
@@ -192,10 +196,11 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh
-    ) -> Tensor:
-        # With a gradient always a copy, even in fp32: backward reads it after FSDP has freed the gathered weight.
-        matrix = weight.to(hidden.dtype, copy=ctx.needs_input_grad[1])
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh,
+        has_backward: bool,
+    ) -> Tensor:  # fmt: skip
+        # For backward always a copy, even in fp32: it reads it after FSDP has freed the gathered weight.
+        matrix = weight.to(hidden.dtype, copy=has_backward)
         ctx.save_for_backward(hidden, matrix, targets)
         ctx.options = (cap, chunk_tokens, capped_tanh)
         ctx.weight_dtype = weight.dtype
@@ -216,4 +221,4 @@ class _TokenLosses(torch.autograd.Function):
             grad = _chunk_gradient(chunk, weights[:, None]).to(h.dtype)
             grad_hidden.append(grad @ matrix)  # (n, W)
             grad_weight += grad.T @ h  # (V, W)
-        return torch.cat(grad_hidden), grad_weight.to(ctx.weight_dtype), None, None, None, None
+        return torch.cat(grad_hidden), grad_weight.to(ctx.weight_dtype), None, None, None, None, None

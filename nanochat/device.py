@@ -151,7 +151,8 @@ class Device:
             torch_npu: Any = importlib.import_module("torch_npu")
             versions["torch_npu"] = torch_npu.__version__
             for part in ("CANN", "DRIVER"):
-                with contextlib.suppress(Exception):  # the runtime reads them from files, which may be elsewhere
+                # An older torch_npu cannot ask; the runtime reads them from files, which may be elsewhere.
+                with contextlib.suppress(AttributeError, RuntimeError):
                     versions[part.lower()] = torch_npu.npu.utils.get_cann_version(part)
         return versions
 

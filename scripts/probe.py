@@ -53,7 +53,7 @@ def record(config: Config, out: Path) -> None:
     from nanochat import scaling
     from nanochat.gpt import GPT
     from nanochat.run.probe import Probe
-    from nanochat.train import make_optimizer, next_token_loss
+    from nanochat.train import make_optimizer, next_token_loss, train_step
 
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
@@ -74,17 +74,15 @@ def record(config: Config, out: Path) -> None:
     tokens = config.device_batch_size * config.max_seq_len
     optimizer = make_optimizer(model, scaling.rates(shape, tokens, 1000 * tokens), device)
 
-    # ---- the steps, as in train.py, with the probe between gradients and update
+    # ---- the steps
     probe = Probe(model)
     for step in range(config.steps):
         size = (config.device_batch_size, config.max_seq_len + 1)
         ids = device.to_device(torch.randint(config.vocab_size, size, generator=generator))
-        loss, targets = next_token_loss(model, (ids[:, :-1], ids[:, 1:].contiguous()))
-        loss.backward()
+        batch = (ids[:, :-1], ids[:, 1:].contiguous())
+        stats = train_step(model, optimizer, [batch], next_token_loss, device=device)
         probe.end_step()
-        optimizer.reduce()
-        optimizer.step(targets.float(), torch.ones((), device=device.torch_device))
-        print0(f"step {step}: loss {loss.item() / targets.item():.6f}")
+        print0(f"step {step}: loss {stats.loss.item():.6f}")
 
     # ---- the recording
     settings = {"depth", "max_seq_len", "vocab_size", "device_batch_size", "steps", "window_pattern", "seed"}
@@ -121,8 +119,10 @@ def compare(config: Config) -> None:
 def load(path: Path) -> dict[str, Any]:
     try:
         recording = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(recording["readings"], list) and isinstance(recording["config"], dict) and recording["dtype"]
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        for name, kind in (("readings", list), ("config", dict), ("dtype", str)):
+            if not isinstance(recording[name], kind):
+                raise TypeError(name)
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--compare {path}: not a recording of this script's --out") from error
     return recording
 

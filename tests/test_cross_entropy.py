@@ -171,6 +171,13 @@ def test_traffic_of_a_logit() -> None:
     assert seen.operators <= 15  # three of them the products
 
 
+def test_an_evaluation_copies_no_weight() -> None:
+    hidden, weight, targets = random_case()
+    with torch.no_grad(), LogitTraffic(V * W) as seen:
+        token_losses(hidden, weight, targets, 15.0, N)
+    assert seen.operators == 1  # the product
+
+
 @chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0])
 def test_losses_of_single_tokens_have_gradients_of_their_own(cap: float, chunk_tokens: int) -> None:

@@ -265,7 +265,7 @@ def test_between_embedding_and_loss_everything_is_in_bfloat16(shape: str) -> Non
 
 
 def test_bytes_kept_for_backward() -> None:
-    """Of one token more, at depth 12 in bf16: 450 KiB. A stream in fp32 keeps half as much again."""
+    """Of one token more, at depth 12 in bf16: 450 KiB."""
 
     def bytes_kept(tokens: int) -> int:
         kept: dict[int, int] = {}

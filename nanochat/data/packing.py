@@ -7,6 +7,7 @@ Legend: N rows, T tokens per row, S sequences.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ def pack_sequences(
     if left_over:
         spread: list[list[int]] = [[] for _ in range(ranks)]
         filled = [0] * ranks
-        sequences = [i for row in rows[-left_over:] for i in row]
+        sequences = itertools.chain.from_iterable(rows[-left_over:])
         for i in sorted(sequences, key=lambda i: -len(ids[i])):
             emptiest = filled.index(min(filled))
             spread[emptiest].append(i)

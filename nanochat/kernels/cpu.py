@@ -90,8 +90,8 @@ class PackedLinear(nn.Module):
     """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient."""
 
     # torch's products of a few rows use one thread, these use all: one row through all layers takes 1.29 instead of
-    # 2.29 ms in fp32 (docs/measurements.md). In fp32 a row's bits also do not depend on
-    # the other rows of its batch; in bf16 they do, on processors with AMX.
+    # 2.29 ms in fp32 (docs/measurements.md). In fp32 a row's bits also do not depend on the other
+    # rows of its batch; in bf16 they do, on processors with AMX.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()

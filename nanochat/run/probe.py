@@ -44,17 +44,20 @@ class _Pending:
 
 
 class Probe:
-    """Watches a model from `__init__` on. Call `end_step` after each backward pass, before the update."""
+    """Watches a model from `__init__` on. Call `end_step` after each training step."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.readings: list[Reading] = []
         self._pending: list[_Pending] = []
+        self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's, taken before the optimizer drops it
         self._step = 0
         self._inside: list[str] = []  # the modules whose forward is running, the innermost last
         for name, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(self._enter, name))
             module.register_forward_hook(functools.partial(self._leave, name))
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
         # One object of kernels serves all modules of a model: its functions are watched on that object alone.
         kernels: Any = model.kernels
         for name in KERNELS:
@@ -88,11 +91,16 @@ class Probe:
     def _record(self, phase: str, name: str, tensor: Tensor) -> None:
         self._pending.append(_Pending(phase, name, _numbers(tensor.detach())))
 
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients[name] = _numbers(parameter.grad)
+
     def end_step(self) -> None:
-        """Record the parameters' gradients and read all numbers of the step from the device at once."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self._record("gradient", name, parameter.grad)
+        """Record the parameters' gradients, in the model's order, and read all numbers from the device at once."""
+        for name, _ in self.model.named_parameters():
+            if name in self._gradients:
+                self._pending.append(_Pending("gradient", name, self._gradients[name]))
+        self._gradients = {}
         if self._pending:
             table = torch.stack([pending.numbers for pending in self._pending]).tolist()
             for pending, (norm, largest, not_finite, signature) in zip(self._pending, table, strict=True):

@@ -42,8 +42,8 @@ class Conversations(RecordTask):
             self.records = open_records([place])
             count = len(self.records)
             cut = min(count * 9 // 10, count - 1) if count > 1 else count
-            first, end = (0, cut) if split == "train" else (cut, count)
-            self.records = Records(self.records.files, first=first, end=end)
+            part = range(cut) if split == "train" else range(cut, count)
+            self.records = Records(self.records.files, first=part.start, end=part.stop)
         for index in range(len(self)):
             self.example(index)
 
