@@ -465,16 +465,15 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         cache: KVCache | None = None,
         segments: Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the summed cross-entropy in nats, a scalar.
+        """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the cross-entropy in nats.
 
+        It is the sum, a scalar, or with the reduction "none" each token's own, (B, T), 0 where the target is IGNORE.
         `segments` (B, T) numbers the documents of a row, which then do not attend to each other.
         """
-        return self._read_out(self.hidden(tokens, cache, segments), targets)
-
-    def losses(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Per-token cross-entropy in nats, (B, T), 0 where the target is IGNORE."""
-        return self._read_out(self.hidden(tokens, None, segments), targets, reduction="none")
+        # Every loss enters here: the compiler and FSDP know this one method of a model.
+        return self._read_out(self.hidden(tokens, cache, segments), targets, reduction)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""

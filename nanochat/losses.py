@@ -152,7 +152,7 @@ POLICY_LOSSES = {
 
 def token_logp(model: Any, rows: PackedBatch) -> Tensor:
     """Log probability in nats of each target, (N, T), 0 where there is none."""
-    return -model.losses(rows.inputs, rows.targets, rows.segments)
+    return -model(rows.inputs, rows.targets, segments=rows.segments, reduction="none")
 
 
 def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_high: float) -> Tensor:

@@ -39,7 +39,8 @@ class Uniform:
     def __init__(self, vocab_size: int):
         self.nats = math.log(vocab_size)
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+        assert reduction == "none"
         assert tokens.min() >= 0
         return torch.where(targets == IGNORE, 0.0, self.nats)
 
@@ -52,7 +53,8 @@ class Pairs:
         self.scored: list[tuple[int, int]] = []
         self.shapes: set[tuple[int, ...]] = set()
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+        assert reduction == "none"
         self.shapes.add(tuple(tokens.shape))
         pairs = torch.stack((tokens, targets), dim=-1)[targets != IGNORE]
         self.scored += [(first, second) for first, second in pairs.tolist()]

@@ -204,7 +204,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
     losses = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none").view(3, 20)
     losses = losses * (targets != IGNORE)
     torch.testing.assert_close(model(tokens, targets), losses.sum(), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(model.losses(tokens, targets), losses, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(tokens, targets, reduction="none"), losses, rtol=1e-4, atol=1e-4)
     fused = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
     plain = torch.autograd.grad(losses.sum(), list(model.parameters()))
     for (name, _), one, other in zip(model.named_parameters(), fused, plain, strict=True):

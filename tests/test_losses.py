@@ -33,7 +33,8 @@ class Fixed:
     def __init__(self, logp: Tensor):
         self.logp = logp.requires_grad_()
 
-    def losses(self, inputs: Tensor, targets: Tensor, segments: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, targets: Tensor, *, segments: Tensor, reduction: str) -> Tensor:
+        assert reduction == "none"
         return torch.where(targets == IGNORE, 0.0, -self.logp)
 
 

@@ -176,7 +176,7 @@ def by_token(device: Device, how: str) -> list[tuple[float, ...]]:
     """Steps of a loss that reads the tokens' own, as RL's does."""
 
     def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return model.losses(*batch).square().sum(), (batch[1] != IGNORE).sum()
+        return model(*batch, reduction="none").square().sum(), (batch[1] != IGNORE).sum()
 
     run = make_run(device, how)
     share = slice(device.rank, None, device.world_size)

@@ -79,7 +79,7 @@ def bits_per_byte(
         inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token
         targets = batch[:, 1:]  # (B, T)
         target_bytes = torch.where(targets == IGNORE, 0, bytes_of[targets.clamp(min=0)])
-        losses = model.losses(inputs, targets)  # (B, T)
+        losses = model(inputs, targets, reduction="none")  # (B, T)
         nats = (losses * (target_bytes > 0)).sum()
         totals[:2] += torch.stack((nats, target_bytes.sum().float()))
     nats, text_bytes, stopped = sum_over_ranks(totals, device).tolist()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,9 +28,9 @@ from nanochat.shell.storage import held_box, local
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
     """Under fsdp, leave this rank its rows of each parameter, in place; make the optimizer afterwards.
 
-    The model, a GPT, may still be on the meta device. Its forward and `losses` gather what they need; every rank must
-    call them equally often. Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head
-    and the vectors stay in fp32, so that the gradients of frequent tokens add up.
+    The model, a GPT, may still be on the meta device. Its forward gathers what it needs; every rank must call it
+    equally often. Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head and the
+    vectors stay in fp32, so that the gradients of frequent tokens add up.
 
     With `activation_checkpointing`, under any layout, backward computes a block's activations again instead of
     keeping them (source: Chen et al. 2016, Training deep nets with sublinear memory cost).
@@ -61,7 +61,6 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     # The root takes the rest. By default it would stay gathered, and after an evaluation its gathered parameters
     # would miss the optimizer's updates of the shards.
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
-    register_fsdp_forward_method(model, "losses")
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
