@@ -377,8 +377,11 @@ FIXES = (
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
 )
 # What CANN's Python parts import; the extra `npu` of pyproject.toml has the same. Sources: the vendor's page on
-# dependencies (instg_0045), of the last three public guides to torch_npu.
-PACKAGES = "attrs cffi decorator protobuf psutil pyyaml scipy absl-py cloudpickle ml-dtypes tornado"
+# dependencies (instg_0045), of the last three public guides to torch_npu. That page has protobuf 3.20.x.
+PACKAGES = (
+    "attrs cffi cython decorator pathlib2 protobuf psutil pyyaml requests scipy sympy absl-py cloudpickle ml-dtypes "
+    "tornado"
+)
 WORDS = {
     "npu": {
         "tool": "npu-smi info",
