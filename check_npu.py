@@ -47,10 +47,10 @@ RELEASES = {
         ("2.7.1", "2.7.1.post10"),
     ),
 }
-# The vendor's dependency lists ask for numpy below 2 up to CANN 8.5; with numpy 2 users of 8.2 saw set_device fail with
-# error code 500001. From 9.0.0 on there is no upper bound.
+# The vendor's dependency lists (instg_0045) ask for numpy up to 1.24 in CANN 8.0, below 2 in 8.5.0, and have no upper
+# bound from 9.0.0 on. With numpy 2 users of 8.2 saw set_device fail with error code 500001; below 2 it worked.
 NUMPY_2_FROM = "9.0.0"
-# CANN release -> the oldest series of drivers (HDK) that its release notes list. 8.3.RC1: no such page at hand.
+# CANN release -> the oldest series of drivers (HDK) that its release notes list. 8.3.RC1: no such page was found.
 # Sources: releasenote_0000 of CANN 8.5.0; the compatibility table in the release notes of 9.1.0.
 OLDEST_DRIVERS = {"8.5.0": "25.0", "9.0.0": "25.0", "9.1.0": "25.2"}
 TORCH = "2.13.0"  # without an NPU: the newest torch this project is tested with
@@ -363,15 +363,19 @@ def describe(machine: Machine, kind: str) -> list[str]:
 FIXES = (
     (r"out of memory|\bEL0004\b|\b207018\b", "stop what holds the memory: `{tool}` shows it"),
     (r"static TLS block", "export LD_PRELOAD=<the library named in this line>; it is loaded before the others then"),
-    (r"\b500001\b", 'before CANN 9.0 `pip install "numpy<2"`; then `pip install {packages}`'),
     (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
-    (r"No module named '(absl|attrs?|cffi|cloudpickle|decorator|google|ml_dtypes)'", "pip install {packages}"),
-    (r"No module named '(psutil|scipy|tornado|yaml)'", "pip install {packages}"),
+    (r"No module named '(absl|attrs?|cffi|cloudpickle|Cython|decorator|google|ml_dtypes)'", "pip install {packages}"),
+    (r"No module named '(pathlib2|psutil|requests|scipy|sympy|tornado|yaml)'", "pip install {packages}"),
+    # CANN's general failure, when nothing more precise stands next to it.
+    (
+        r"\b500001\b",
+        'before CANN 9.0 `pip install "numpy<2"`; then `pip install {packages}`; then `source {environment}`',
+    ),
     (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
     (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout", "a device did not answer in time; {network}"),
-    (r"\b507046\b", "a device did not answer in time; {network}"),
+    (r"\b5070(46|48)\b", "a device did not answer in time; {network}"),
     (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
-    (r"\b507(014|015|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
+    (r"\b507(014|015|017|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
     (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out"),
     (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
@@ -616,7 +620,7 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None, nump
     owners = [name for name, others in RELEASES.items() if (plain_torch, plain_npu) in others]
     if owners:
         raise Fail(f"torch_npu {torch_npu} is for CANN {' and '.join(owners)}, here is CANN {cann}; {takes}", fix)
-    raise Skip(f"torch_npu {torch_npu} is newer than the version table, not judged: {here}; {takes}")
+    raise Skip(f"torch_npu {torch_npu} is not in the version table, not judged: {here}; {takes}")
 
 
 def check_import(kind: str, machine: Machine) -> str:
