@@ -568,10 +568,9 @@ def test_smoltalk(tmp_path, name):
 
 
 def test_smoltalk_in_chinese(tmp_path):
-    turns = [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "你好！"}]
-    write(tmp_path / "train.jsonl", [{"id": "1", "conversations": turns * n} for n in (1, 3)])
-    task = SmolTalkChinese("train", str(tmp_path))
     spoken = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
+    write(tmp_path / "train.parquet", [{"conversations": spoken * n, "score": 5} for n in (1, 3)])
+    task = SmolTalkChinese("train", str(tmp_path))
     assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
     categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
     assert not categories["train"] & categories["test"]

@@ -41,8 +41,8 @@ DATASETS = {
         licence="CC BY-NC 4.0",
     ),
     # hf: nanochat upstream until March 2026, 1,823 shards of about 100 MB. Licence: of the source,
-    # HuggingFaceFW/fineweb-edu. ModelScope: public scripts name such folders; that this mirror has this one, at about
-    # 2 GB a shard, is unconfirmed.
+    # HuggingFaceFW/fineweb-edu. ModelScope: scripts read this folder of the repo, and one downloads 000_00000.parquet
+    # and so on from sample/350BT; at about 2 GB a shard.
     "fineweb-edu": Dataset(
         {
             "hf": Source("karpathy/fineweb-edu-100b-shuffle", "main"),
@@ -137,8 +137,9 @@ TASKS = {
     ),
     # Chinese dialogues of three turns and tasks on a text, by category, without the mathematics and code of the whole
     # set (700,000 by its card, 1.2 GB). Revision: the hub's own listing and a project that pins it; its files are at
-    # the top. ModelScope: a script downloads the same names from `master` there. Columns: two scripts read a list
-    # `conversations` of {from, value}; no record was seen here. No split is held out, so one category is.
+    # the top. ModelScope: a script downloads the same names from `master` there. Columns: three projects, that one
+    # among them, read a list `conversations` of {role, content}; no record was seen here. No split is held out, so
+    # one category is.
     "smoltalk_zh": Dataset(
         {
             "hf": Source("opencsg/smoltalk-chinese", "5edf5d0d7b06794755cf78b274a150a4efe1c9d4"),
@@ -167,7 +168,8 @@ TASKS = {
         },
         language="zh",
     ),  # fmt: skip
-    # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope.
+    # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope, which has
+    # others' choice of such pairs (AI-ModelScope/ultrafeedback-binarized-preferences-cleaned; no test split was seen).
     "ultrafeedback": Dataset(
         {"hf": Source("HuggingFaceH4/ultrafeedback_binarized", "3949bf5f8c17c394422ccfab0c31ea9c20bdeb85")},
         licence="MIT",

@@ -27,7 +27,7 @@ class SmolTalk(RecordTask):
 
 
 class SmolTalkChinese(SmolTalk):
-    """A Chinese dialogue in ShareGPT's form."""
+    """A Chinese dialogue."""
 
     name = "smoltalk_zh"
     fields = {"conversations": list}
