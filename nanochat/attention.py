@@ -7,12 +7,17 @@ is True where the query may attend to the key. Which operator runs on which devi
 Legend: B batch, T query tokens, S cached tokens, H query heads, K key/value heads, D head dim, w window.
 """
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Queries that `blockwise_attention` takes at a time. Blocks of 128 compute fewer scores and take as long, because the
+# gradients of the keys are added up block by block (docs/measurements.md).
+BLOCK = 256
 
 # Which keys a query may attend to (1) in a row of 6 tokens, query by query from top to bottom:
 #
@@ -28,24 +33,38 @@ from torch import Tensor
 # window w reach n (w - 1) tokens back.
 
 
+@dataclass
 class Segments:
-    """The document of each token. Packed training rows hold several documents, which must not attend to each other.
+    """Where the documents of packed rows lie: a token attends to tokens of its own document alone."""
 
-    The masks are built on first use and shared by all layers of a forward pass.
-    """
+    # Two rows of 6 tokens, with the documents a a a b b b and c c c c d d:
+    numbers: Tensor  # (B, T), equal for tokens of one document: 0 0 0 1 1 1 and 0 0 0 0 1 1
+    # Where each document ends, if the rows are laid end to end: 3, 6, 10, 12. Operators divide their work by it, some
+    # of them before it is launched: it is there as numbers of the host, and as a tensor of the device.
+    ends: list[int]
+    bounds: Tensor  # (documents + 1,) in int32: 0, 3, 6, 10, 12
 
-    def __init__(self, numbers: Tensor, prepare_mask: Callable[[Tensor], Tensor]):
-        self.numbers = numbers  # (B, T), equal for tokens of one document
-        self.prepare_mask = prepare_mask  # the kernels', once per mask instead of once per layer
-        self._masks: dict[int, Tensor] = {}  # by window
+    @classmethod
+    def from_numbers(cls, numbers: Tensor) -> "Segments":
+        """From the documents' numbers (B, T), on the host."""
+        is_first = torch.ones_like(numbers, dtype=torch.bool)
+        is_first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        bounds = F.pad(is_first.flatten().nonzero()[:, 0], (0, 1), value=numbers.numel()).int()
+        return cls(numbers, bounds[1:].tolist(), bounds)
 
-    def mask(self, window: int) -> Tensor:
-        """(B, 1, T, T): same document, not later, within the window; in the form that the kernels take."""
-        # Once per window, for all layers that have it: every mask costs several launches.
-        if window not in self._masks:
-            mask = causal_mask(0, 0, self.numbers.size(1), window, self, self.numbers.device)
-            self._masks[window] = self.prepare_mask(mask)
-        return self._masks[window]
+    def to(self, move: Callable[[Tensor], Tensor]) -> "Segments":
+        """On another device: `move` copies one tensor there (`Device.to_device`)."""
+        return Segments(move(self.numbers), self.ends, move(self.bounds))
+
+    def first_key(self, start: int) -> int:
+        """The earliest token of a row that its queries from `start` on may attend to, in any of the rows."""
+        rows, tokens = self.numbers.shape
+        earliest = start
+        for row_start in range(0, rows * tokens, tokens):
+            document = bisect.bisect_right(self.ends, row_start + start)  # the one that holds this row's query
+            begin = self.ends[document - 1] if document else 0
+            earliest = min(earliest, begin - row_start)
+        return earliest
 
 
 def causal_mask(
@@ -100,30 +119,34 @@ def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Te
     return out.view(B, H, T, D).transpose(1, 2)
 
 
-def windowed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Segments | None = None
-) -> Tensor:
-    """Attention within a window of w < T tokens, with an operator that knows masks but no windows.
+def blockwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None,
+    attend: Callable[..., Tensor] = fused_attention,
+) -> Tensor:  # fmt: skip
+    """Attention within windows and documents, by an operator `attend` that knows only masks; shapes as for it.
 
-    Work and masks grow with T x 2w instead of T x T. Source: Beltagy et al. 2020, Longformer.
+    Work and masks grow with the tokens that a query may attend to, not with T x T. Source: Beltagy et al. 2020,
+    Longformer.
     """
-    # The row is cut into blocks of w queries. A query's window reaches back w - 1 tokens, so a block needs the keys of
-    # itself and of the block before it: 2w keys. With w = 3 and T = 8:
+    # The queries of a block read the keys from the first that any of them may attend to up to the block's end. With
+    # blocks of 4 and a window of 3 in a row of 10:
     #
-    #     block 0   queries 0 1 2   keys       0 1 2
-    #     block 1   queries 3 4 5   keys 0 1 2 3 4 5
-    #     block 2   queries 6 7     keys 3 4 5 6 7
+    #     queries 0 1 2 3   keys 0 1 2 3
+    #     queries 4 5 6 7   keys     2 3 4 5 6 7
+    #     queries 8 9       keys             6 7 8 9
     #
-    # The mask of block 1 is 0 1 1 1 0 0, 0 0 1 1 1 0, 0 0 0 1 1 1.
+    # If a document begins at token 4, the keys of the second block are 4 5 6 7.
     T = q.size(1)
     blocks = []
-    for start in range(0, T, window):
-        end = min(start + window, T)
-        first = max(0, start - window)  # the first key of the block before
+    for start in range(0, T, BLOCK):
+        end = min(start + BLOCK, T)
+        first = max(0, start - window + 1) if window else 0
+        # Compiled code is made for shapes, and documents end elsewhere in every batch: there the mask alone counts.
+        if segments is not None and not torch.compiler.is_compiling():
+            first = max(first, segments.first_key(start))
         mask = causal_mask(first, start, end, window, segments, q.device)
-        block = fused_attention(q[:, start:end], k[:, first:end], v[:, first:end], scale=scale, mask=mask)
-        blocks.append(block)  # (B, w, H, D)
-    return torch.cat(blocks, dim=1)
+        blocks.append(attend(q[:, start:end], k[:, first:end], v[:, first:end], scale=scale, mask=mask))
+    return torch.cat(blocks, dim=1)  # (B, T, H, D)
 
 
 # Without a cache every new token costs a pass over the whole sequence. The keys and values of earlier tokens never

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import importlib.util
+import inspect
 import os
 import platform
 import re
@@ -293,7 +294,20 @@ def kernels(kind: str, dtype: torch.dtype = torch.float32, name: str = "") -> To
         npu = importlib.import_module("nanochat.kernels.npu")  # it imports torch_npu
         has_fused = not re.match(f"{FIRST_NPUS}|{INFERENCE_NPUS}", name)
         return npu.NpuKernels(dtype) if has_fused else npu.PlainNpuKernels(dtype)
+    if kind == "cuda" and _has_varlen(dtype):
+        return importlib.import_module("nanochat.kernels.cuda").CudaKernels(dtype)
     return CpuKernels(dtype) if kind == "cpu" else TorchKernels(dtype)
+
+
+def _has_varlen(dtype: torch.dtype) -> bool:
+    """Whether torch has attention for rows of several documents, with windows, and this GPU runs it in this dtype."""
+    if not importlib.util.find_spec("torch.nn.attention.varlen"):  # before torch 2.10
+        return False
+    operator = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    if not {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(operator).parameters):
+        return False
+    # It is flash attention: for Ampere and later, and in 16 bits alone.
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:

@@ -464,13 +464,13 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         cache: KVCache | None = None,
-        segments: Tensor | None = None,
+        segments: Segments | None = None,
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the cross-entropy in nats.
 
         It is the sum, a scalar, or with the reduction "none" each token's own, (B, T), 0 where the target is IGNORE.
-        `segments` (B, T) numbers the documents of a row, which then do not attend to each other.
+        `segments` says where the documents of packed rows lie, which then do not attend to each other.
         """
         # Every loss enters here: the compiler and FSDP know this one method of a model.
         return self._read_out(self.hidden(tokens, cache, segments), targets, reduction)
@@ -479,7 +479,7 @@ class GPT(nn.Module):
         """(..., C) -> soft-capped logits (..., V) in fp32."""
         return self._read_out(hidden)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, segments: Segments | None = None) -> Tensor:
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
         # The residual stream starts as the token's embedding. Every layer reads it and adds to it.
         x = self.embedding(tokens)  # (B, T, C)
@@ -508,7 +508,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def _context(
-        self, tokens: Tensor, dtype: torch.dtype, cache: KVCache | None, segments: Tensor | None
+        self, tokens: Tensor, dtype: torch.dtype, cache: KVCache | None, segments: Segments | None
     ) -> ForwardContext:
         """Positions and masks for all layers."""
         if self.kernels.device_type not in (None, tokens.device.type):
@@ -528,10 +528,7 @@ class GPT(nn.Module):
             rotary = self.rotary[:, positions]  # (2, B, T, D)
         # cos and sin of each position, with an axis that is shared by all heads.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
-        context = ForwardContext(cos, sin, cache=cache, positions=positions)
-        # Packed rows: the documents of a row do not attend to each other.
-        if segments is not None:
-            context.segments = Segments(segments, self.kernels.prepare_mask)
+        context = ForwardContext(cos, sin, segments=segments, cache=cache, positions=positions)
         if cache is not None and positions is not None:
             windows = [self.config.window(layer) for layer in range(self.config.n_layer)]
             for window, mask in cache.masks(positions, windows).items():

@@ -1,11 +1,17 @@
 """Attention against a plain masked softmax, and the cache against no cache."""
 
+import importlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from nanochat import attention
 from nanochat.attention import KVCache, Segments
-from nanochat.kernels import cpu, torch_
+from nanochat.kernels import cpu
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels
 
@@ -30,19 +36,100 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
 # ---------------------------------------------------------------------- whole rows
 
 
-@pytest.fixture(params=["cpu", "cpu-blocks", "torch"])
+@pytest.fixture(params=["cpu", "cpu-blocks", "cpu-long", "torch", "cuda"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchKernels:
-    """Matrix products in one block and in several, and torch's fused operator."""
-    if request.param == "cpu-blocks":
-        monkeypatch.setattr(cpu, "PLAIN_BLOCK", 3)
+    """Matrix products in one block and in several, torch's fused operator in several, and each device's own."""
+    if request.param in ("cpu-blocks", "cpu-long", "torch"):
+        monkeypatch.setattr(attention, "BLOCK", 3)
+    if request.param == "cpu-long":
+        monkeypatch.setattr(cpu, "PLAIN_TOKENS", 0)
+    if request.param == "cuda":
+        cuda = request.getfixturevalue("cuda_on_cpu")
+        monkeypatch.setattr(cuda.CudaKernels, "device_type", None)
+        return cuda.CudaKernels()
     return TorchKernels() if request.param == "torch" else CpuKernels()
+
+
+@pytest.fixture(scope="module")
+def cuda_on_cpu() -> Iterator[Any]:
+    """kernels/cuda.py, with the two operators that only a GPU has by their documented meaning.
+
+    Sequences lie between cumulative lengths; a query attends to `window_size_left` keys before its own place and
+    `window_size_right` after it, -1 for no limit (the page of varlen_attn, and Dao-AILab/flash-attention's README).
+    """
+
+    def softmaxes(
+        q: Tensor, k: Tensor, bounds: Tensor, key_bounds: Tensor, longest: int, longest_key: int, dropout: float,
+        is_causal: bool, scale: float, left: int, right: int,
+    ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
+        """Each document's places, and its weights (H, t, s)."""
+        assert bounds.dtype == torch.int32 and torch.equal(bounds, key_bounds)
+        assert (bounds[0], bounds[-1]) == (0, len(q)) and bounds.diff().max() <= longest == longest_key
+        assert dropout == 0
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        for begin, end in itertools.pairwise(bounds.tolist()):
+            place = torch.arange(end - begin)
+            distance = place[:, None] - place
+            hidden = (distance < -right) if right >= 0 else (distance < 0) & is_causal
+            if left >= 0:
+                hidden |= distance > left
+            scores = torch.einsum("thd,shd->hts", q[begin:end], k[begin:end]) * scale
+            yield slice(begin, end), scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float, window_size_left: int, window_size_right: int,
+        **others: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *places, return_debug_mask = places
+        assert not return_debug_mask and all(other is None for other in others.values())
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+        outputs = []
+        for part, weights in softmaxes(q, k, *places, scale, window_size_left, window_size_right):
+            outputs.append(torch.einsum("hts,shd->thd", weights, v[part]))
+        nothing = torch.empty(0)
+        return torch.cat(outputs), nothing, nothing, nothing, nothing
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *places: Any, scale: float,
+        window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *places, _rng_state, _unused = places
+        K = k.size(1)
+        groups = q.size(1) // K
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for part, weights in softmaxes(q, k, *places, scale, window_size_left, window_size_right):
+            from_values = torch.einsum("thd,shd->hts", grad[part], v[part])
+            inner = (grad[part] * out[part]).sum(-1).T[:, :, None]
+            score_grad = weights * (from_values - inner) * scale
+            grads[0][part] = torch.einsum("hts,shd->thd", score_grad, k[part])
+            grads[1][part] = torch.einsum("hts,thd->shd", score_grad, q[part])
+            grads[2][part] = torch.einsum("hts,thd->shd", weights, grad[part])
+        return grads[0], *(x.unflatten(1, (K, groups)).sum(2) for x in grads[1:])
+
+    pytest.importorskip("torch.nn.attention.varlen")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield importlib.import_module("nanochat.kernels.cuda")
+    library._destroy()
 
 
 def test_device_and_length_choose_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
-    for module, name in ((cpu, "plain_attention"), (torch_, "windowed_attention"), (torch_, "fused_attention")):
-        monkeypatch.setattr(module, name, lambda q, k, v, name=name, **_: taken.append(name) or q)
+
+    def products(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        taken.append("products")
+        return q
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, **_: Any) -> Tensor:
+        taken.append("fused" if attn_mask is None else "fused with mask")
+        return q
+
     monkeypatch.setattr(cpu, "PLAIN_TOKENS", 8)
+    monkeypatch.setattr(cpu, "masked_products", products)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     for kernels, T, window in (
         (CpuKernels(), 8, 3),
         (CpuKernels(), 9, 3),
@@ -50,7 +137,7 @@ def test_device_and_length_choose_the_operator(monkeypatch: pytest.MonkeyPatch) 
         (CpuKernels(), 9, 9),
     ):
         kernels.attention(*random_qkv(1, T, 1, 1), scale=1.0, window=window)
-    assert taken == ["plain_attention", "windowed_attention", "windowed_attention", "fused_attention"]
+    assert taken == ["products", "fused with mask", "fused with mask", "fused"]
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7, 8, 16])
@@ -181,17 +268,60 @@ def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 100])
-def test_documents_of_a_row_do_not_attend_to_each_other(kernels: TorchKernels, window: int) -> None:
-    """Every document of a row attends as it would alone."""
-    q, k, v = random_qkv(2, 50, 4, 2)
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_documents_of_a_row_do_not_attend_to_each_other(
+    kernels: TorchKernels, window: int, heads: tuple[int, int]
+) -> None:
+    """Every document of a row attends as it would alone, and has the gradients that it would have alone."""
+    inputs = [x.requires_grad_() for x in random_qkv(2, 50, *heads)]
     numbers = (torch.rand(2, 50) < 0.2).cumsum(1)
-    segments = Segments(numbers, kernels.prepare_mask)
-    out = kernels.attention(q, k, v, scale=0.3, window=window, segments=segments)
+    out = kernels.attention(*inputs, scale=0.3, window=window, segments=Segments.from_numbers(numbers))
+    weights = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weights).sum(), inputs)
     for row in range(2):
         for number in numbers[row].unique():
             own = (numbers[row] == number).nonzero().flatten()
-            document = [x[row : row + 1, own] for x in (q, k, v)]
-            torch.testing.assert_close(out[row : row + 1, own], reference(*document, 0.3, window), **CLOSE)
-    one_document = Segments(torch.zeros_like(numbers), kernels.prepare_mask)
-    whole = kernels.attention(q, k, v, scale=0.3, window=window, segments=one_document)
-    torch.testing.assert_close(whole, kernels.attention(q, k, v, scale=0.3, window=window), **CLOSE)
+            document = [x[row : row + 1, own].detach().requires_grad_() for x in inputs]
+            alone = reference(*document, 0.3, window)
+            torch.testing.assert_close(out[row : row + 1, own], alone, **CLOSE)
+            alone_gradients = torch.autograd.grad((alone * weights[row : row + 1, own]).sum(), document)
+            for gradient, expected in zip(gradients, alone_gradients, strict=True):
+                torch.testing.assert_close(gradient[row : row + 1, own], expected, rtol=1e-5, atol=1e-5)
+    one_document = Segments.from_numbers(torch.zeros_like(numbers))
+    whole = kernels.attention(*inputs, scale=0.3, window=window, segments=one_document)
+    torch.testing.assert_close(whole, kernels.attention(*inputs, scale=0.3, window=window), **CLOSE)
+
+
+def test_segments_know_where_documents_end() -> None:
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]])  # the last and the first have one number
+    segments = Segments.from_numbers(numbers)
+    assert segments.ends == [3, 6, 10, 12]
+    assert segments.bounds.tolist() == [0, 3, 6, 10, 12] and segments.bounds.dtype == torch.int32
+    assert [segments.first_key(start) for start in range(6)] == [0, 0, 0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("window", "document", "most"), [(0, 128, 400), (512, 2048, 680), (512, 128, 400), (0, 2048, 1152)]
+)
+@pytest.mark.parametrize("plain", [1024, 4096])
+def test_scores_grow_with_windows_and_documents(
+    monkeypatch: pytest.MonkeyPatch, window: int, document: int, most: int, plain: int
+) -> None:
+    """How many scores a query computes in a row of 2,048 tokens; with a mask alone it would be 2,048."""
+    computed = []
+
+    def products(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        computed.append(q.size(1) * k.size(1))
+        return q
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        computed.append(q.size(2) * k.size(2))
+        return q
+
+    monkeypatch.setattr(cpu, "PLAIN_TOKENS", plain)
+    monkeypatch.setattr(cpu, "masked_products", products)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    segments = Segments.from_numbers((torch.arange(2048) // document)[None])
+    q, k, v = (torch.zeros(1, 2048, 1, 1) for _ in range(3))
+    CpuKernels().attention(q, k, v, scale=1.0, window=window, segments=segments)
+    assert sum(computed) / 2048 <= most

@@ -447,3 +447,19 @@ def test_a_command_prints_although_a_shell_exports_a_rank(monkeypatch):
     command = [sys.executable, "-m", "scripts.probe", "--device=cpu", "--depth=1", "--max_seq_len=8", "--out=/dev/null"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "loss" in done.stdout and done.stderr.count("warning") == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "name"),
+    [
+        ((8, 0), torch.bfloat16, "CudaKernels"),
+        ((7, 5), torch.bfloat16, "TorchKernels"),  # before Ampere
+        ((9, 0), torch.float32, "TorchKernels"),  # flash attention is for 16 bits
+    ],
+)
+def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, name: str
+) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert type(devices.kernels("cuda", dtype)).__name__ == name

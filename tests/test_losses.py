@@ -8,6 +8,7 @@ from tiny import cpu_device, lively_model, tiny_config
 from torch import Tensor
 
 from nanochat import losses
+from nanochat.attention import Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import (
@@ -33,7 +34,7 @@ class Fixed:
     def __init__(self, logp: Tensor):
         self.logp = logp.requires_grad_()
 
-    def __call__(self, inputs: Tensor, targets: Tensor, *, segments: Tensor, reduction: str) -> Tensor:
+    def __call__(self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str) -> Tensor:
         assert reduction == "none"
         return torch.where(targets == IGNORE, 0.0, -self.logp)
 
@@ -42,7 +43,8 @@ def two_samples(old: list[float] | None = None) -> PolicyBatch:
     """A row with a sample of 2 targets and advantage 1, and one of 3 targets and advantage -0.5."""
     zeros = torch.zeros(1, 6, dtype=torch.long)
     targets = torch.tensor([[5, 6, 7, 8, 9, IGNORE]])
-    rows = PackedBatch(zeros, targets, torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1, 1, 0]]))
+    segments = Segments.from_numbers(torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    rows = PackedBatch(zeros, targets, segments, torch.tensor([[0, 0, 1, 1, 1, 0]]))
     return PolicyBatch(
         rows,
         advantages=torch.tensor([[1.0, 1.0, -0.5, -0.5, -0.5, 0.0]]),
@@ -153,9 +155,8 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
     numbers = torch.tensor([[0] * len(chosen) + [1] * len(rejected) + [0]])
     zeros = torch.zeros_like(targets)
     model = Fixed(torch.log(torch.tensor([[*chosen, *rejected, 1.0]])))
-    return model, PairBatch(
-        PackedBatch(zeros, targets, numbers, numbers), 2, torch.log(torch.tensor([reference, (1.0, 1.0)]))
-    )
+    rows = PackedBatch(zeros, targets, Segments.from_numbers(numbers), numbers)
+    return model, PairBatch(rows, 2, torch.log(torch.tensor([reference, (1.0, 1.0)])))
 
 
 def test_dpo_by_hand():

@@ -21,8 +21,8 @@ def test_every_sequence_is_there_once_and_whole():
     rows = pack_sequences(ids, masks, 32)
     found = {}
     for row in range(len(rows)):
-        for number in rows.segments[row].unique().tolist():
-            places = (rows.segments[row] == number).nonzero().flatten()
+        for number in rows.segments.numbers[row].unique().tolist():
+            places = (rows.segments.numbers[row] == number).nonzero().flatten()
             source = set(rows.source[row, places].tolist())
             if (rows.targets[row, places] == IGNORE).all() and rows.inputs[row, places].eq(0).all():
                 continue  # padding
@@ -161,7 +161,7 @@ def test_both_replies_of_a_pair_are_in_one_micro_batch(world_size):
             for number in (2 * pair, 2 * pair + 1):
                 own = (rows.source == number) & (rows.targets != IGNORE)
                 texts.append(rows.inputs[own][:1].tolist() + rows.targets[own].tolist())
-                assert own.any(dim=1).sum() == 1 and rows.segments[own].unique().numel() == 1
+                assert own.any(dim=1).sum() == 1 and rows.segments.numbers[own].unique().numel() == 1
             found.append(texts)
     assert sorted(found) == sorted([ids[i], ids[i + 1]] for i in range(0, 60, 2))
     places = sum(len(i) - 1 for i in ids)

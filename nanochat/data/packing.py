@@ -15,21 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.attention import Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packed rows; every field is (N, T)."""
+    """Packed rows; every tensor is (N, T)."""
 
     inputs: Tensor
     targets: Tensor  # the next token; IGNORE where the mask is 0, at a sequence's end and in the padding
-    segments: Tensor  # the sequence's number within its row: attention stays inside one; padding has its own
+    segments: Segments  # the sequences of each row: attention stays inside one; padding is one of its own
     source: Tensor  # which of the S sequences this is, so that a loss can weigh sequences; 0 in the padding
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def to(self, device: Device) -> "PackedBatch":
+        move = device.to_device
+        return PackedBatch(move(self.inputs), move(self.targets), self.segments.to(move), move(self.source))
 
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """One rank's share in micro-batches of `rows` rows, on the device.
@@ -39,7 +44,7 @@ class PackedBatch:
         micro-batch are left out.
         """
         missing = -len(self) % world_size
-        fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments, 0), (self.source, 0))
+        fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments.numbers, 0), (self.source, 0))
         fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
         # 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group; what is in the last
         # group ends at 700. Lengths are rounded up to an eighth of the row, so that few shapes recur:
@@ -58,7 +63,8 @@ class PackedBatch:
             while end < min(first + rows, len(places)) and places[end] == places[first]:
                 end += 1
             share = slice(first * world_size + rank, end * world_size, world_size)
-            yield PackedBatch(*(device.to_device(field[share, : places[first]].contiguous()) for field in fields))
+            inputs, targets, numbers, source = (field[share, : places[first]].contiguous() for field in fields)
+            yield PackedBatch(inputs, targets, Segments.from_numbers(numbers), source).to(device)
             first = end
 
 
@@ -156,8 +162,7 @@ def pack_pairs(
         number = {i: n for n, i in enumerate(present)}
         renumbered = [[number[i] for i in row] for row in members]
         batch = _fill(renumbered, [ids[i] for i in present], [masks[i] for i in present], row_tokens)
-        fields = (batch.inputs, batch.targets, batch.segments, batch.source)
-        yield PackedBatch(*map(device.to_device, fields)), max(1, len(present) // 2)
+        yield batch.to(device), max(1, len(present) // 2)
 
 
 def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
@@ -211,4 +216,7 @@ def _fill(
             source[row, begin:end] = i
             begin = end
         segments[row, begin:] = len(members)  # the padding
-    return PackedBatch(*(torch.from_numpy(field) for field in (inputs, targets, segments, source)))
+    return PackedBatch(
+        torch.from_numpy(inputs), torch.from_numpy(targets), Segments.from_numbers(torch.from_numpy(segments)),
+        torch.from_numpy(source),
+    )  # fmt: skip

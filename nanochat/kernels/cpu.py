@@ -9,14 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.attention import Segments, cached_products, causal_mask
+from nanochat.attention import Segments, blockwise_attention, cached_products
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels.torch_ import TorchKernels
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
-# Queries at a time. With 128 a training step takes 398 ms instead of 378 (docs/measurements.md).
-PLAIN_BLOCK = 256
 
 
 class CpuKernels(TorchKernels):
@@ -31,9 +29,10 @@ class CpuKernels(TorchKernels):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
         """Matrix products up to PLAIN_TOKENS: 16 ms a layer where torch's fused operator takes 43."""
-        if q.size(1) > PLAIN_TOKENS:
-            return super().attention(q, k, v, scale=scale, window=window, segments=segments)
-        return plain_attention(q, k, v, scale=scale, window=window, segments=segments)
+        if q.size(1) <= PLAIN_TOKENS:
+            # Blocks keep the scores small, and skip the keys that no query of the block attends to.
+            return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments, attend=masked_products)
+        return super().attention(q, k, v, scale=scale, window=window, segments=segments)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """Matrix products in bf16, where the fused operator takes 3 times as long for 16 rows of one query."""
@@ -61,11 +60,8 @@ class CpuKernels(TorchKernels):
         return model
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
-) -> Tensor:
-    """Attention as it is defined, a block of queries at a time against the keys that any of them may attend to."""
-    T = q.size(1)
+def masked_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+    """Attention as it is defined: q (B, T, H, D), k and v (B, S, K, D), a mask (..., T, S) -> (B, T, H, D)."""
     groups = q.size(2) // k.size(2)
     q = q.transpose(1, 2)  # (B, H, T, D)
     k = k.transpose(1, 2)
@@ -73,17 +69,10 @@ def plain_attention(
     if groups > 1:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    # Blocks keep the scores small, and skip the keys that no query of the block attends to.
-    blocks = []
-    for start in range(0, T, PLAIN_BLOCK):
-        end = min(start + PLAIN_BLOCK, T)
-        first = max(0, start - window + 1) if window else 0  # no query of the block attends to an earlier key
-        mask = causal_mask(first, start, end, window, segments, q.device)
-        # Products in the dtype of q, softmax in fp32.
-        scores = (q[:, :, start:end] @ k[:, :, first:end].mT).float() * scale
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
-        blocks.append(weights @ v[:, :, first:end])
-    return torch.cat(blocks, dim=2).transpose(1, 2)
+    # Products in the dtype of q, softmax in fp32.
+    scores = (q @ k.mT).float() * scale  # (B, H, T, S)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(v.dtype)
+    return (weights @ v).transpose(1, 2)
 
 
 class PackedLinear(nn.Module):

@@ -18,6 +18,7 @@ from nanochat.attention import Segments, cached_products
 from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, unfused_adamw
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
+MOST_DOCUMENTS = 2048  # in a call
 FULL_MASK = 0  # sparse modes
 CAUSAL = 2
 BAND = 4
@@ -58,17 +59,31 @@ class NpuKernels(TorchKernels):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
-        if segments is not None:
-            # The prepared mask holds causality, window and documents. The two limits add nothing to it; with them the
-            # operator skips whole blocks of keys after a query, or outside of its window (source: CANN's tiling).
-            options = {"atten_mask": segments.mask(window), "sparse_mode": FULL_MASK}
-            options.update(pre_tockens=(window or q.size(1)) - 1, next_tockens=0)
-        else:
-            options = {"atten_mask": compressed_mask(q.device), "sparse_mode": CAUSAL}
-            if 0 < window < q.size(1):
-                # how many tokens before and after its own a query attends to
-                options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
-        return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **options)[0]
+        B, T, H, _ = q.shape
+        options = {"atten_mask": compressed_mask(q.device), "sparse_mode": CAUSAL}
+        if 0 < window < T:
+            # how many tokens before and after its own a query attends to
+            options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
+        if segments is None:
+            return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", scale=scale, **options)[0]
+        # All rows as one, divided into documents: no mask of T x T, and no work between documents. The causal or band
+        # mask counts within each of them (source: CANN's page of aclnnFlashAttentionVarLenScore).
+        flat = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)
+        ends = segments.ends
+        calls = [ends[first : first + MOST_DOCUMENTS] for first in range(0, len(ends), MOST_DOCUMENTS)]
+        begins = [0, *(call[-1] for call in calls[:-1])]
+        parts = [flat]
+        if len(calls) > 1:  # a split has a price in the backward pass
+            sizes = [call[-1] - begin for call, begin in zip(calls, begins, strict=True)]
+            parts = zip(*(x.split(sizes) for x in flat), strict=True)
+        outputs = []
+        for part, call, begin in zip(parts, calls, begins, strict=True):
+            lengths = [end - begin for end in call]  # cumulative
+            outputs.append(torch_npu.npu_fusion_attention(
+                *part, H, "TND", scale=scale, actual_seq_qlen=lengths, actual_seq_kvlen=lengths, **options
+            )[0])  # fmt: skip
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out.view(B, T, H, -1)
 
     def adamw(self, updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
         # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf on to its operator (read in

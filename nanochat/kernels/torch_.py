@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Segments, fused_attention, windowed_attention
+from nanochat.attention import Segments, blockwise_attention, fused_attention
 from nanochat.cross_entropy import tanh_in_place
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
@@ -75,7 +75,7 @@ class TorchKernels:
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
-        """The mask in the form of the operators below; called once per forward pass and window, not once per layer."""
+        """The mask in the form of `cached_attention`; called once per forward pass and window, not once per layer."""
         return mask
 
     def attention(
@@ -85,12 +85,11 @@ class TorchKernels:
 
         H is a multiple of K. With `segments` the documents of a row do not attend to each other.
         """
-        # The fused operator knows no windows: blocks of the row do. A window as long as the row restricts nothing.
-        if 0 < window < q.size(1):
-            return windowed_attention(q, k, v, scale=scale, window=window, segments=segments)
-        if segments is None:
-            return fused_attention(q, k, v, scale=scale, is_causal=True)
-        return fused_attention(q, k, v, scale=scale, mask=segments.mask(0))
+        # The fused operator knows no windows and no documents: blocks of the row do. A window as long as the row
+        # restricts nothing.
+        if 0 < window < q.size(1) or segments is not None:
+            return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments)
+        return fused_attention(q, k, v, scale=scale, is_causal=True)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """Attention to a cache: q (B, T, H, D), k and v (B, S, K, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from nanochat import device as devices
 from nanochat import scaling
+from nanochat.attention import Segments
+from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
+from nanochat.losses import masked_loss
 from nanochat.parallel.mesh import lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
@@ -35,8 +38,18 @@ def batch_of(rows: int, tokens: int, device: Device) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def step(depth: int, rows: int, tokens: int, ranks: int = 1) -> dict[str, int]:
-    """A step of training, the second, as rank 0 of `ranks` (hccl.c waits for no other); the allocator's peaks in it."""
+def packed_batch(rows: int, tokens: int, document: int, device: Device) -> PackedBatch:
+    """Rows of documents of `document` tokens each."""
+    zeros = torch.zeros(rows, tokens, dtype=torch.long)
+    numbers = (torch.arange(tokens) // document).expand(rows, tokens).contiguous()
+    return PackedBatch(zeros, zeros, Segments.from_numbers(numbers), zeros).to(device)
+
+
+def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0) -> dict[str, int]:
+    """A step of training, the second, as rank 0 of `ranks` (hccl.c waits for no other); the allocator's peaks in it.
+
+    `document`: the rows are packed with documents of so many tokens.
+    """
     if ranks > 1:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
         torch.npu.set_device(0)
@@ -45,11 +58,12 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1) -> dict[str, int]:
     model = model_of(depth, tokens, device)
     rates = scaling.rates(model.config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
     optimizer = make_optimizer(model, rates, device, layout=lay_out(device))
-    batch = batch_of(rows, tokens, device)
-    train_step(model, optimizer, [batch], next_token_loss, device=device)
+    batch: Any = packed_batch(rows, tokens, document, device) if document else batch_of(rows, tokens, device)
+    loss_fn = masked_loss if document else next_token_loss
+    train_step(model, optimizer, [batch], loss_fn, device=device)
     torch.npu.reset_peak_memory_stats()
-    with section("step"):
-        train_step(model, optimizer, [batch], next_token_loss, device=device)
+    with section("packed step" if document else "step"):
+        train_step(model, optimizer, [batch], loss_fn, device=device)
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
 
 

@@ -31,6 +31,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 UNBOUNDED = 2147483647  # the default of every token window: no limit
 LARGEST = torch.finfo(torch.float32).max  # a masked score is its negative (aclnn)
 COMPRESSED = 2048  # side of the triangle for any causal or band mask
+MOST_DOCUMENTS = 2048  # lengths in a call of the layout TND
 STATISTICS = 8  # softmax_max and softmax_sum repeat each value eight times
 LARGEST_HEAD = 768
 MOST_HEADS = 256
@@ -221,6 +222,22 @@ class FusionAttention:
         return self.in_layout(d_query), self.in_layout(d_key), self.in_layout(d_value)
 
 
+def documents(
+    name: str, tokens: int, mode: int, qlen: Sequence[int] | None, kvlen: Sequence[int] | None
+) -> list[slice]:
+    """The places of each document among the `tokens` of the layout TND.
+
+    Source: aclnnFlashAttentionVarLenScore: cumulative lengths, 1 to 2,048 of them, the last one T.
+    """
+    if mode not in (2, 4):
+        refuse(name, "sparse_mode", f"{mode} is not modelled for TND, 2 and 4 are")
+    if not qlen or qlen != kvlen:
+        refuse(name, "actual_seq_qlen, actual_seq_kvlen", "TND needs both, and only equal ones are modelled")
+    if len(qlen) > MOST_DOCUMENTS or list(qlen) != sorted(qlen) or qlen[-1] != tokens:
+        refuse(name, "actual_seq_qlen", f"{len(qlen)} lengths up to {qlen[-1]} for {tokens} tokens")
+    return [slice(begin, end) for begin, end in zip([0, *qlen], qlen, strict=False) if begin < end]
+
+
 @operator("npu_fusion_attention")
 def npu_fusion_attention(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
@@ -236,8 +253,20 @@ def npu_fusion_attention(
     A True or 1 in atten_mask means left out. With atten_mask=None sparse_mode and the token windows are ignored and
     every query sees every key. pre_tockens and next_tockens count keys besides the query's own.
     Source: wheel (torch_npu.npu_fusion_attention), op-plugin (the page and FlashAttentionKernelNpuOpApi.cpp), aclnn
-    (aclnnFlashAttentionScore, sparse_mode_introduction).
+    (aclnnFlashAttentionScore, sparse_mode_introduction). In the layout TND (tokens, heads, width) each document attends
+    by itself, and the statistics are (T, N, 8) (wheel, _meta_registrations.py).
     """
+    if input_layout.upper() == "TND":
+        options = {"pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale}
+        options |= {"keep_prob": keep_prob, "pre_tockens": pre_tockens, "next_tockens": next_tockens}
+        options |= {"prefix": prefix, "sparse_mode": sparse_mode, "sink": sink, "dropout_mask": dropout_mask}
+        results = []
+        for part in documents("npu_fusion_attention", len(query), sparse_mode, actual_seq_qlen, actual_seq_kvlen):
+            q, k, v = (tensor[None, part] for tensor in (query, key, value))
+            output, largest, total, *_ = npu_fusion_attention(q, k, v, head_num, "BSND", **options)
+            results.append((output[0], largest[0].transpose(0, 1), total[0].transpose(0, 1)))
+        output, softmax_max, softmax_sum = (torch.cat(parts).contiguous() for parts in zip(*results, strict=True))
+        return output, softmax_max, softmax_sum, query.new_empty(0), seed, offset, 0
     attention = FusionAttention(
         "npu_fusion_attention", query, key, value, head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens,
         next_tockens, inner_precise, sparse_mode, softmax_layout, pse=pse, padding_mask=padding_mask, prefix=prefix,
@@ -263,6 +292,25 @@ def npu_fusion_attention_grad(
 
     Source: wheel (meta registration), aclnnFlashAttentionScoreGrad.
     """
+    if input_layout.upper() == "TND":
+        name = "npu_fusion_attention_grad"
+        kept = (len(query), head_num, STATISTICS)
+        options = {"pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale_value": scale_value}
+        options |= {"keep_prob": keep_prob, "pre_tockens": pre_tockens, "next_tockens": next_tockens}
+        options |= {"prefix": prefix, "sparse_mode": sparse_mode, "sink": sink}
+        assert softmax_max is not None and softmax_sum is not None and attention_in is not None
+        check_shape(name, "softmax_max", softmax_max, kept)
+        check_shape(name, "softmax_sum", softmax_sum, kept)
+        gradients = []
+        for part in documents(name, len(query), sparse_mode, actual_seq_qlen, actual_seq_kvlen):
+            statistics = [tensor[part].transpose(0, 1)[None] for tensor in (softmax_max, softmax_sum)]
+            q, k, v, grad, output = (tensor[None, part] for tensor in (query, key, value, dy, attention_in))
+            gradients.append(npu_fusion_attention_grad(
+                q, k, v, grad, head_num, "BSND", softmax_max=statistics[0], softmax_sum=statistics[1],
+                attention_in=output, **options,
+            )[:3])  # fmt: skip
+        dq, dk, dv = (torch.cat([part[0] for part in parts]) for parts in zip(*gradients, strict=True))
+        return dq, dk, dv, None, query.new_empty(0)
     attention = FusionAttention(
         "npu_fusion_attention_grad", query, key, value, head_num, input_layout, atten_mask, scale_value, keep_prob,
         pre_tockens, next_tockens, inner_precise, sparse_mode, softmax_layout, pse=pse, padding_mask=padding_mask,

@@ -45,6 +45,7 @@ def depth_12(measure) -> Measured:
         call("kept", depth=12, tokens=2048),
         call("adamw", sizes=[3, 5]),
         call("memory", gib=40),
+        call("step", depth=12, rows=1, tokens=128, document=32),
     )
 
 
@@ -61,6 +62,19 @@ def test_launches_and_waits(depth_12: Measured):
     assert launches(log["step"]) <= 1032 and waits(log["step"]) == 0
     assert launches(log["token"]) <= 250 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
+
+
+def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):
+    """No mask of T x T values and no more launches than the same rows have as one document each."""
+    _, log = depth_12
+    attention = [record for record in log["packed step"] if "FlashAttention" in record.what]
+    assert len(attention) == 24 and all("VarLen" in record.what or "Unpadding" in record.what for record in attention)
+    assert launches(log["packed step"]) <= launches(log["step"]) + 3 and waits(log["packed step"]) == 0
+    results, _ = measure(
+        call("step", depth=2, rows=8, tokens=2048), call("step", depth=2, rows=8, tokens=2048, document=128)
+    )
+    whole, packed = (result["allocated"] for result in results)
+    assert packed <= whole + (1 << 20)
 
 
 def test_a_recorded_token_under_the_second_level_of_the_queue(measure):

@@ -122,6 +122,50 @@ def test_true_in_a_full_mask_means_left_out(shape):
     check_fusion(*fusion_inputs(2, 4, 2, 6, 9), "BSND", lambda b, i, j: not spread[b, 0, i, j], mask, sparse_mode=0)
 
 
+@pytest.mark.parametrize("mode", [2, 4])
+def test_documents_in_a_row_attend_each_by_itself(mode):
+    """TND: tokens of documents of 3, 1 and 5, which sees nothing of the others."""
+    bounds = [3, 3, 4, 9]  # one is empty
+    window = {"pre_tockens": 2, "next_tockens": 0} if mode == 4 else {}
+    options = {"sparse_mode": mode, "actual_seq_qlen": bounds, "actual_seq_kvlen": bounds, **window}
+    document = [0, 0, 0, 2, 3, 3, 3, 3, 3]
+
+    def sees(b, i, j):
+        return document[i] == document[j] and j <= i and (mode == 2 or i - j <= 2)
+
+    q, k, v, dy = fusion_inputs(1, 4, 2, 9, 9)
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected, sums = by_loops(*wide, 0.3, sees)
+    expected.backward(dy.double())
+    flat = [tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v, dy)]  # (T, N, D)
+    output, high, total, *_ = run(
+        "npu_fusion_attention", *flat[:3], 4, "TND", atten_mask=TRIANGLE, scale=0.3, **options
+    )
+    close(output, expected.detach()[0].transpose(0, 1))
+    assert high.shape == total.shape == (9, 4, 8)
+    close((high + total.log())[..., 0], sums.detach()[0].T)
+    gradients = run(
+        "npu_fusion_attention_grad", *flat, 4, "TND", atten_mask=TRIANGLE, softmax_max=high, softmax_sum=total,
+        attention_in=output, scale_value=0.3, **options,
+    )  # fmt: skip
+    for gradient, tensor in zip(gradients, wide, strict=False):
+        close(gradient, tensor.grad[0].transpose(0, 1))
+
+
+def test_lengths_of_documents_are_checked():
+    q = random(9, 2, 8)
+
+    def lengths(words: str, mode: int = 2, **options) -> None:
+        refused("npu_fusion_attention", words, q, q, q, 2, "TND", atten_mask=TRIANGLE, sparse_mode=mode, **options)
+
+    lengths("TND needs both")
+    lengths("only equal ones", actual_seq_qlen=[9], actual_seq_kvlen=[4, 9])
+    lengths("up to 8 for 9 tokens", actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8])
+    lengths("3 lengths", actual_seq_qlen=[4, 3, 9], actual_seq_kvlen=[4, 3, 9])
+    lengths("2049 lengths", actual_seq_qlen=[0] * 2048 + [9], actual_seq_kvlen=[0] * 2048 + [9])
+    lengths("sparse_mode", 0, actual_seq_qlen=[9], actual_seq_kvlen=[9])
+
+
 def test_a_query_that_sees_nothing_gets_the_mean():
     q, k, v, _ = fusion_inputs(1, 2, 2, 3, 4)
     mask = torch.zeros(3, 4, dtype=torch.bool)

@@ -1,0 +1,37 @@
+"""What NVIDIA GPUs do better than with torch's default operators: attention in packed rows and windows.
+
+`F.scaled_dot_product_attention` has its fast form, flash attention, for plain causal rows alone: with a mask it takes a
+slower one that reads T x T values. `varlen_attn` is flash attention for rows of several lengths, with windows.
+
+Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on: device.py looks first
+
+from nanochat.attention import Segments
+from nanochat.kernels.torch_ import TorchKernels
+
+
+class CudaKernels(TorchKernels):
+    name = "torch, with varlen_attn for packed rows and windows"
+    device_type = "cuda"
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+    ) -> Tensor:
+        B, T, H, _ = q.shape
+        has_window = 0 < window < T
+        if segments is None and not has_window:
+            return super().attention(q, k, v, scale=scale)
+        # All rows as one, divided at `bounds`: into documents, or into the rows themselves.
+        bounds = segments.bounds if segments else torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+        # T stands for the longest document: its length would be another constant of the compiled code in each batch.
+        out = varlen_attn(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bounds, bounds, T, T, scale=scale,
+            # How many tokens before and after its own a query attends to; -1: no limit.
+            window_size=(window - 1 if has_window else -1, 0), enable_gqa=k.size(2) != H,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out.view(B, T, H, -1)  # (B x T, H, D) before
