@@ -312,8 +312,9 @@ class Run:
             sys.exit(128 + self.faults.signal)  # another rank failed, has printed why, and made torchrun end this one
 
     def compile(self, model: Any, mode: Literal["auto", "on", "off"], step_flops: int) -> Any:
-        """The model, compiled where that pays over the steps that are left; prints how a step is computed."""
-        compiled, how = self.device.compile(model, mode, step_flops * (self.last - self.progress.step))
+        """The model, compiled where that pays over the run's steps; prints how a step is computed."""
+        # Not over the steps that are left: a resumed run must decide alike, because compiled code rounds differently.
+        compiled, how = self.device.compile(model, mode, step_flops * self.last)
         print0(f"step: {how}; kernels: {self.device.kernels}")
         return compiled
 
