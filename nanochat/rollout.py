@@ -179,12 +179,12 @@ def policy_batch(rows: PackedBatch, samples: Samples, advantages: np.ndarray, de
 
 
 @torch.no_grad()
-def logp_of(model: torch.nn.Module, rows: PackedBatch) -> torch.Tensor:
+def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
     """Log probabilities of a micro-batch's targets under a model, without a gradient."""
     return token_logp(model, rows)
 
 
-def mean_kl(model: torch.nn.Module, batches: Sequence[PolicyBatch], device: Device) -> float:
+def mean_kl(model: Any, batches: Sequence[PolicyBatch], device: Device) -> float:
     """How far the model has moved from the reference, on the samples of all ranks: KL divergence, nats per token."""
     # Sums first, and one division at the end: micro-batches and ranks hold different numbers of tokens, so a mean of
     # their means would be another number. The device adds them up; the host waits once, in `tolist`.

@@ -10,7 +10,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_dpo -- --device_batch_s
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
@@ -33,9 +33,10 @@ class Config(StageFlags):
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
-    # evaluation
+    # evaluation, device
     eval_every: Count = 50  # steps between evaluations; 0: only at the end
     eval_examples: Positive = 256  # held-out pairs
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
 
 def main(config: Config) -> None:
@@ -84,8 +85,8 @@ def main(config: Config) -> None:
                 pairs.append((chosen, rejected))
         return pairs
 
-    def micro_batches(pairs: list[tuple[Rendered, Rendered]]) -> Iterator[losses.PairBatch]:
-        """This rank's micro-batches, each with the log probabilities of the reference model."""
+    def micro_batches(pairs: list[tuple[Rendered, Rendered]], frozen: Any = reference) -> Iterator[losses.PairBatch]:
+        """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
         replies = [reply for pair in pairs for reply in pair]
         for rows, count in pack_pairs(
             [reply.ids for reply in replies], [reply.mask for reply in replies], row_tokens, config.device_batch_size,
@@ -93,7 +94,7 @@ def main(config: Config) -> None:
         ):  # fmt: skip
             batch = losses.PairBatch(rows, count)
             with torch.no_grad():
-                logp = losses.reply_logp(reference, batch)
+                logp = losses.reply_logp(frozen, batch)
             yield replace(batch, reference_logp=logp)
 
     # ------------------------------------------------------------------ horizon, optimizer
@@ -107,15 +108,17 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ train
     assert start.source is not None
+    token_flops = scaling.flops_per_token(model.config)
     run = Run(
-        "dpo", config, start, optimizer, steps, token_flops=scaling.flops_per_token(model.config),
+        "dpo", config, start, optimizer, steps, token_flops=token_flops,
         fingerprints={
             "what --tasks names": train.fingerprint(), "the reference's weights": weights_sha256(start.source)
         },
     )  # fmt: skip
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_pairs = draw(held_out, 0, held_out_count)
-    if not val_pairs and not draw(train, 0, examples):
+    opening = draw(train, 0, examples)
+    if not val_pairs and not opening:
         raise UserError(
             f"--tasks {tasks}: the first pairs leave nothing to prefer: both replies are the same or one is empty, or "
             f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
@@ -123,6 +126,10 @@ def main(config: Config) -> None:
         )
     if not val_pairs:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
+    step_flops = token_flops * sum(len(chosen.ids) + len(rejected.ids) for chosen, rejected in opening)
+    shape = (config.device_batch_size, row_tokens)  # of every micro-batch
+    compiled = run.compile(model, config.compile, step_flops, shape)
+    compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference")
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs that had nothing to prefer
 
     with run:
@@ -146,9 +153,11 @@ def main(config: Config) -> None:
             # ---- one step
             pairs = draw(train, step * examples, examples)
             pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
+            # Both models are compiled, or neither: else the margin would hold the difference of their rounding.
+            mine = micro_batches(pairs, compiled_reference if step else reference)
             stats = train_step(
-                model, optimizer, micro_batches(pairs), functools.partial(loss_fn, stats=pair_stats), device=device,
-                lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
+                compiled if step else model, optimizer, mine, functools.partial(loss_fn, stats=pair_stats),
+                device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             run.add(stats, sum(len(chosen.ids) + len(rejected.ids) for chosen, rejected in pairs))
             left_out += examples - len(pairs)

@@ -45,6 +45,7 @@ class Config(StageFlags):
     log_every: Positive = 1  # steps between log lines
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
 
 def main(config: Config) -> None:
@@ -98,6 +99,14 @@ def main(config: Config) -> None:
     if reference is not None and start.source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints)
+    # Micro-batches of samples have many shapes, which nobody knows before they are drawn: the full one is compiled. In
+    # the demo half of what a step computes is in full ones, and replies have half of their largest length.
+    shape = (config.device_batch_size, row_tokens)
+    step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
+    compiled = run.compile(model, config.compile, step_flops, shape)
+    compiled_reference = None
+    if reference is not None:
+        compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference")
     engine = Engine(model, start.tokenizer, device, config.graphs)
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
@@ -150,6 +159,8 @@ def main(config: Config) -> None:
 
             # ---- learn: pack each minibatch's replies into rows, of which each rank computes its share. All log
             # probabilities are those before the first update.
+            policy = compiled if step else model
+            frozen = compiled_reference if step else reference
             minibatches = []
             with_advantage = 0  # replies
             for part in samples.split(config.minibatches):
@@ -161,13 +172,13 @@ def main(config: Config) -> None:
                     for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
                 ]
                 if updates_each > 1:  # with one update the samples are the present policy's own
-                    batches = [replace(b, old_logp=rollout.logp_of(model, b.rows)) for b in batches]
-                if reference is not None:
-                    batches = [replace(b, reference_logp=rollout.logp_of(reference, b.rows)) for b in batches]
+                    batches = [replace(b, old_logp=rollout.logp_of(policy, b.rows)) for b in batches]
+                if frozen is not None:
+                    batches = [replace(b, reference_logp=rollout.logp_of(frozen, b.rows)) for b in batches]
                 minibatches.append(batches)
             lr = 1 - step / steps
             updates = [
-                train_step(model, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)
+                train_step(policy, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)
                 for _ in range(config.updates_per_step)
                 for batches in minibatches
             ]
@@ -188,8 +199,8 @@ def main(config: Config) -> None:
                 }
                 if step == 0:
                     metrics["reward_before"] = reward_before
-                if reference is not None:
-                    metrics["kl"] = rollout.mean_kl(model, list(itertools.chain(*minibatches)), device)
+                if frozen is not None:
+                    metrics["kl"] = rollout.mean_kl(policy, list(itertools.chain(*minibatches)), device)
                 run.log(stats, **metrics)
                 # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
                 if run.should_evaluate and samples.ids:

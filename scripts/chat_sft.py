@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
@@ -78,10 +78,9 @@ def main(config: Config) -> None:
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     opening, _ = draw(train, first, examples)
-    compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel())
-    # Micro-batches have a few shapes, and the compiler takes long for each. Only the shape of the run's first one is
-    # compiled: a rule that does not depend on where a run resumes, because compiled code rounds differently.
+    # Micro-batches have a few shapes: the one of the run's first micro-batch is compiled, wherever the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
+    compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, 0, held_out_count)
     no_target = 0  # conversations since the last log line that left nothing to learn
@@ -89,9 +88,6 @@ def main(config: Config) -> None:
     if run.loader_states:
         no_target = int(run.loader_states[0]["no_target"])
         cut = int(run.loader_states[0]["cut"])
-
-    def loss_fn(_: Any, rows: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return masked_loss(compiled if rows.inputs.shape == usual else model, rows)
 
     with run:
         for step in run.steps():
@@ -113,7 +109,7 @@ def main(config: Config) -> None:
             rows, rendered = draw(train, first + step * examples, examples)
             mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
-                model, optimizer, mine, loss_fn if step else masked_loss, device=device,
+                compiled if step else model, optimizer, mine, masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             run.add(stats, sum(len(one.ids) for one in rendered))

@@ -212,6 +212,23 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
         assert other.any(), f"{name} has no effect"
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_compiler_sees_one_graph(reduction: str) -> None:
+    """The loss of packed rows, forward and backward, traced without generating code."""
+    model = lively_model(tiny_config())
+    tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
+    targets[0, :5] = IGNORE
+    segments = torch.arange(20).expand(3, 20) // 6
+    traced = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    results = []
+    for forward in (traced, model):
+        losses = forward(tokens, targets, segments=segments, reduction=reduction)
+        weights = torch.linspace(-1, 1, losses.numel()).view_as(losses)
+        results.append((losses, *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_bfloat16_stays_near_fp32() -> None:
     model = lively_model(tiny_config())
     tokens, targets = random_tokens(model, 4, 32), random_tokens(model, 4, 32, seed=1)

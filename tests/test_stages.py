@@ -8,24 +8,33 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
-from tiny import run_command
+from tiny import cpu_device, lively_model, run_command, tiny_config
+from torch._dynamo.utils import counters
 
+from nanochat import scaling
 from nanochat.conversation import Part, text_of
+from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import pack_pairs
 from nanochat.engine import Engine
+from nanochat.losses import PairBatch, PolicyBatch, dpo_loss, grpo_loss, reply_logp, token_logp
 from nanochat.run.faults import Faults
+from nanochat.run.stage import OneShape
 from nanochat.shell import paths
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tasks.mixture import Mixture
 from nanochat.tasks.task import Example
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import make_optimizer, train_step
 
 CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
 BASE = (
@@ -204,6 +213,74 @@ def lasting(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F81
     """What was logged, without the times."""
     timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta"}
     return [{name: value for name, value in line.items() if name not in timed} for line in metrics(base, stage, tag)]
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Iterator[None]:
+    """The compiler begins anew whenever a run starts, as in a process of its own."""
+    compile_ = torch.compile
+
+    def anew(*args: Any, **options: Any) -> Any:
+        torch._dynamo.reset()
+        return compile_(*args, **options)
+
+    monkeypatch.setattr(torch, "compile", anew)
+    counters.clear()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "stage"), [("chat_sft", "sft"), ("chat_dpo", "dpo"), ("chat_rl", "rl")])
+def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
+    flags = (*flags_of(stage, taught), "--model_tag=d1", "--num_iterations=4", "--save_every=1", "--eval_every=2")
+    if stage == "rl":
+        flags = (*flags, "--examples_per_step=8", "--device_batch_size=1")  # full rows
+    call(script, *flags, "--compile=off", "--model_tag=eager")
+    exactly_resumed(taught, script, stage, (*flags, "--compile=on"), 4)
+    compiled = losses(taught, stage)
+    eager = losses(taught, stage, "eager")
+    assert compiled[0] == eager[0]
+    assert compiled[1] == pytest.approx(eager[1], rel=1e-4, abs=1e-6)
+    assert sha256(taught, stage, 4) != sha256(taught, stage, 4, "eager")  # something was compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_program_for_one_shape(compiler, dtype):
+    """A policy, as it learns and as it sampled, and its reference all run it; other shapes stay eager."""
+    device = cpu_device(dtype=dtype)
+    random = torch.Generator().manual_seed(0)
+    ids = [torch.randint(100, (length,), generator=random).tolist() for length in (5, 17, 9, 12, 20, 8, 30, 25)]
+    masks = [[0] + [1] * (len(one) - 1) for one in ids]
+    ((rows, pairs),) = pack_pairs(ids, masks, 32, 5, device)
+    model, reference, eager = (lively_model(tiny_config(), kernels=device.kernels) for _ in range(3))
+    policy, frozen = (OneShape(one, torch.compile(one, dynamic=False), rows.inputs.shape) for one in (model, reference))
+    reference.eval()  # as load_model leaves it
+    with torch.no_grad():
+        sampled = token_logp(policy, rows)
+        of_reference = token_logp(frozen, rows)
+    now = token_logp(policy, rows)
+    assert now.requires_grad and not sampled.requires_grad
+    assert torch.equal(now, sampled) and torch.equal(now, of_reference)
+    few = replace(rows, **{name: getattr(rows, name)[:2] for name in ("inputs", "targets", "segments", "source")})
+    assert torch.equal(token_logp(policy, few), token_logp(eager, few))
+
+    # Steps of both losses. A reference like the policy gives ln 2 to the last bit.
+    pair_batch = PairBatch(rows, pairs, reply_logp(frozen, PairBatch(rows, pairs)).detach())
+    advantages = torch.where(rows.source % 2 == 0, 1.0, -0.5) * (rows.targets != IGNORE)
+    policy_batch = PolicyBatch(rows, advantages, (rows.targets != IGNORE).float() / 10, sampled)
+    rates = scaling.rates(model.config, batch=1, tokens=1)
+    near = {"rel": 1e-5, "abs": 1e-6} if dtype == torch.float32 else {"rel": 0.05, "abs": 0.02}
+    steps = {"compiled": [], "eager": []}
+    for name, run, weights in (("compiled", policy, model), ("eager", eager, eager)):
+        optimizer = make_optimizer(weights, rates, device)
+        for loss_fn, batch in ((dpo_loss, pair_batch), (grpo_loss, policy_batch), (dpo_loss, pair_batch)):
+            stats = train_step(run, optimizer, [batch], loss_fn, device=device)
+            steps[name] += [stats.loss.item(), stats.grad_norm.item()]
+    assert steps["compiled"] == pytest.approx(steps["eager"], **near)
+    assert steps["compiled"][0] == torch.tensor(2.0).log().item()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

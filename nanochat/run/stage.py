@@ -29,11 +29,12 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from nanochat import checkpoint_manager
@@ -242,6 +243,28 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
 # ---------------------------------------------------------------------- around the loop
 
 
+class OneShape:
+    """A model that is compiled for tokens of one shape, and eager for all others; `Run.compile` makes it.
+
+    Packed micro-batches have several shapes, and the compiler takes long for each.
+    """
+
+    def __init__(self, model: GPT, compiled: Any, shape: Sequence[int]):
+        self._orig_mod = model  # where torch.compile's wrapper has it, too
+        self._compiled = compiled
+        self._shape = torch.Size(shape)
+
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tokens.shape != self._shape:
+            return self._orig_mod(tokens, *args, **kwargs)
+        # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another program,
+        # which rounds elsewhere: in bf16 log probabilities then differ by up to 0.05. With one program a policy and its
+        # reference, or the policy that has sampled, differ by their weights alone.
+        with torch.enable_grad():
+            result = self._compiled(tokens, *args, **kwargs)
+        return result if torch.is_grad_enabled() else result.detach()
+
+
 class Run:
     """A run's progress, log, checkpoints and faults; a context manager around the training loop, on all ranks.
 
@@ -311,12 +334,23 @@ class Run:
         if error is not None and self.faults.signal and devices.explain(error):
             sys.exit(128 + self.faults.signal)  # another rank failed, has printed why, and made torchrun end this one
 
-    def compile(self, model: Any, mode: Literal["auto", "on", "off"], step_flops: int) -> Any:
-        """The model, compiled where that pays over the run's steps; prints how a step is computed."""
-        # Not over the steps that are left: a resumed run must decide alike, because compiled code rounds differently.
+    def compile(
+        self,
+        model: Any,
+        mode: Literal["auto", "on", "off"],
+        step_flops: int,
+        shape: Sequence[int] | None = None,
+        part: str = "step",
+    ) -> Any:
+        """The model, compiled where that pays over the run's steps; prints how that `part` of it is computed.
+
+        Where micro-batches differ, `shape` (rows, tokens) is the one that is compiled for; the others stay eager. None:
+        there is one.
+        """
+        # Neither the decision nor the shape may depend on where a run resumes: compiled code rounds differently.
         compiled, how = self.device.compile(model, mode, step_flops * self.last)
-        print0(f"step: {how}; kernels: {self.device.kernels}")
-        return compiled
+        print0(f"{part}: {how}; kernels: {self.device.kernels}")
+        return compiled if shape is None or compiled is model else OneShape(model, compiled, shape)
 
     def steps(self) -> Iterator[int]:
         """The number of finished steps, at the top of every turn; the loop leaves it by `should_leave`."""
