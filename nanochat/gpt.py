@@ -576,7 +576,7 @@ class GPT(nn.Module):
         parts = ["head", "norm"]
         for layer in reversed(range(self.config.n_layer)):
             parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]
-        parts += ["residual_scales", "embedding_scales", "embedding"]
+        parts += ["residual_scales", "embedding_scales", "embedding_norm", "embedding"]
         names = [name for name, _ in self.named_parameters()][::-1]
         order = []
         for part in parts:

@@ -79,9 +79,10 @@ def test_the_optimizer_takes_every_parameter_by_its_role(shape: str) -> None:
             assert found[name].kind == ("muon" if matrix else "adamw"), name
             assert found[name].learning_rate == getattr(rates, "matrix" if matrix else role), name
             assert found[name].weight_decay == (7.0 if matrix else 0.0), name
-            # 4 query heads, 2 key heads and 2 value heads are matrices of their own
-            D = model.config.head_dim
-            assert found[name].row_splits.get(name) == ((4 * D, 2 * D, 2 * D) if role == "qkv" else None), name
+            # 4 query heads, and 2 or 4 key heads and as many value heads, are matrices of their own
+            keys = model.config.n_kv_head * model.config.head_dim
+            queries = 4 * model.config.head_dim
+            assert found[name].row_splits.get(name) == ((queries, keys, keys) if role == "qkv" else None), name
 
 
 def test_adamw_alone_trains_too() -> None:

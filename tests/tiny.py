@@ -50,6 +50,7 @@ PLAIN = {
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "fast": {},
+    "ungrouped": {"n_kv_head": 4, "norm_weight": True},
     "qwen3": {**PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "tied_head": True},
     "qwen2": {**PLAIN, "qk_norm": "none", "attention_bias": True, "tied_head": True},
     "llama": {**PLAIN, "qk_norm": "none"},

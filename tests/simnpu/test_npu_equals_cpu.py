@@ -46,7 +46,7 @@ def close(ours: list[float], theirs: list[float], relative: float) -> bool:
     return len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=relative, abs=relative)
 
 
-SHAPES = ("fast", "qwen3", "qwen2", "llama")
+SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
