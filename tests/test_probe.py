@@ -68,6 +68,19 @@ def test_a_wrong_kernel_is_found_at_its_layer(operator: str, number: int, expect
     assert line is not None and line.startswith(f"step 0, {expected}: signature")
 
 
+def test_a_kernel_that_calls_another_is_read_as_one():
+    """As on a device where it is one operator."""
+
+    class Fused(TorchKernels):
+        def add_rms_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Any:
+            x = x + added
+            return TorchKernels().rms_norm(x, weight, eps), x
+
+    readings = recording(Fused())
+    assert first_difference(recording(), readings, 0.0) is None
+    assert "blocks.0.mlp_norm: add_rms_norm" in {reading["name"] for reading in readings}
+
+
 def test_a_wrong_gradient_is_found_in_the_backward_pass():
     class Doubled(torch.autograd.Function):
         @staticmethod

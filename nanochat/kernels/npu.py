@@ -37,21 +37,62 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.ones(size, dtype=dtype, device=device)
 
 
+def _gain(x: Tensor, weight: Tensor | None) -> Tensor:
+    """The norms' operators require one."""
+    return _ones(x.size(-1), x.dtype, x.device) if weight is None else weight
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """npu_add_rms_norm, which has no gradient of its own, with that of npu_rms_norm."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, added: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, rstd, total = torch_npu.npu_add_rms_norm(x, added, gain, epsilon=eps)
+        ctx.save_for_backward(total, gain, rstd)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        total, gain, rstd = ctx.saved_tensors
+        grad, grad_gain = torch.ops.npu.npu_rms_norm_backward(grads[0], total, gain, rstd)
+        grad.add_(grads[1])
+        return grad, grad, grad_gain.to(gain.dtype) if ctx.needs_input_grad[2] else None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """npu_rotary_mul, keeping nothing but the angles. Its own autograd keeps x, for gradients of cos and sin."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return torch_npu.npu_rotary_mul(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        # Its second argument stands for x, which only the gradients of cos and sin depend on: nobody reads those.
+        return torch.ops.npu.npu_rotary_mul_backward(grads[0], grads[0], *ctx.saved_tensors)[0], None, None
+
+
 class NpuKernels(TorchKernels):
-    name = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul"
+    name = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
     static_shapes = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/measurements.md)."""
-        gain = _ones(x.size(-1), x.dtype, x.device) if weight is None else weight  # the operator requires one
-        return torch_npu.npu_rms_norm(x, gain, epsilon=eps)[0]
+        return torch_npu.npu_rms_norm(x, _gain(x, weight), epsilon=eps)[0]
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        return _AddRmsNorm.apply(x, added, _gain(x, weight), eps)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return torch_npu.npu_swiglu(x)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if cos.ndim == 3:
             cos = cos.unsqueeze(0)  # (1, T, 1, D)
             sin = sin.unsqueeze(0)
-        return torch_npu.npu_rotary_mul(x, cos, sin)
+        return _Rotate.apply(x, cos, sin)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
         return ~mask  # the vendor's form: True hides the key
@@ -108,6 +149,8 @@ class PlainNpuKernels(NpuKernels):
 
     name = "torch (this chip has no fused operators)"
     rms_norm = TorchKernels.rms_norm
+    add_rms_norm = TorchKernels.add_rms_norm
+    swiglu = TorchKernels.swiglu
     rotate = TorchKernels.rotate
     prepare_mask = TorchKernels.prepare_mask
     attention = TorchKernels.attention

@@ -65,6 +65,16 @@ class TorchKernels:
         """x / sqrt(mean(x^2) + eps) over the last axis, times the gain if there is one."""
         return F.rms_norm(x, (x.size(-1),), weight, eps)
 
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of x + added, and the sum itself."""
+        x = x + added
+        return self.rms_norm(x, weight, eps), x
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, where x (..., 2 M) is gate and up next to each other -> (..., M)."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by the angle of its position.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 # The operators of a device (nanochat/kernels/): functions, not modules, and the first suspects on a new card.
-KERNELS = ("rms_norm", "rotate", "attention")
+KERNELS = ("rms_norm", "add_rms_norm", "rotate", "attention", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Probe:
         self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's, taken before the optimizer drops it
         self._step = 0
         self._inside: list[str] = []  # the modules whose forward is running, the innermost last
+        self._in_kernel = False  # whether one of the watched kernels is running
         for name, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(self._enter, name))
             module.register_forward_hook(functools.partial(self._leave, name))
@@ -70,17 +71,21 @@ class Probe:
         self._inside.pop()
         self._watch(name or "model", output)
 
-    def _watched(self, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _watched(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
-        def call(*args: Any, **options: Any) -> Tensor:
+        def call(*args: Any, **options: Any) -> Any:
+            if self._in_kernel:  # called by another kernel, which on another device may be one operator
+                return kernel(*args, **options)
+            self._in_kernel = True
             output = kernel(*args, **options)
+            self._in_kernel = False
             self._watch(f"{self._inside[-1] if self._inside else 'model'}: {name}", output)
             return output
 
         return call
 
     def _watch(self, name: str, output: Any) -> None:
-        # A module may return several tensors, as a value embedding does; the first is its own.
+        # A module or kernel may return several tensors, as a value embedding does; the first is its own.
         tensor = output[0] if isinstance(output, tuple) else output
         if not isinstance(tensor, Tensor):
             return

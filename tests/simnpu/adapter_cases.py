@@ -1,5 +1,6 @@
 """What test_adapters.py runs in simulated processes and reads in their logs: training steps, decoded tokens, AdamW."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -24,10 +25,11 @@ from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
 
 
-def model_of(depth: int, tokens: int, device: Device) -> GPT:
+def model_of(depth: int, tokens: int, device: Device, **changes: Any) -> GPT:
     """The preset's model with memory for its weights, which nobody draws: nothing reads them."""
+    config = dataclasses.replace(scaling.model_config(depth, 32768, tokens), **changes)
     with torch.device("meta"):
-        model = GPT(scaling.model_config(depth, 32768, tokens), device.kernels)
+        model = GPT(config, device.kernels)
     model = model.to_empty(device=device.torch_device)
     model.fill_rotary()
     return model
@@ -45,7 +47,7 @@ def packed_batch(rows: int, tokens: int, document: int, device: Device) -> Packe
     return PackedBatch(zeros, zeros, Segments.from_numbers(numbers), zeros).to(device)
 
 
-def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0) -> dict[str, int]:
+def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, **changes: Any) -> dict[str, int]:
     """A step of training, the second, as rank 0 of `ranks` (hccl.c waits for no other); the allocator's peaks in it.
 
     `document`: the rows are packed with documents of so many tokens.
@@ -55,7 +57,7 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0) 
         torch.npu.set_device(0)
         dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
     device = devices.init("npu", "bfloat16")
-    model = model_of(depth, tokens, device)
+    model = model_of(depth, tokens, device, **changes)
     rates = scaling.rates(model.config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
     optimizer = make_optimizer(model, rates, device, layout=lay_out(device))
     batch: Any = packed_batch(rows, tokens, document, device) if document else batch_of(rows, tokens, device)
@@ -67,10 +69,10 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0) 
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
 
 
-def kept(depth: int, tokens: int) -> float:
+def kept(depth: int, tokens: int, **changes: Any) -> float:
     """Bytes that the forward pass leaves for the backward one, for each token more."""
     device = devices.init("npu", "bfloat16")
-    model = model_of(depth, tokens, device)
+    model = model_of(depth, tokens, device, **changes)
     held = []
     for rows in (1, 2):
         batch = batch_of(rows, tokens, device)

@@ -19,7 +19,7 @@ from nanochat import engine, scaling
 from nanochat.attention import Segments
 from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine, SamplingParams
-from nanochat.gpt import GPT, GPTConfig, Norm
+from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
@@ -299,9 +299,15 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
             importlib.import_module(type(found.kernels).__module__).MOST_DOCUMENTS = 5
             window = ""
         out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0), segments=segments)
-    elif name == "norm":
+    elif name in ("norm", "sum"):
         config = GPTConfig(norm_weight=window == "1", norm_eps=0.5 if window == "eps" else 1e-6)
-        out = Norm(16, config, found.kernels).to(found.torch_device)(inputs[0])
+        norm = (Norm if name == "norm" else AddNorm)(16, config, found.kernels).to(found.torch_device)
+        if norm.weight is not None:
+            norm.weight.data = draw(16).data.float()
+            inputs.append(norm.weight)
+        out = norm(inputs[0]) if name == "norm" else torch.cat(norm(inputs[1], inputs[2]))
+    elif name == "swiglu":
+        out = found.kernels.swiglu(inputs[0])
     else:
         angles = torch.rand(40, 1, 8, generator=generator).repeat(1, 1, 2).to(getattr(torch, dtype))
         out = found.kernels.rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))

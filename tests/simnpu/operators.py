@@ -395,6 +395,54 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
     return ((scaled - normed * mean) * rstd).to(input.dtype), d_gamma
 
 
+@operator("npu_add_rms_norm")
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x1 + x2, 1 / rms of it in fp32, and the sum. It has no gradient (wheel).
+
+    On a 910B or 910C the sum is rounded to its dtype before the norm reads it; a 950 norms it unrounded.
+    Source: wheel (meta registration), aclnnAddRmsNorm, its golden.py.
+    """
+    name = "npu_add_rms_norm"
+    gamma = check_norm(name, "x1", x1, gamma)
+    check_same_dtype(name, x1=x1, x2=x2, gamma=gamma)
+    check_shape(name, "x2", x2, x1.shape)
+    total = (x1.float() + x2.float()).to(x1.dtype)
+    return *npu_rms_norm(total, gamma, epsilon), total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gated activation
+
+
+def check_halves(name: str, input: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The two halves of `dim`, in fp32."""
+    check_dtype(name, FLOATS, input=input)
+    if input.dim() == 0 or input.size(dim) % 2:
+        refuse(name, "input", f"shape {tuple(input.shape)} has no halves in dimension {dim}")
+    first, second = input.float().chunk(2, dim)
+    return first, second
+
+
+@operator("npu_swiglu")
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu(first half) * second half. Source: wheel (meta registration), aclnnSwiGlu, its golden.py."""
+    first, second = check_halves("npu_swiglu", input, dim)
+    return (first * first.sigmoid() * second).to(input.dtype)
+
+
+@operator("npu_swiglu_backward")
+def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
+    """The gradient of input. Source: wheel (meta registration), aclnnSwiGluGrad."""
+    name = "npu_swiglu_backward"
+    first, second = check_halves(name, input, dim)
+    check_dtype(name, (input.dtype,), grad_output=grad_output)
+    check_shape(name, "grad_output", grad_output, first.shape)
+    gate = first.sigmoid()
+    grad = grad_output.float()
+    d_first = grad * second * gate * (1 + first * (1 - gate))
+    return torch.cat((d_first, grad * first * gate), dim).to(input.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rotary embedding
 

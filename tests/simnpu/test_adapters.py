@@ -59,8 +59,8 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
-    assert launches(log["step"]) <= 1032 and waits(log["step"]) == 0
-    assert launches(log["token"]) <= 250 and waits(log["token"]) == 1
+    assert launches(log["step"]) <= 1020 and waits(log["step"]) == 0
+    assert launches(log["token"]) <= 238 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -154,7 +154,20 @@ def test_memory_is_addresses_alone(depth_12: Measured):
 
 def test_memory_kept_for_each_token(depth_12: Measured):
     results, _ = depth_12
-    assert results[2] <= 406 * 1024
+    assert results[2] <= 379 * 1024
+
+
+def test_a_gated_mlp_is_one_operator(measure):
+    """Forward and backward, where silu and a product are 6; for backward they keep their input, 2 x 4 x 256 channels.
+
+    Of two layers of 128 channels each, whose MLPs are of 512."""
+    step = call("step", depth=2, rows=1, tokens=128, mlp="swiglu")
+    kept = [call("kept", depth=2, tokens=2048, mlp=mlp) for mlp in ("relu2", "swiglu")]
+    (_, plain, gated), log = measure(step, *kept)
+    called = Counter(record.what for record in log["step"])
+    assert called["aclnnSwiGlu"] == called["aclnnSwiGluGrad"] == 2
+    assert not [what for what in called if "Silu" in what]
+    assert gated - plain <= 2 * 512 * 2
 
 
 def by_formula(depth: int, rows: int, ranks: int) -> float:
@@ -163,7 +176,7 @@ def by_formula(depth: int, rows: int, ranks: int) -> float:
     tokens = rows * 2048
     matrices = 12 * depth * width**2
     tables = (2 + depth // 2) * 32768 * width  # embedding, head, and value embeddings in every other layer
-    size = 45 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
+    size = 42 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
     return (size + 4 * 32768 * width + 1.25e9) / GIB
 
 
@@ -185,13 +198,13 @@ def test_the_formula_of_memory_is_the_allocators(measure):
 def test_peak_memory_at_depth_20(measure):
     """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
     ((peak,), _) = measure(call("step", depth=20, rows=16, tokens=2048))
-    assert peak["allocated"] <= 46 * GIB and peak["reserved"] <= 47 * GIB
+    assert peak["allocated"] <= 44 * GIB and peak["reserved"] <= 45 * GIB
     assert by_formula(20, 16, 1) == pytest.approx(peak["allocated"] / GIB, rel=0.02)
 
 
 def test_peak_memory_of_one_of_eight_ranks(measure):
     ((peak,), log) = measure(call("step", depth=20, rows=16, tokens=2048, ranks=8))
-    assert peak["allocated"] <= 42 * GIB and peak["reserved"] <= 43 * GIB
+    assert peak["allocated"] <= 40 * GIB and peak["reserved"] <= 41 * GIB
     assert by_formula(20, 16, 8) == pytest.approx(peak["allocated"] / GIB, rel=0.02)
     assert sum(record.kind == "collective" for record in log["step"]) <= 203 and waits(log["step"]) == 0
 

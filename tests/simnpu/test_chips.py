@@ -14,6 +14,8 @@ HERE = Path(__file__).resolve().parent
 # What fails on such a chip, each with what its message names.
 REFUSED = {
     "torch_npu.npu_rms_norm(x, x[0], epsilon=1e-6)": "npu_rms_norm",
+    "torch_npu.npu_add_rms_norm(x, x, x[0], epsilon=1e-6)": "npu_add_rms_norm",
+    "torch_npu.npu_swiglu(x)": "npu_swiglu",
     "torch_npu.npu_rotary_mul(x[None, None], x[None, None], x[None, None])": "npu_rotary_mul",
     "torch_npu.npu_fusion_attention(x[None], x[None], x[None], 1, 'BSH')": "npu_fusion_attention",
     "x.bfloat16() @ x.bfloat16()": "DT_BFLOAT16",

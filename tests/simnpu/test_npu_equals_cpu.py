@@ -95,6 +95,10 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
         "norm 1",
         "norm eps",
         "rotate",
+        "swiglu",
+        "sum",
+        "sum 1",
+        "sum eps",
     ],
 )
 def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):

@@ -261,6 +261,43 @@ def test_norm_refusals():
     refused("npu_rms_norm_backward", "rstd", y, x, gamma, rstd.flatten())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
+    one, two, gamma = random(3, 5, 8, dtype=dtype), random(3, 5, 8, seed=1, dtype=dtype), random(8, seed=2).to(dtype)
+    y, rstd, total = run("npu_add_rms_norm", one, two, gamma, epsilon=0.5)
+    assert total.dtype == dtype and torch.equal(total, one + two)
+    assert all(torch.equal(*pair) for pair in zip((y, rstd), run("npu_rms_norm", total, gamma, 0.5), strict=True))
+    refused("npu_add_rms_norm", "x2", one, two[:, :1], gamma)
+    refused("npu_add_rms_norm", "x2", one, two.half(), gamma)
+    refused("npu_add_rms_norm", "gamma", one, two, gamma[:4])
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_and_its_gradient(dim, dtype):
+    """x sigmoid(x) of the first half times the second; the gradient by finite differences."""
+    x = random(3, 6, 4, dtype=dtype)
+    gate, up = x.double().split(x.size(dim) // 2, dim)
+    y = run("npu_swiglu", x, dim)
+    assert y.dtype == dtype
+    close(y, gate / (1 + (-gate).exp()) * up, dtype)
+    dy = random(*y.shape, seed=1, dtype=dtype)
+    gradient = run("npu_swiglu_backward", dy, x, dim)
+    assert gradient.dtype == dtype and gradient.shape == x.shape
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    for place in range(x.numel()):
+        moved = [x.double().flatten() for _ in range(2)]
+        for values, move in zip(moved, (1e-6, -1e-6), strict=True):
+            values[place] += move
+        halves = [values.view(x.shape).split(x.size(dim) // 2, dim) for values in moved]
+        above, below = ((dy.double() * gate / (1 + (-gate).exp()) * up).sum() for gate, up in halves)
+        expected.view(-1)[place] = (above - below) / 2e-6
+    close(gradient, expected, dtype)
+    refused("npu_swiglu", "input", x[..., :3])
+    refused("npu_swiglu", "input", x.double())
+    refused("npu_swiglu_backward", "grad_output", x, x, dim)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pair by pair: (a, b) becomes (a cos - b sin, b cos + a sin), each element with the angle of its own place."""
     half = x.size(-1) // 2
