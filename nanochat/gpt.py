@@ -11,6 +11,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -120,7 +121,8 @@ class GPTConfig:
 class ForwardContext:
     """What all layers of one forward pass share, computed once because each piece costs launches."""
 
-    cos: Tensor  # (T, 1, D); with a cache (B, T, 1, D), because its rows are at different positions
+    # (T, 1, D); with a cache, whose rows are at different positions, (B T, 1, D): then all tokens are one row.
+    cos: Tensor
     sin: Tensor
     segments: Segments | None = None
     cache: KVCache | None = None
@@ -165,6 +167,32 @@ class _Product(torch.autograd.Function):
             # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
             grad_weight = (grads[0].flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
         return grad_x, grad_weight
+
+
+class StackedLinear(Linear):
+    """Three linear layers of one input and one shape: x (..., inputs) -> (2, ..., outputs) and (..., outputs).
+
+    Their products are one operator, and its results lie in memory one after the other. Next to each other, as columns
+    of a single product, they would be strided views, which operators of an NPU copy before they read them.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _StackedProducts.apply(x, self.weight)
+
+
+class _StackedProducts(_Product):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = weight.to(x.dtype)
+        ctx.save_for_backward(x, matrix)
+        ctx.weight_dtype = weight.dtype
+        y = x.flatten(0, -2)[None] @ matrix.unflatten(0, (3, -1)).mT  # (3, tokens, outputs)
+        y = y.unflatten(1, x.shape[:-1])
+        return y[:2], y[2]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _Product.backward(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
 
 
 class _ReluSquared(torch.autograd.Function):
@@ -221,8 +249,10 @@ class Attention(nn.Module):
         H = config.n_head
         K = config.n_kv_head
         D = config.head_dim
-        # q, k and v in one product: one launch instead of three.
-        self.qkv = Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
+        # q, k and v in one product: one launch instead of three. With as many key heads as query heads the three are
+        # of one shape.
+        linear = StackedLinear if H == K and not config.attention_bias else Linear
+        self.qkv = linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
         # Mixes what the heads have read, and writes it to the residual stream.
         self.output = Linear(H * D, config.width, bias=False)
         has_norm = config.qk_norm != "none"
@@ -244,19 +274,24 @@ class Attention(nn.Module):
         K = c.n_kv_head
         D = c.head_dim
 
-        # What each token looks for (q), how it can be found (k), and what it hands over (v).
-        qkv = self.qkv(x).view(B, T, H + 2 * K, D)
-        qk, v = qkv.split((H + K, K), dim=2)
+        # What each token looks for (q), how it can be found (k), and what it hands over (v). Queries and keys stay in
+        # one tensor: each operator on both is one call, half the launches.
+        qkv = self.qkv(x)
+        if isinstance(qkv, tuple):
+            qk = qkv[0].view(2, B, T, H, D)  # one after the other
+            v = qkv[1].view(B, T, K, D)
+        else:
+            qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D), next to each other
 
-        # Norm and rotation of queries and keys, of both in one call: half the launches.
         if c.qk_norm == "before_rotary":
             qk = self._norm(qk)
         # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
         # (source: Su et al. 2021, RoFormer).
-        qk = self.kernels.rotate(qk, context.cos, context.sin)
+        rows = qk.view(-1, context.cos.size(0), *qk.shape[-2:])  # each of as many tokens as there are angles
+        qk = self.kernels.rotate(rows, context.cos, context.sin).view(qk.shape)
         if c.qk_norm == "after_rotary":
             qk = self._norm(qk)
-        q, k = qk.split((H, K), dim=2)  # (B, T, H, D), (B, T, K, D)
+        q, k = self._split(qk)  # (B, T, H, D), (B, T, K, D)
 
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
@@ -280,13 +315,18 @@ class Attention(nn.Module):
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def _norm(self, qk: Tensor) -> Tensor:
-        """Norm each head of the queries and the keys (B, T, H + K, D)."""
+        """Norm each head of the queries and the keys."""
         assert self.q_norm is not None and self.k_norm is not None
         # Without learned gains the two norms are the same function: one call does both.
         if self.q_norm.weight is None:
             return self.q_norm(qk)
-        q, k = qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
-        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        q, k = self._split(qk)
+        normed = (self.q_norm(q), self.k_norm(k))
+        return torch.stack(normed) if qk.ndim == 5 else torch.cat(normed, dim=2)
+
+    def _split(self, qk: Tensor) -> Sequence[Tensor]:
+        """Queries and keys, of (2, B, T, H, D) or of (B, T, H + K, D)."""
+        return qk.unbind() if qk.ndim == 5 else qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
 
 
 class MLP(nn.Module):
@@ -531,7 +571,7 @@ class GPT(nn.Module):
         else:
             # Each row continues where it ends.
             positions = cache.positions(T)  # (B, T)
-            rotary = self.rotary[:, positions]  # (2, B, T, D)
+            rotary = self.rotary[:, positions].flatten(1, 2)  # (2, B T, D)
         # cos and sin of each position, with an axis that is shared by all heads.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
         context = ForwardContext(cos, sin, segments=segments, cache=cache, positions=positions)

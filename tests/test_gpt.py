@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from nanochat import scaling
 from nanochat.attention import KVCache
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear
 from nanochat.kernels.torch_ import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -279,6 +279,27 @@ def test_between_embedding_and_loss_everything_is_in_bfloat16(shape: str) -> Non
     assert {"blocks.0.mlp.input", "blocks.0.mlp.output", "blocks.0.attention.qkv", "blocks.0", "norm"} <= seen.keys()
     assert loss.dtype == torch.float32
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
+    """Bit for bit, their gradients too; each is contiguous, and so is what backward computes."""
+    one = Linear(32, 96, bias=False)
+    three = StackedLinear(32, 96, bias=False)
+    three.load_state_dict(one.state_dict())
+    inputs = [torch.randn(2, 5, 32).to(dtype).requires_grad_() for _ in range(2)]
+    inputs[1].data = inputs[0].data
+    columns = one(inputs[0])
+    pair, last = three(inputs[1])
+    assert pair.shape == (2, 2, 5, 32) and pair.is_contiguous() and last.is_contiguous()
+    assert torch.equal(torch.cat((*pair, last), dim=-1), columns)
+    grad = torch.randn(2, 5, 96).to(dtype)
+    columns.backward(grad)
+    torch.autograd.backward((pair, last), (torch.stack(grad.split(32, dim=-1)[:2]), grad[..., 64:]))
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    assert torch.equal(inputs[1].grad, inputs[0].grad)
+    assert one.weight.grad is not None and three.weight.grad is not None
+    assert torch.equal(three.weight.grad, one.weight.grad)
 
 
 def test_bytes_kept_for_backward() -> None:

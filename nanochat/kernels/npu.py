@@ -89,10 +89,7 @@ class NpuKernels(TorchKernels):
         return torch_npu.npu_swiglu(x)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if cos.ndim == 3:
-            cos = cos.unsqueeze(0)  # (1, T, 1, D)
-            sin = sin.unsqueeze(0)
-        return _Rotate.apply(x, cos, sin)
+        return _Rotate.apply(x, cos[None], sin[None])  # the operator takes angles (1, T, 1, D)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
         return ~mask  # the vendor's form: True hides the key

@@ -76,10 +76,7 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by the angle of its position.
-
-        cos and sin are (T, 1, D), or (B, T, 1, D) where the rows are at different positions.
-        """
+        """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle; cos, sin (T, 1, D)."""
         # (low, high) -> (low cos - high sin, high cos + low sin)
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin
