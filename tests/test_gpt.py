@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from nanochat import scaling
-from nanochat.attention import KVCache
+from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear
 from nanochat.kernels.torch_ import TorchKernels
@@ -218,7 +218,7 @@ def test_the_compiler_sees_one_graph(reduction: str) -> None:
     model = lively_model(tiny_config())
     tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
     targets[0, :5] = IGNORE
-    segments = torch.arange(20).expand(3, 20) // 6
+    segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // 6)
     traced = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
     results = []
     for forward in (traced, model):
