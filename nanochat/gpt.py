@@ -158,15 +158,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
-        x, matrix = ctx.saved_tensors
-        grad_x = grads[0] @ matrix if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            # In this order the result lies in memory as the weight does. Autograd's own form is a view of x^T dy,
-            # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
-            grad_weight = (grads[0].flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
-        return grad_x, grad_weight
+        return _product_gradients(ctx, grads[0])
+
+
+def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the weight, from that of the product."""
+    # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
+    x, matrix = ctx.saved_tensors
+    grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
+    grad_weight = None
+    if ctx.needs_input_grad[1]:
+        # In this order the result lies in memory as the weight does. Autograd's own form is a view of x^T dy,
+        # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
+        grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
+    return grad_x, grad_weight
 
 
 class StackedLinear(Linear):
@@ -180,7 +185,7 @@ class StackedLinear(Linear):
         return _StackedProducts.apply(x, self.weight)
 
 
-class _StackedProducts(_Product):
+class _StackedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         matrix = weight.to(x.dtype)
@@ -192,7 +197,7 @@ class _StackedProducts(_Product):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _Product.backward(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
+        return _product_gradients(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
 
 
 class _ReluSquared(torch.autograd.Function):

@@ -212,10 +212,10 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
         assert other.any(), f"{name} has no effect"
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_the_compiler_sees_one_graph(reduction: str) -> None:
+@pytest.mark.parametrize(("reduction", "shape"), [("sum", "fast"), ("none", "fast"), ("sum", "ungrouped")])
+def test_the_compiler_sees_one_graph(reduction: str, shape: str) -> None:
     """The loss of packed rows, forward and backward, traced without generating code."""
-    model = lively_model(tiny_config())
+    model = lively_model(tiny_config(**SHAPES[shape]))
     tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
     targets[0, :5] = IGNORE
     segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // 6)
