@@ -20,10 +20,12 @@ from tiny import cpu_device, lively_model, run_command, tiny_config
 from torch._dynamo.utils import counters
 
 from nanochat import scaling
+from nanochat.attention import Segments
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import pack_pairs
 from nanochat.engine import Engine
+from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import PairBatch, PolicyBatch, dpo_loss, grpo_loss, reply_logp, token_logp
 from nanochat.run.faults import Faults
 from nanochat.run.stage import OneShape
@@ -242,6 +244,22 @@ def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
     assert compiled[0] == eager[0]
     assert compiled[1] == pytest.approx(eager[1], rel=1e-4, abs=1e-6)
     assert sha256(taught, stage, 4) != sha256(taught, stage, 4, "eager")  # something was compiled
+
+
+def test_one_program_for_any_number_of_documents():
+    class TakesBounds(TorchKernels):
+        def attention(self, *args: Any, segments: Segments, **options: Any) -> torch.Tensor:
+            return super().attention(*args, segments=segments, **options) + 0 * segments.bounds.sum()
+
+    model = lively_model(tiny_config(n_layer=1), kernels=TakesBounds())
+    traced = torch.compile(model, backend="aot_eager", dynamic=False)
+    counters.clear()
+    tokens = torch.zeros(3, 20, dtype=torch.long)
+    for length in (10, 5, 4, 3):
+        segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // length)
+        one = OneShape(model, traced, tokens.shape)(tokens, tokens, segments=segments)
+        torch.testing.assert_close(one, model(tokens, tokens, segments=segments))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager
 from nanochat import device as devices
+from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
@@ -254,14 +255,19 @@ class OneShape:
         self._compiled = compiled
         self._shape = torch.Size(shape)
 
-    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, targets: Tensor, segments: Segments, reduction: Literal["sum", "none"] = "sum"
+    ) -> Tensor:
+        inputs = {"targets": targets, "segments": segments, "reduction": reduction}
         if tokens.shape != self._shape:
-            return self._orig_mod(tokens, *args, **kwargs)
+            return self._orig_mod(tokens, **inputs)
+        # One program for any number of documents; without the mark it is one for each number that an operator is given.
+        torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
         # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another program,
-        # which rounds elsewhere: in bf16 log probabilities then differ by up to 0.05. With one program a policy and its
-        # reference, or the policy that has sampled, differ by their weights alone.
+        # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03 (docs/measurements.md).
+        # With one program a policy and its reference, or an earlier policy, differ by their weights alone.
         with torch.enable_grad():
-            result = self._compiled(tokens, *args, **kwargs)
+            result = self._compiled(tokens, **inputs)
         return result if torch.is_grad_enabled() else result.detach()
 
 
