@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Queries that `blockwise_attention` takes at a time. Blocks of 128 compute fewer scores and take as long, because the
+# Queries that `blockwise_attention` takes at a time. Blocks of 128 compute fewer scores and take longer, because the
 # gradients of the keys are added up block by block (docs/measurements.md).
 BLOCK = 256
 

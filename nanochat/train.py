@@ -305,8 +305,9 @@ def mean_loss(
     return loss_sum / target_count if target_count else math.nan
 
 
-def next_token_loss(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss of pretraining: batch is (inputs, targets), both (B, T), IGNORE where nothing is predicted."""
+def next_token_loss(model: Any, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The loss of pretraining: batch is (inputs, targets), both (B, T), IGNORE where nothing is predicted; the Segments
+    of rows whose documents do not attend to each other may follow."""
     # targets[t] is inputs[t + 1]: one row of T tokens is T predictions at once, because attention looks back only.
-    inputs, targets = batch
-    return model(inputs, targets), (targets != IGNORE).sum()
+    inputs, targets, *segments = batch
+    return model(inputs, targets, segments=segments[0] if segments else None), (targets != IGNORE).sum()

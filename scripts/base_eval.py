@@ -88,9 +88,10 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ bits per byte
     token_bytes = torch.tensor(tokenizer.token_bytes())
+    document_mask = meta.get("pretraining", {}).get("document_mask", False)  # as it was trained
     for split, corpus in zip(("train", "val"), corpora, strict=True):
         rows = validation_rows(corpus, tokenizer, context, config.eval_tokens)
-        bits = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device)
+        bits = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)
         results[f"{split}_bpb"] = bits
         print0(f"{split}: {bits:.4f} bits per byte on {rows[:, 1:].numel():,} tokens of {corpus.name}")
 

@@ -33,6 +33,7 @@ class Config(TrainFlags):
     max_seq_len: Frozen[Size] = 2048  # tokens of context
     window_pattern: Frozen[str] = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
     mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU, or SwiGLU of 2/3 the width: as many parameters
+    document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
     logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap of the logits; 0 for none
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
@@ -112,7 +113,8 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model_config)
-    pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0}
+    document_mask = config.document_mask == "on"
+    pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0, "document_mask": document_mask}
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}", pretraining)
     run = Run(
         "base", config, start, optimizer, steps, token_flops=token_flops,
@@ -122,8 +124,10 @@ def main(config: Config) -> None:
         train_corpus, tokenizer, config.device_batch_size, config.max_seq_len, rank=device.rank,
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+        document_mask=document_mask,
     )  # fmt: skip
-    compiled = run.compile(model, config.compile, token_flops * batch_tokens)
+    shape = (config.device_batch_size, config.max_seq_len)
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens, shape)
     val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the micro-batches of the last step; the last one knows the position that `save` stores
@@ -134,8 +138,9 @@ def main(config: Config) -> None:
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
-                        model, val_rows, token_bytes, config.device_batch_size, device, run.should_stop
-                    )
+                        model, val_rows, token_bytes, config.device_batch_size, device,
+                        should_stop=run.should_stop, document_mask=document_mask,
+                    )  # fmt: skip
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
                 pretraining["tokens"] = run.progress.tokens
@@ -145,7 +150,7 @@ def main(config: Config) -> None:
 
             # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
             micro = [next(loader) for _ in range(accumulation)]
-            batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
+            batches = (batch.to(device) for batch in micro)
             stats = train_step(
                 # Step 0 runs eagerly, so the first loss is printed before the compiler is done. Every later step is
                 # compiled. A checkpoint is from step 1 or later, so a resumed run rounds like an uninterrupted one.

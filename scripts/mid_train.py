@@ -55,6 +55,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
+    document_mask = start.pretraining.get("document_mask", False)  # as the model has learned to read
     micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
     by_rule = start.pretraining.get("batch_tokens", micro_tokens)
     accumulation = count_micro_batches(
@@ -77,8 +78,9 @@ def main(config: Config) -> None:
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,
         seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+        document_mask=document_mask,
     )  # fmt: skip
-    compiled = run.compile(model, config.compile, token_flops * batch_tokens)
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the last step's; no step, no checkpoint
@@ -89,8 +91,9 @@ def main(config: Config) -> None:
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
-                        model, val_rows, token_bytes, config.device_batch_size, device, run.should_stop
-                    )
+                        model, val_rows, token_bytes, config.device_batch_size, device,
+                        should_stop=run.should_stop, document_mask=document_mask,
+                    )  # fmt: skip
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
                 # SFT continues after what was read, up to the end of the furthest shard's block.
@@ -103,7 +106,7 @@ def main(config: Config) -> None:
 
             # ---- one step: its batch in as many micro-batches as fit the memory one by one
             micro = [next(loader) for _ in range(accumulation)]
-            batches = ((device.to_device(batch.inputs), device.to_device(batch.targets)) for batch in micro)
+            batches = (batch.to(device) for batch in micro)
             stats = train_step(
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),

@@ -1,5 +1,6 @@
 """Bits per byte by hand, and the same however the text is cut into rows, batches and ranks."""
 
+import itertools
 import math
 
 import pytest
@@ -39,8 +40,8 @@ class Uniform:
     def __init__(self, vocab_size: int):
         self.nats = math.log(vocab_size)
 
-    def __call__(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
-        assert reduction == "none"
+    def __call__(self, tokens: Tensor, targets: Tensor, *, segments: None, reduction: str) -> Tensor:
+        assert segments is None and reduction == "none"
         assert tokens.min() >= 0
         return torch.where(targets == IGNORE, 0.0, self.nats)
 
@@ -53,8 +54,8 @@ class Pairs:
         self.scored: list[tuple[int, int]] = []
         self.shapes: set[tuple[int, ...]] = set()
 
-    def __call__(self, tokens: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
-        assert reduction == "none"
+    def __call__(self, tokens: Tensor, targets: Tensor, *, segments: None, reduction: str) -> Tensor:
+        assert segments is None and reduction == "none"
         self.shapes.add(tuple(tokens.shape))
         pairs = torch.stack((tokens, targets), dim=-1)[targets != IGNORE]
         self.scored += [(first, second) for first, second in pairs.tolist()]
@@ -143,6 +144,29 @@ def test_a_text_of_one_token_still_is_a_row(tiny_tokenizer: Tokenizer) -> None:
 
 
 # ---------------------------------------------------------------------- the number
+
+
+def test_with_the_mask_each_document_is_read_by_itself() -> None:
+    tokenizer = tiny_tokenizer()
+    bos = tokenizer.get_bos_token_id()
+    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size))
+    rows = validation_rows(Blocks(), tokenizer, 11, ALL)
+    nats = 0.0
+    text_bytes = 0
+    documents = 0
+    for row in rows.tolist():
+        starts = [place for place, token in enumerate(row) if token == bos]
+        for begin, end in itertools.pairwise([*starts, len(row)]):
+            # its last target is the next one's begin token, whose prediction does not count
+            document = torch.tensor([[token for token in row[begin:end] if token != IGNORE]])
+            documents += 1
+            if document.size(1) > 1:
+                nats += model(document[:, :-1], document[:, 1:]).item()
+                text_bytes += int(weights(tokenizer)[document[0, 1:]].sum())
+    assert documents > len(rows)
+    masked = bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device(), document_mask=True)
+    assert masked == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+    assert masked != pytest.approx(bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device()), rel=1e-4)
 
 
 def test_uniform_by_hand() -> None:

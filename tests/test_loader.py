@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from tiny import cpu_device
 
 from nanochat.data import loader as loading
 from nanochat.data.loader import Loader, LoaderState
@@ -149,6 +150,17 @@ def test_rows_are_full_and_hold_every_token_once(longest):
                 document, place = divmod(piece[0], LONGEST)
                 assert place == reached.get(document, 0)
                 reached[document] = place + len(piece)
+
+
+def test_documents_end_where_the_next_begins():
+    corpus = corpus_of(random_lengths(300, 20))
+    whole = take(Loader(corpus, Numbered(), 3, 31), 5)
+    for batch, plain in zip(take(Loader(corpus, Numbered(), 3, 31, document_mask=True), 5), whole, strict=True):
+        assert plain.segments is None and torch.equal(batch.inputs, plain.inputs)
+        inputs, targets, segments = batch.to(cpu_device())
+        assert torch.equal(targets, plain.targets)
+        begins = (inputs.flatten() == BEGIN).nonzero().flatten().tolist()
+        assert len(begins) > 3 and segments.ends == [*begins[1:], inputs.numel()]
 
 
 def test_a_finite_corpus_gives_each_document_once_an_epoch():

@@ -320,9 +320,27 @@ def test_resume_reports_what_it_changes(base, tokenizer, capsys):
         assert change in line
 
 
+def test_later_stages_keep_the_mask_between_documents(base):
+    call("tok_train", "--max_chars=100000", "--vocab_size=300")
+    long_rows = ("--max_seq_len=256", "--device_batch_size=2", "--total_batch_size=512")  # of several documents
+    flags = (*TINY[:2], *long_rows, *TINY[5:])
+    call("base_train", *flags, "--num_iterations=6", "--model_tag=whole", "--document_mask=off")
+    call("base_train", *flags, "--num_iterations=6", "--model_tag=masked")
+    whole, masked = (metrics(base, tag=tag)[-1] for tag in ("whole", "masked"))
+    assert masked["loss"] != whole["loss"] and masked["val_bpb"] != whole["val_bpb"]
+    call("base_train", *flags, "--num_iterations=3", "--model_tag=again")
+    call("base_train", *flags, "--num_iterations=6", "--model_tag=again", "--resume")
+    sizes = ("--eval_tokens=256", "--device_batch_size=2", "--dtype=float32", "--device=cpu")
+    call("base_eval", *sizes, "--samples=0", "--stories=0", "--model_tag=masked")
+    results = json.loads((base / "runs/base/masked/eval.json").read_text())
+    assert results["val_bpb"] == pytest.approx(masked["val_bpb"], rel=1e-6)
+    meta = json.loads((base / "checkpoints/base/masked/step_000006/meta.json").read_text())
+    assert meta["pretraining"]["document_mask"]
+
+
 def test_flags_that_resume_refuses():
     """All that decides what a step computes, and what the model is, by the names of the flags."""
-    model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap"}
+    model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask"}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
     assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", *model}
     assert frozen["mid_train"] == {"seed", "tasks"}

@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.attention import Segments
+from nanochat.device import Device
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
@@ -112,6 +114,12 @@ class Batch:
     targets: Tensor  # (B, T): at each place the token after the input
     state: LoaderState  # the position after this batch
     epoch: int  # finished passes over the corpus; 0 for one that never ends
+    segments: Segments | None = None  # the documents of the rows, where they are not to attend to each other
+
+    def to(self, device: Device) -> tuple[Tensor, Tensor, Segments | None]:
+        """Inputs, targets and segments on the device, for `next_token_loss`."""
+        segments = self.segments.to(device.to_device) if self.segments else None
+        return device.to_device(self.inputs), device.to_device(self.targets), segments
 
 
 class Loader:
@@ -132,6 +140,7 @@ class Loader:
         seed: int = 0,
         workers: int = 1,
         state: LoaderState | None = None,
+        document_mask: bool = False,
     ):
         # Shards of this rank. On 2 ranks, rank 0 has the shards 0, 2, 4, 6 of 8 and rank 1 the others. On 4 ranks, rank
         # 0 has 0 and 4. In both cases row 4 is the next row of shard 4: it does not depend on the number of ranks.
@@ -155,6 +164,7 @@ class Loader:
         self._world_size = world_size
         self._batch_rows = batch_rows
         self._row_tokens = row_tokens
+        self._document_mask = document_mask
 
         # Rows are numbered over all ranks, and `first` is the first row that no rank has packed. This rank's next row
         # is the smallest one from `first` on with row mod world_size = rank. It is `first` + `_offset`, so a saved
@@ -198,7 +208,9 @@ class Loader:
         if self._block_count:
             read = min(shard.block * self._shard_count + number for number, shard in self._shards.items())
             epoch = read // self._block_count
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), state, epoch)
+        inputs = tokens[:, :-1].contiguous()
+        segments = segments_of(inputs, self._tokenizer.get_bos_token_id()) if self._document_mask else None
+        return Batch(inputs, tokens[:, 1:].contiguous(), state, epoch, segments)
 
     def _fill(self, row: np.ndarray, number: int) -> None:
         """Fill a row (T + 1,) completely with the documents of shard `number`, by best fit."""
@@ -240,6 +252,11 @@ class Loader:
             epoch, place = divmod(index, self._block_count)
             index = int(_shuffled(self._seed, epoch, self._block_count)[place])
         return self._corpus.read_block(index)
+
+
+def segments_of(inputs: Tensor, bos: int) -> Segments:
+    """The documents of rows of pretraining (B, T), each of which begins with a begin token."""
+    return Segments.from_numbers((inputs == bos).cumsum(dim=1))
 
 
 def take_best_fit(waiting: list[np.ndarray], room: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Documents, take_best_fit, tokenize
+from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Documents, segments_of, take_best_fit, tokenize
 from nanochat.device import Device
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import Interrupted
@@ -57,15 +57,18 @@ def bits_per_byte(
     batch_rows: int,
     device: Device,
     should_stop: Callable[[], bool] | None = None,
+    document_mask: bool = False,
 ) -> float:
     """Mean bits per byte over rows (N, T + 1), shared out over the ranks; the same on every rank.
 
     `token_bytes` (V,) counts each token's bytes of text, 0 for special tokens, whose prediction is left out.
-    `should_stop` is called before each batch. Raises Interrupted: on every rank, when it is true on any of them.
+    With `document_mask` the documents of a row do not attend to each other. `should_stop` is called before each batch.
+    Raises Interrupted: on every rank, when it is true on any of them.
     """
     totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that stopped
     bytes_of = token_bytes.to(device.torch_device)
     mine = rows[device.rank :: device.world_size]
+    bos = int(rows[0, 0])  # every row begins with it
     # Every rank runs equally many batches: a sharded model gathers its weights from all ranks in each of them.
     rows_per_rank = math.ceil(len(rows) / device.world_size)
     for first in range(0, rows_per_rank, batch_rows):
@@ -75,11 +78,14 @@ def bits_per_byte(
         batch = mine[first : first + batch_rows]
         missing = batch_rows - len(batch)
         batch = F.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape, compiled once
+        segments = None
+        if document_mask:
+            segments = segments_of(batch[:, :-1], bos).to(device.to_device)
         batch = device.to_device(batch)
         inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token
         targets = batch[:, 1:]  # (B, T)
         target_bytes = torch.where(targets == IGNORE, 0, bytes_of[targets.clamp(min=0)])
-        losses = model(inputs, targets, reduction="none")  # (B, T)
+        losses = model(inputs, targets, segments=segments, reduction="none")  # (B, T)
         nats = (losses * (target_bytes > 0)).sum()
         totals[:2] += torch.stack((nats, target_bytes.sum().float()))
     nats, text_bytes, stopped = sum_over_ranks(totals, device).tolist()

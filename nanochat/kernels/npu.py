@@ -104,6 +104,9 @@ class NpuKernels(TorchKernels):
             options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
         if segments is None:
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", scale=scale, **options)[0]
+        if torch.compiler.is_compiling():
+            # The lengths below are numbers of the host: the compiler would make other code for every batch.
+            return super().attention(q, k, v, scale=scale, window=window, segments=segments)
         # All rows as one, divided into documents: no mask of T x T, and no work between documents. The causal or band
         # mask counts within each of them (source: CANN's page of aclnnFlashAttentionVarLenScore).
         flat = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)

@@ -256,13 +256,18 @@ class OneShape:
         self._shape = torch.Size(shape)
 
     def __call__(
-        self, tokens: Tensor, targets: Tensor, segments: Segments, reduction: Literal["sum", "none"] = "sum"
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        segments: Segments | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
         inputs = {"targets": targets, "segments": segments, "reduction": reduction}
         if tokens.shape != self._shape:
             return self._orig_mod(tokens, **inputs)
         # One program for any number of documents; without the mark it is one for each number that an operator is given.
-        torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
+        if segments is not None:
+            torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
         # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another program,
         # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03 (docs/measurements.md).
         # With one program a policy and its reference, or an earlier policy, differ by their weights alone.
