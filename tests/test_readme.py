@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_chat_cli import SUM, SUM_ANSWERED, add_checkpoint, table_model
 
 from nanochat.shell.cli import parse
 
@@ -67,3 +68,29 @@ def test_links_lead_somewhere(name):
     folder = ROOT / "docs" if (ROOT / "docs" / name).exists() else ROOT
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", DOCUMENTS[name]):
         assert (folder / target).exists(), target
+
+
+# What other code relies on: these names, with these arguments.
+CONTRACT = """
+from nanochat.checkpoint_manager import load_model
+from nanochat.engine import Engine
+model, tokenizer, meta = load_model("sft", device="cpu")
+engine = Engine(model, tokenizer)
+tokens = tokenizer.encode("hello", prepend=tokenizer.get_bos_token_id())
+generated, masks = engine.generate_batch(tokens, num_samples=1, max_tokens=4, temperature=0.7)
+print(tokenizer.decode(generated[0]))
+"""
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE, CONTRACT], ids=["en", "zh", "contract"])
+def test_the_python_example_prints_a_reply(text, tmp_path, monkeypatch, capsys):
+    """The model here is a table that answers a chat prompt and nothing else."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    add_checkpoint("sft", table_model(SUM, SUM_ANSWERED))
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL) or [text]
+    exec(compile(code, "the example", "exec"), {})
+    printed = capsys.readouterr().out
+    if text is CONTRACT:
+        assert printed.startswith("<|bos|>hello")
+    else:
+        assert printed == "S=.\n"  # the text, without the call and its result
