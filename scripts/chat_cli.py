@@ -5,6 +5,8 @@ python -m scripts.chat_cli
 python -m scripts.chat_cli -p "What is 47 + 38?"
 
 echo "Tell me a story." | python -m scripts.chat_cli > story.txt
+
+python -m scripts.chat_cli -p "What is this about?" < story.txt
 """
 
 import codecs
@@ -12,8 +14,10 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -22,6 +26,8 @@ import tyro
 from nanochat.conversation import Message, parse_reply, render_prompt
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Positive, UserError, run
+from nanochat.shell.log import warn
+from nanochat.shell.paths import base_dir
 from nanochat.tokenizer import replace_surrogates
 
 
@@ -30,7 +36,8 @@ class Config:
     source: str = "auto"  # a stage, or a checkpoint's folder; auto: the furthest trained of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None  # reply to this and exit; default: a dialogue
+    # Reply to this and exit; what is piped in follows it. Default: a dialogue.
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
     system: str = ""  # system message, before the conversation
     max_tokens: Positive = 256  # of a reply
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.7)
@@ -41,33 +48,31 @@ class Config:
     graphs: Literal["auto", "on", "off"] = "auto"
 
 
-COMMANDS = "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+COMMANDS = ["/new", "/quit"]
+HELP = "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys, except tab and newline
 
 
 def main(config: Config) -> None:
-    # The heavy imports are here so that --help responds at once.
-    from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model
-    from nanochat.engine import Engine
-
     # ------------------------------------------------------------------ load
-    device = devices.init(config.device, config.dtype)
-    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    with notice("loading ..."):
+        # The heavy imports are here so that --help responds at once.
+        from nanochat import device as devices
+        from nanochat.checkpoint_manager import load_model
+        from nanochat.engine import Engine
+
+        device = devices.init(config.device, config.dtype)
+        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     stage = meta.get("stage", "unknown stage")
     if config.system and stage == "base":
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    in_dialogue = config.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     chat = Chat(Engine(model, tokenizer, device, config.graphs), config, has_turns=stage != "base")
 
-    # ------------------------------------------------------------------ one reply: to a flag or a pipe
-    if not in_dialogue:
-        text = config.prompt
-        if text is None:
-            text = sys.stdin.read() if sys.stdin else ""
-        text = replace_surrogates(text.rstrip("\n"))
+    # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
+    on_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if config.prompt is not None or not on_terminal:
+        parts = [config.prompt, None if on_terminal else piped_in()]
+        text = replace_surrogates("\n".join(part.rstrip("\n") for part in parts if part))
         if chat.has_turns and not text.strip():
             raise UserError("--prompt: there is no message; name one, or pipe one in")
         if not chat.send(text):
@@ -75,29 +80,131 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ a dialogue
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (input() then edits lines and remembers them)
+    session = line_editor()
     hint = "" if chat.has_turns else "type the beginning of a text; an empty line leaves, too; "
-    print(f"{stage}: {meta['folder']}\n{hint}{COMMANDS}")
+    print(f"{stage}: {meta['folder']}\n{hint}{HELP}")
     while True:
         try:
-            line = replace_surrogates(input("> "))
-            command = line.rstrip()
-            if command == "/quit" or (not line and not chat.has_turns):
+            text = replace_surrogates(session.prompt("> "))
+            command = text.rstrip()
+            if command == "/quit" or (not text and not chat.has_turns):
                 return
             if command == "/new":
                 chat.turns = []
-            elif line.startswith("/"):
-                print(f"{COMMANDS}; a space before it makes it a text")
-            elif line.strip() or not chat.has_turns:
-                chat.send(line)
+            elif text.startswith("/"):
+                print(f"{HELP}; a space before it makes it a text")
+            elif text.strip() or not chat.has_turns:
+                chat.send(text)
         except UserError as error:  # the next message may well work
             print(f"error: {error}")
         except KeyboardInterrupt:
-            print(f"\n{COMMANDS}")
+            print(HELP)
         except EOFError:
-            print()
             return
+
+
+# ---------------------------------------------------------------------- the terminal
+
+
+@contextlib.contextmanager
+def notice(text: str) -> Iterator[None]:
+    """Show a text on the terminal for as long as the block takes."""
+    shown = sys.stderr is not None and sys.stderr.isatty()
+    if shown:
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            blank = " " * len(text)
+            print(f"\r{blank}\r", end="", file=sys.stderr, flush=True)
+
+
+def piped_in() -> str:
+    """All of standard input, which is no terminal."""
+    if sys.stdin is None:
+        return ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    with notice("reading standard input ..."):  # where nothing is piped in, somebody waits for nothing
+        return sys.stdin.read()
+
+
+def line_editor() -> Any:
+    """A prompt that edits what is typed.
+
+    It takes a paste of several lines as one message, completes commands with Tab, and remembers the messages of
+    earlier sessions.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.shortcuts import CompleteStyle
+    from prompt_toolkit.styles import Style
+
+    file = base_dir() / "chat_history"
+    history = FileHistory(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)  # what somebody writes to their model is for nobody else
+    except OSError as error:
+        warn(f"messages are not remembered after this session: {error}")
+        history = InMemoryHistory()
+    return PromptSession(
+        history=history,
+        completer=WordCompleter(COMMANDS, sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,  # the others keep lines free for a menu
+        style=Style.from_dict({"": "ansicyan"}),  # what the user writes; the model's text has the terminal's colour
+    )
+
+
+class WordWrap:
+    """Writes to a terminal and breaks lines between words: a word is held back until it is complete."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit.utils import get_cwidth
+
+        self.width_of = get_cwidth  # columns: 2 for a Chinese character, 0 for an accent of its own
+        self.column = 0  # where the next character goes
+        self.word = ""  # held back, with its colours
+        self.word_width = 0
+
+    def write(self, text: str, before: str = "", after: str = "") -> None:
+        """Write a text of any length; `before` and `after` switch its colour on and off."""
+        columns = shutil.get_terminal_size().columns
+        for character in text:
+            coloured = f"{before}{character}{after}"
+            if character in " \t\n":
+                self.end_word(columns)
+                self.space(character, coloured, columns)
+                continue
+            width = self.width_of(character)
+            self.word = f"{self.word}{coloured}".replace(f"{after}{before}", "")  # off and on again: nothing
+            self.word_width += width
+            # Chinese has no spaces: a line may end after any of its characters. A word that fills a line is broken.
+            if width == 2 or self.word_width >= columns:
+                self.end_word(columns)
+        sys.stdout.flush()
+
+    def end_word(self, columns: int) -> None:
+        """Write the word that was held back, on the next line where it does not fit on this one."""
+        if self.column > 0 and self.column + self.word_width > columns:
+            sys.stdout.write("\n")
+            self.column = 0
+        sys.stdout.write(self.word)
+        self.column += self.word_width
+        self.word = ""
+        self.word_width = 0
+
+    def space(self, character: str, coloured: str, columns: int) -> None:
+        """Write what separates two words; a space that does not fit is left out."""
+        if character == "\n":
+            self.column = 0
+        else:
+            self.column += 1 if character == " " else 8 - self.column % 8
+        if self.column <= columns:
+            sys.stdout.write(coloured)
 
 
 class Chat:
@@ -114,8 +221,8 @@ class Chat:
         on_terminal = sys.stdout.isatty()
         colours = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.dim, self.plain = ("\x1b[2m", "\x1b[0m") if colours else ("", "")
-        # A terminal shows a call as [2+3 -> 5]; a file or a pipe receives the text alone.
-        self.shows_asides = on_terminal
+        # A terminal shows a call as [2+3 -> 5], and breaks lines at spaces; a file or a pipe receives the text alone.
+        self.terminal = WordWrap() if on_terminal else None
         self.marks = {
             engine.call_start: " [",
             engine.call_end: "",
@@ -160,7 +267,7 @@ class Chat:
             self.show("]", aside=True)
         if stopped:
             self.show(" [stopped]", aside=True)
-        print(flush=True)
+        self.show("\n")
         if self.config.stats:
             print(f"({len(made)} tokens, {len(made) / seconds:,.1f} tokens/s)", file=sys.stderr)
 
@@ -191,10 +298,12 @@ class Chat:
     def show(self, text: str, aside: bool = False) -> None:
         """Print without the characters that a terminal obeys; what is not text of the reply is dim."""
         text = CONTROL.sub("", text)
-        if not aside:
-            print(text, end="", flush=True)
-        elif text and self.shows_asides:
-            print(f"{self.dim}{text}{self.plain}", end="", flush=True)
+        if self.terminal is None:
+            print("" if aside else text, end="", flush=True)
+        elif aside:
+            self.terminal.write(text, self.dim, self.plain)
+        else:
+            self.terminal.write(text)
 
 
 if __name__ == "__main__":

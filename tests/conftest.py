@@ -1,7 +1,9 @@
 """One torch thread and one seed for every test, and no test writes where the user's runs live."""
 
+import io
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -45,6 +47,12 @@ def one_thread_and_seed() -> None:
     """The same numbers at every run, and no second thread to wait for where cores are shared."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_piped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard input is at its end: chat_cli reads it."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
 
 
 @pytest.fixture

@@ -19,6 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import DummyInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from tiny import save_checkpoint, tiny_tokenizer
 
 from nanochat.conversation import render
@@ -80,6 +85,7 @@ def base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NANOCHAT_TRACEBACK", "NO_COLOR", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture
@@ -123,16 +129,14 @@ def ctrl_c_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Terminal(io.StringIO):
-    """Lines as someone types them; the line ^C is that key."""
+    """Somebody sits at the other end."""
 
     def isatty(self) -> bool:
         return True
 
-    def readline(self, size: int | None = -1, /) -> str:
-        line = super().readline()
-        if line == "^C\n":
-            raise KeyboardInterrupt
-        return line
+
+class Pipe(io.StringIO):
+    """The other end of a pipe."""
 
 
 def run(*argv: str) -> None:
@@ -144,15 +148,25 @@ def run(*argv: str) -> None:
 
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Type lines on a terminal; returns what is printed after each of them, without the `> ` of the prompts."""
+    """Type lines on a terminal, where ^C is that key; returns what is printed after each of them, without the `> ` of
+    the prompts."""
+    prompt = PromptSession.prompt
+
+    def shown(self: Any, message: str) -> str:
+        print(message, end="")
+        return prompt(self, message)
 
     def talk(*lines: str, flags: tuple[str, ...] = (), colour: bool = False) -> list[str]:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", Terminal("".join(f"{line}\n" for line in lines)))
+        keys = "".join("\x03" if line == "^C" else f"{line}\r" for line in lines) + "\x04"  # Ctrl-D
+        with monkeypatch.context() as patch, create_pipe_input() as typed:
+            patch.setattr(PromptSession, "prompt", shown)
+            patch.setattr(sys, "stdin", Terminal())
             patch.setattr(sys.stdout, "isatty", lambda: True)
             if not colour:
                 patch.setenv("NO_COLOR", "1")
-            run(*flags)
+            typed.send_text(keys)
+            with create_app_session(input=typed, output=DummyOutput()):
+                run(*flags)
         out, err = capsys.readouterr()
         assert err == ""
         return re.split("(?<!-)> ", out)  # the one in a call's arrow is none
@@ -195,7 +209,7 @@ def test_a_stage_without_a_finished_step_is_passed_over(talk, sums):
 def test_a_reply_with_its_call(talk, sums):
     banner, reply, end = talk("What is 47 + 38?")
     assert "/new" in banner and "/quit" in banner
-    assert (reply, end) == ("S= [47+38 -> 85] .\n", "\n")
+    assert (reply, end) == ("S= [47+38 -> 85] .\n", "")
 
 
 def test_only_what_is_not_text_is_dim(talk, sums, monkeypatch):
@@ -277,6 +291,88 @@ def test_a_message_too_long_is_one_line_and_the_chat_continues(talk, prompts, ca
     assert capsys.readouterr().err.startswith("error: the message has 44 tokens")
 
 
+# ---------------------------------------------------------------------- what is typed
+
+
+def test_a_paste_of_several_lines_is_one_message(talk, sums, prompts):
+    talk("one", "\x1b[200~two\r\n\nlines\x1b[201~ more", "three")
+    assert len(prompts) == 3
+    assert TOKENIZER.decode(prompts[1]["prompt"]).endswith(
+        "<|user_start|>two\n\nlines more<|user_end|><|assistant_start|>"
+    )
+
+
+def test_messages_are_remembered_between_sessions(talk, sums, prompts):
+    talk("\x1b[200~two\nlines\x1b[201~", "从")
+    file = paths.base_dir() / "chat_history"
+    assert file.stat().st_mode & 0o777 == 0o600
+    talk("\x1b[A\x1b[A")  # the arrow up: the second to last message
+    talk("\x1b[A!")  # the last one, changed
+    sent = [
+        re.findall(r"<\|user_start\|>(.*?)<\|user_end\|>", TOKENIZER.decode(one["prompt"]), re.S) for one in prompts
+    ]
+    assert sent[2:] == [["two\nlines"], ["two\nlines!"]]
+
+
+def test_without_a_place_for_them_messages_are_forgotten(monkeypatch, capsys):
+    monkeypatch.setattr(chat_cli, "base_dir", lambda: Path("/dev/null"))
+    with create_app_session(input=DummyInput(), output=DummyOutput()):
+        assert isinstance(chat_cli.line_editor().history, InMemoryHistory)
+    assert capsys.readouterr().err.startswith("warning: messages are not remembered after this session: ")
+
+
+def test_tab_completes_a_command(talk, sums, prompts):
+    output = talk("one", "/n\t", "two", "/q\t", "never")
+    assert "one" not in TOKENIZER.decode(prompts[1]["prompt"])
+    assert len(prompts) == 2 and output[-1] == ""
+
+
+def test_loading_is_shown_at_once_and_taken_back(monkeypatch, capsys, sums):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    out, err = one_shot(capsys, "-p", "x")
+    assert out == "S=.\n"
+    assert err.startswith("loading ...\r           \r")
+
+
+# ---------------------------------------------------------------------- lines on a terminal
+
+
+def wrapped(capsys: pytest.CaptureFixture[str], *pieces: str) -> str:
+    """What a terminal of ten columns receives."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "10")
+        lines = chat_cli.WordWrap()
+        for piece in pieces:
+            lines.write(piece)
+        lines.write("\n")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one two three four", "one two \nthree four\n"),
+        ("0123456789 one", "0123456789\none\n"),  # no space where the line is full, and no empty line
+        ("one 01234567890123 two", "one \n0123456789\n0123 two\n"),  # a word longer than a line
+        ("a\n\n  b", "a\n\n  b\n"),
+        ("a\tb c", "a\tb \nc\n"),  # up to column 8
+        ("从前有一只小猫", "从前有一只\n小猫\n"),  # two columns each, and a line may end anywhere
+        ("A cat从前", "A cat从前\n"),
+        ("cafe\u0301 cafe\u0301", "cafe\u0301 cafe\u0301\n"),  # an accent takes no column
+    ],
+)
+def test_lines_break_between_words(capsys, text, expected):
+    assert wrapped(capsys, text) == wrapped(capsys, *text) == expected  # as a whole, and character by character
+
+
+def test_a_reply_breaks_between_words(talk, monkeypatch):
+    add_checkpoint("sft", table_model(ids("assistant_start", b"one tw", "python_start", b"8", "assistant_end")))
+    monkeypatch.setenv("COLUMNS", "20")
+    assert talk("x")[1] == "one tw [8]\n"
+    monkeypatch.setenv("COLUMNS", "8")
+    assert talk("x")[1] == "one tw \n[8]\n"
+
+
 # ---------------------------------------------------------------------- commands
 
 
@@ -351,10 +447,6 @@ def test_ctrl_c_ends_a_single_reply_with_its_exit_code(capsys, sums, ctrl_c_afte
 # ---------------------------------------------------------------------- one shot, pipes
 
 
-class Pipe(io.StringIO):
-    """The other end of a pipe."""
-
-
 def test_a_pipe_is_one_message_and_the_reply_is_text_alone(capsys, monkeypatch, sums, prompts):
     monkeypatch.setattr(sys, "stdin", Pipe("two\n\nlines\n"))
     assert one_shot(capsys) == ("S=.\n", "")
@@ -364,6 +456,17 @@ def test_a_pipe_is_one_message_and_the_reply_is_text_alone(capsys, monkeypatch, 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert one_shot(capsys, "-p", "x") == ("S= [47+38 -> 85] .\n", "")
+
+
+def test_what_is_piped_in_follows_the_prompt(capsys, monkeypatch, sums, prompts):
+    monkeypatch.setattr(sys, "stdin", Pipe("a\nlong text\n"))
+    one_shot(capsys, "-p", "What is this?")
+    assert "<|user_start|>What is this?\na\nlong text<|user_end|>" in TOKENIZER.decode(prompts[0]["prompt"])
+    monkeypatch.setattr(sys, "stdin", Terminal("never read"))
+    one_shot(capsys, "-p", "x")
+    monkeypatch.setattr(sys, "stdin", None)
+    one_shot(capsys, "-p", "x")
+    assert all("<|user_start|>x<|user_end|>" in TOKENIZER.decode(one["prompt"]) for one in prompts[1:])
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\n"])
@@ -380,7 +483,8 @@ def command(*argv: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    # The real terminal here does not answer where its cursor is.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
 
 
 def test_mistakes_and_broken_text(capsys, sums):
@@ -410,6 +514,9 @@ def test_pipes_of_a_process(sums):
         assert endless.wait(timeout=60) == 1
 
 
+PROMPT = r"\x1b\[\?2004h(?s:.)*?> "  # from here on the terminal marks what is pasted
+
+
 @pytest.mark.slow
 def test_a_real_terminal():
     add_checkpoint("sft", table_model(anything=True, context=8192))
@@ -417,7 +524,7 @@ def test_a_real_terminal():
     if process == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner in the background has it ignored
         os.chdir(ROOT)
-        os.execvpe(sys.executable, command("--max_tokens=8000"), {**environment(), "TERM": "dumb"})
+        os.execvpe(sys.executable, command("--max_tokens=8000"), environment())
     seen = ""
 
     def read_until(pattern: str, seconds: float = 60) -> str:
@@ -435,21 +542,25 @@ def test_a_real_terminal():
         os.write(terminal, text.encode())
 
     try:
-        assert read_until("> ").startswith("sft: ")
-        time.sleep(0.5)  # the prompt is there a moment before the line editor listens
+        assert read_until("loading ...", seconds=20)
+        assert "sft: " in read_until(PROMPT)
         press("\x03")
-        read_until("/quit or Ctrl-D leaves.*\n> ")
-        press("hellX\x7fo\n")  # a typing error, taken back
+        read_until("/quit or Ctrl-D leaves")
+        read_until(PROMPT)
+        press("hellX\x7fo\r")  # a typing error, taken back
         assert read_until("[a-z]{40}")
         press("\x03")
-        stopped = read_until(r" \[stopped\]\n> ")
+        stopped = read_until(r"\[stopped\]")
         assert len(stopped) < 8000
-        press("\x1b[A\n")  # the message before, from the line editor's memory
+        read_until(PROMPT)
+        press("\x1b[A\r")  # the message before, from the line editor's memory
+        read_until("hello")
         read_until("[a-z]{40}")
         press("\x03")
-        read_until(r" \[stopped\]\n> ")
-        press("/new\n")
-        read_until("> ")
+        read_until(r"\[stopped\]")
+        read_until(PROMPT)
+        press("/new\r")
+        read_until(PROMPT)
         press("\x04")  # Ctrl-D
         deadline = time.monotonic() + 60
         ended = (0, 0)

@@ -20,6 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from tiny import run_command
 
 from nanochat import checkpoint_manager, train
@@ -206,8 +209,10 @@ def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkey
         def isatty(self):
             return True
 
-    monkeypatch.setattr(sys, "stdin", Terminal("Once upon\n" + "too long " * 80 + "\nOnce upon\n\nnever asked\n"))
-    call("chat_cli", *greedy)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with create_pipe_input() as typed, create_app_session(input=typed, output=DummyOutput()):
+        typed.send_text("Once upon\r" + "too long " * 80 + "\rOnce upon\r\rnever asked\r")
+        call("chat_cli", *greedy)
     out = capsys.readouterr().out
     assert out.count(once) == 2
     assert "error: the prompt has" in out
