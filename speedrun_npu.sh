@@ -12,7 +12,7 @@
 #   --tasks NAME[=PATH][:WEIGHT],...    what mid-training and SFT learn; default: by the data and the hub
 #
 # Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
-# stopped.
+# stopped. speedrun.sh is the same script.
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -158,6 +158,8 @@ title 'report'
 "$python" -m scripts.report --model_tag "$profile"
 
 title 'done'
+printf 'The report:  %s/runs/report/%s/report.html\n' "$run_folder" "$profile"
 printf 'To chat with the model:\n  source %s/bin/activate\n' "$VENV"
 [[ $run_folder == "$HOME/.cache/nanochat" ]] || printf '  export NANOCHAT_BASE_DIR=%q\n' "$run_folder"
-printf '  python -m scripts.chat_cli\n'
+printf '  python -m scripts.chat_web    # the page, at http://127.0.0.1:8000\n'
+printf '  python -m scripts.chat_cli    # in this terminal\n'

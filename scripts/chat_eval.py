@@ -89,15 +89,22 @@ def main(config: Config) -> None:
         samples = [{"task": name, **asdict(graded)} for name, graded in shown]
         report: dict[str, Any] = {"step": meta["step"], "tasks": results, "samples": samples}
         path = run_dir(config.source, tag) / "chat_eval.json" if config.source in STAGES else None
-        merged = merge(path, report) if path else report
-        if merged is None:
-            print0(f"\nnot written: {path} has results with other settings; move it away to start a new one")
-        report = merged or report
-        report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in report["tasks"].values())
-        earlier = len(report["tasks"]) - len(results)
+        if path:
+            report = merge(path, report)
+        everything = report["tasks"]
+        for name in tasks:
+            kept = everything[name]["settings"]
+            now = results[name]["settings"]
+            differences = [f"{key} {value}, not {now.get(key)}" for key, value in kept.items() if value != now.get(key)]
+            if differences:
+                print0(
+                    f"\n{name}: {path} keeps its result with {'; '.join(differences)} (remove the file to replace it)"
+                )
+        report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in everything.values())
+        earlier = sum(task is not results.get(name) for name, task in everything.items())
         before = f", {earlier} of them evaluated before" if earlier else ""
-        print0(f"\nChatCORE: {report['chatcore']:.4f}, the mean over {counted(len(report['tasks']), 'task')}{before}")
-        if path and merged:
+        print0(f"\nChatCORE: {report['chatcore']:.4f}, the mean over {counted(len(everything), 'task')}{before}")
+        if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8", errors="replace")
     if config.source in STAGES:
@@ -105,23 +112,31 @@ def main(config: Config) -> None:
     devices.shutdown(device)
 
 
-def merge(path: Path, report: dict[str, Any]) -> dict[str, Any] | None:
-    """The report with the tasks that the file has for the same step; None where the file has one of the report's tasks
-    with other settings, which a quick look should not overwrite."""
+def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The report together with what the file has about the same step. A task that the file has with other settings
+    stays as it is there: a quick look should not cost the figures of a long evaluation."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != report["step"]:
             return report
-        tasks = {**earlier["tasks"], **report["tasks"]}
-        if any(task["settings"] != tasks[name]["settings"] for name, task in earlier["tasks"].items()):
-            return None
-        samples = [sample for sample in earlier["samples"] if sample["task"] not in report["tasks"]]
+        tasks = dict(earlier["tasks"])
+        replaced = [name for name, task in report["tasks"].items() if same_settings(task, tasks.get(name))]
+        tasks |= {name: report["tasks"][name] for name in replaced}
+        if not all({"accuracy", "baseline", "settings"} <= set(task) for task in tasks.values()):
+            raise ValueError("a task lacks its accuracy, baseline or settings")
+        samples = [sample for sample in earlier["samples"] if sample["task"] not in replaced]
+        samples += [sample for sample in report["samples"] if sample["task"] in replaced]
     except FileNotFoundError:
         return report
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
-    return {**report, "tasks": tasks, "samples": [*samples, *report["samples"]]}
+    return {**report, "tasks": tasks, "samples": samples}
+
+
+def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
+    """Whether a task's result may take the place of an earlier one, if there is one."""
+    return earlier is None or earlier["settings"] == task["settings"]
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def serve(config: Config, listener: socket.socket) -> None:
         server_header=False,
     )
     server = uvicorn.Server(settings)
-    server.run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how a server ends
+        server.run(sockets=[listener])
     if failures:
         raise failures[0]
 

@@ -5,6 +5,7 @@
 #   bash tests/run.sh tests/test_gpt.py -k cache
 set -euo pipefail
 
+case ${1-} in --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VENV=${VENV:-$PWD/.venv}
 bash setup_ascend.sh --extras dev </dev/null

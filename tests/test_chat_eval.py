@@ -517,8 +517,21 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert [sample["task"] for sample in both["samples"]] == ["addition", "letters", "letters", "spelling", "spelling"]
     assert "the mean over 3 tasks, 1 of them evaluated before" in out
 
-    call("--tasks=addition", "--max_examples=3", "--show=0")  # a quick look does not cost the figures
-    assert written() == both and "not written" in capsys.readouterr().out
+    call("--tasks=addition", "--max_examples=3", "--show=1")  # a quick look does not cost the figures
+    assert written() == both
+    out = capsys.readouterr().out
+    assert "chat_eval.json keeps its result with max_examples 5, not 3 (" in out and "not written" not in out
+    assert "the mean over 3 tasks, 3 of them evaluated before" in out
+
+    # As after the speedrun, which samples its stories: one task has other settings in the file, another is new.
+    call("--tasks=letters,identity", "--max_examples=4", "--show=1")
+    mixed = written()
+    assert mixed["tasks"]["letters"] == both["tasks"]["letters"] and mixed["tasks"]["identity"]["questions"] == 4
+    assert [sample["task"] for sample in mixed["samples"]] == [
+        *(sample["task"] for sample in both["samples"]),
+        "identity",
+    ]
+    assert "the mean over 4 tasks, 3 of them evaluated before" in capsys.readouterr().out
 
     save_step(6)
     call("--tasks=addition", "--max_examples=3", "--show=0")

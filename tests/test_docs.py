@@ -6,6 +6,7 @@ The commands of scripts in all documents are parsed by test_readme.py.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_flags_of_the_other_programs_exist(called, command):
     for call in calls:
         own = re.split(r" python | torchrun ", call)[0]  # what follows belongs to the command that is run
         assert set(re.findall(r"--\w+", own)) <= known, call
+
+
+@pytest.mark.parametrize("script", ["tests/run.sh", "speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh"])
+def test_help_of_a_shell_script_does_nothing(script, tmp_path):
+    """Nothing but sed is there to be run; no folder may be made."""
+    (tmp_path / "sed").symlink_to(shutil.which("sed") or "/bin/sed")
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "/bin/dirname")
+    bash = shutil.which("bash") or "/bin/bash"
+    environment = {"PATH": str(tmp_path), "VENV": str(tmp_path / "venv")}
+    result = subprocess.run([bash, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"bash {script}" in result.stdout or "speedrun.sh is the same script" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dirname", "sed"]
 
 
 def test_flags_of_the_simulator_in_the_text_exist():

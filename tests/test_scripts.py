@@ -497,6 +497,11 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
         tasks = json.loads((folder / f"runs/{stage}/smoke/chat_eval.json").read_text())["tasks"]
         assert {task["total"] for task in tasks.values()} == {8} and "stories" in tasks
     assert "</html>" in (folder / "runs/report/smoke/report.html").read_text()
+    *_, report, _, _, exported, page, terminal = last.stdout.splitlines()
+    assert report == f"The report:  {folder}/runs/report/smoke/report.html"
+    assert exported.split("=") == ["  export NANOCHAT_BASE_DIR", str(folder)]
+    assert page == "  python -m scripts.chat_web    # the page, at http://127.0.0.1:8000"
+    assert terminal.startswith("  python -m scripts.chat_cli ")
     assert len(list((tmp_path / "base" / "speedrun").iterdir())) == 1  # "--data x" and "--data=x" are the same
     flags = ["--data=my text.txt", "--hub=modelscope", "--tasks=smoltalk"]  # missing: found before a stage trains
     lost = subprocess.run([*command, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True)

@@ -786,6 +786,21 @@ def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, tmp_path: Pat
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_without_an_error(tmp_path: Path):
+    flags = ["--port", "0", "--device", "cpu", "--source", str(checkpoint(tmp_path))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.chat_web", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    address = process.stdout.readline()
+    until(lambda: is_ready(int(address.strip("/\n").rpartition(":")[2])), 60)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
 def is_ready(port: int) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return "nanochat_ready 1.0\n" in httpx.get(f"http://127.0.0.1:{port}/metrics").text

@@ -1,0 +1,1 @@
+speedrun_npu.sh
