@@ -212,6 +212,28 @@ def test_several_are_taken_together_or_not_at_all(running: Any) -> None:
     assert finished(scheduler) == {"length": 4}
 
 
+def test_requests_take_turns(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many choices of one client do not keep out who comes after it."""
+    scheduler = running(slots=2, queue=8)
+    begun: list[str] = []
+    take_slot = scheduler._take_slot
+
+    def recorded(row: Any) -> bool:
+        taken = take_slot(row)
+        begun.extend([f"{row.request.stop[0][0]}{row.request.sampling.seed}"] if taken else [])
+        return taken
+
+    def submit(name: str, count: int) -> list[Stream]:
+        settings = [SamplingParams(seed=number) for number in range(count)]
+        return scheduler.submit_all([Request(prompt_of(5), 20, one, stop=(name * 9,)) for one in settings])
+
+    monkeypatch.setattr(scheduler, "_take_slot", recorded)
+    with scheduler.changed:  # the device's thread waits until all are there
+        streams = [*submit("a", 4), *submit("b", 3), *submit("c", 1)]
+    assert {list(stream)[-1].finish_reason for stream in streams} == {"length"}
+    assert begun == ["a0", "b0", "c0", "a1", "b1", "a2", "b2", "a3"]
+
+
 def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> None:
     scheduler = running(slots=1, queue=1)
     first, second = (scheduler.submit(Request(prompt_of(5), 75)) for _ in range(2))
@@ -267,7 +289,7 @@ def test_a_device_that_is_gone_leaves_nobody_waiting(running: Any, monkeypatch: 
 
     monkeypatch.setattr(scheduler.slots, "decode", gone)
     monkeypatch.setattr(scheduler.slots, "reset", gone)
-    streams = [scheduler.submit(Request(prompt_of(5), 5)) for _ in range(3)]
+    streams = scheduler.submit_all([Request(prompt_of(5), 5)] * 3)
     assert [list(stream)[-1].finish_reason for stream in streams] == ["error"] * 3
     with pytest.raises(Overloaded):
         scheduler.submit(Request(prompt_of(5), 5))

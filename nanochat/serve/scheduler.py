@@ -15,6 +15,7 @@ Requests are not checked here. serve/prompts.py passes on only what the model's 
 """
 
 import codecs
+import itertools
 import logging
 import threading
 import time
@@ -154,15 +155,22 @@ class TextOut:
 # ---------------------------------------------------------------------- the scheduler
 
 
+@dataclass(eq=False)
+class _Group:
+    """The requests of one `submit_all`."""
+
+    turn: int  # the number of its last turn, in which one of them got a slot; at first of its submission
+
+
 class _RequestRow(Row):
     """The engine's row of a request, with what the scheduler knows of it on its way through the states."""
 
-    def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: object):
+    def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: _Group):
         super().__init__(request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools)
         self.state: Literal["waiting", "reading", "read", "running"] = "waiting"
         self.request = request
         self.stream = stream
-        self.group = group  # the same object for all requests that were submitted together
+        self.group = group
         self.filled = 0  # tokens of the prompt in the cache
         self.kind = "text"  # of its last token
         self.out = TextOut(tokens, request.stop)
@@ -185,8 +193,10 @@ class Scheduler:
     def __init__(self, engine: Engine, *, slots: int = 16, queue: int = 64, prefill_chunk: int = PREFILL_CHUNK):
         self.engine = engine
         self.slots = Slots(engine, slots, prefill_chunk=min(prefill_chunk, engine.model.config.sequence_len))
+        self.size = slots  # requests that run at once
         self.capacity = slots + queue  # requests that it holds at most, in slots and waiting
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self._turns = itertools.count()
 
         self.changed = threading.Condition()  # guards the next three
         # All that have not ended, oldest first; `slots.rows` are the running ones.
@@ -222,7 +232,7 @@ class Scheduler:
         Raises Overloaded: when not all find room, or the scheduler is closing.
         """
         tokens = self.engine.tokenizer.tokens
-        group = object()
+        group = _Group(next(self._turns))
         rows = []
         for number, request in enumerate(requests):
             listener = None if on_chunk is None else partial(on_chunk, number)
@@ -318,11 +328,12 @@ class Scheduler:
             self.prompt_token_seconds = _mean(self.prompt_token_seconds, per_token)
 
     def _read_prompts(self) -> int:
-        """Continue with the oldest prompts; returns the number of tokens computed."""
+        """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
         budget = self._patience() if self.slots.rows else self.slots.prefill_chunk
         left = budget
-        for row in self._rows("waiting", "reading"):
-            if left <= 0 or (row.state == "waiting" and not self._take_slot(row)):
+        while left > 0:
+            row = self._next_prompt()
+            if row is None:
                 break
             piece = row.unread[:left]
             if piece:
@@ -330,6 +341,18 @@ class Scheduler:
                 row.filled += len(piece)
             row.state = "reading" if row.unread else "read"
         return budget - left
+
+    def _next_prompt(self) -> _RequestRow | None:
+        """The row to read next, with a slot; None when no row waits, or no slot is free."""
+        for row in self._rows("reading"):
+            return row
+        # Clients take turns: next is the one whose last turn is the longest ago. By age alone, the many choices of one
+        # client would keep out whoever comes after it.
+        row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
+        if row is None or not self._take_slot(row):
+            return None
+        row.group.turn = next(self._turns)
+        return row
 
     def _patience(self) -> int:
         """Tokens of a prompt that take no longer than STALL_STEPS steps, in whole pieces of CHUNK_STEP."""
