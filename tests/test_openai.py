@@ -321,12 +321,14 @@ def test_errors_are_the_clients_own_exceptions(client: Any, port: int):
 
 
 def test_overload_is_the_clients_rate_limit_error(client: Any):
-    streams = [chat(client, n=20, temperature=2, max_tokens=400, stream=True)]  # all slots and the whole queue
+    # All slots and the whole queue. Sampled as evenly as possible, hardly a reply ends by itself.
+    streams = [chat(client, n=4, temperature=2, max_tokens=400, stream=True) for _ in range(5)]
     try:
         with pytest.raises(openai.RateLimitError) as busy:
-            chat(client, n=20, max_tokens=400)
+            chat(client, n=4, max_tokens=400)
     finally:
-        streams[0].close()
+        for stream in streams:
+            stream.close()
     assert int(busy.value.response.headers["retry-after"]) >= 1
 
 

@@ -6,6 +6,7 @@ promises' full counts run with `-m soak`.
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +40,7 @@ from nanochat.serve.connection import Connection
 from nanochat.serve.load import closed_loop
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
+from nanochat.serve.replies import ChatSerializer, CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
@@ -86,6 +89,10 @@ class FakeScheduler:
 
     def start(self) -> None:
         self.thread.start()
+
+    @property
+    def size(self) -> int:
+        return self.slots
 
     @property
     def capacity(self) -> int:
@@ -554,16 +561,94 @@ def test_overload_is_refused_at_once_and_the_server_still_responds():
         until(lambda: not scheduler.running)
 
 
-def test_more_than_it_ever_holds_is_refused_for_good():
+def test_a_request_for_more_replies_than_slots_is_refused_for_good():
+    """The queue is for other clients."""
     with client_of(make_app(FakeScheduler(slots=3, queue=2))) as ask:
         for path, body, product in (
-            (CHAT, {**HELLO, "n": 6}, "1 x 6"),
+            (CHAT, {**HELLO, "n": 4}, "1 x 4"),
             (COMPLETIONS, {"prompt": ["x"] * 3, "n": 2}, "3 x 2"),
         ):
             answer = ask("POST", path, json=body)
             assert answer.status_code == 400 and error_of(answer)["param"] == "n"
-            assert product in error_of(answer)["message"] and " 5 " in error_of(answer)["message"]
-        assert ask("POST", COMPLETIONS, json={"prompt": ["x"] * 5}).status_code == 200
+            assert product in error_of(answer)["message"] and " 3 " in error_of(answer)["message"]
+        assert ask("POST", COMPLETIONS, json={"prompt": ["x"] * 3}).status_code == 200
+
+
+def test_the_largest_reply_is_written_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """S4: written at its end it would hold the event loop, and with it /health, for more than a second."""
+    turn = 0
+    written: Counter[int] = Counter()  # tokens with 20 alternatives each, by the turn of the event loop
+    for serializer in (ChatSerializer, CompletionSerializer):
+        logprobs = serializer.logprobs
+
+        def counted(self: Any, number: int, of: Any, logprobs: Any = logprobs) -> Any:
+            written[turn] += len(of)
+            return logprobs(self, number, of)
+
+        monkeypatch.setattr(serializer, "logprobs", counted)
+    app = make_app(FakeScheduler(slots=24))
+    count, tokens = 24, 490  # of 21 logprobs each: just below the limit
+
+    async def ask_and_count(path: str, body: dict[str, Any]) -> httpx.Response:
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with client, app.router.lifespan_context(app):
+            while app.state.nanochat.model is None:
+                await asyncio.sleep(0.01)
+            answer = await client.post(path, json={**body, "n": count, "max_tokens": tokens}, timeout=60)
+        counting.cancel()
+        return answer
+
+    body = {**HELLO, "logprobs": True, "top_logprobs": 20}
+    answer = asyncio.run(ask_and_count(CHAT, body)).json()
+    assert sum(written.values()) == count * tokens and max(written.values()) <= 64
+    for number, choice in enumerate(answer["choices"]):
+        assert choice["index"] == number and choice["message"]["content"].endswith("word 489 ")
+        assert len(choice["logprobs"]["content"]) == tokens and choice["logprobs"]["refusal"] is None
+        assert choice["logprobs"]["content"][-1]["top_logprobs"][19] == {"token": "T", "bytes": [84], "logprob": -19.5}
+    assert answer["usage"]["completion_tokens"] == count * tokens
+
+
+def test_more_logprobs_than_it_can_write_in_a_moment_are_refused():
+    with client_of(make_app(FakeScheduler(slots=64))) as ask:
+        for path, body in (
+            (CHAT, {**HELLO, "n": 24, "max_tokens": 500, "logprobs": True, "top_logprobs": 20}),
+            (CHAT, {**HELLO, "n": 64, "logprobs": True, "top_logprobs": 10}),  # as long as the context allows
+            (COMPLETIONS, {"prompt": ["x"] * 32, "n": 2, "max_tokens": 500, "logprobs": 9}),
+        ):
+            for stream in (False, True):
+                answer = ask("POST", path, json={**body, "stream": stream})
+                assert answer.status_code == 400 and error_of(answer)["param"] == "max_tokens", body
+                assert "250,000 logprobs" in error_of(answer)["message"]
+
+
+def test_fields_that_are_ignored_are_bounded_too(ask: Any):
+    note = {"type": "url_citation", "url_citation": {"url": "x"}}
+    for change, status in (
+        ({"metadata": {str(number): "x" for number in range(16)}}, 200),
+        ({"metadata": {str(number): "x" for number in range(17)}}, 400),
+        ({"metadata": {"a": [[]] * 40_000}}, 400),
+        ({"messages": [{"role": "user", "content": "x", "annotations": [note] * 128}]}, 200),
+        ({"messages": [{"role": "user", "content": "x", "annotations": [0] * 400_000}]}, 400),
+    ):
+        answer = ask("POST", CHAT, json={**HELLO, "max_tokens": 1, **change})
+        assert answer.status_code == status, str(change)[:100]
+
+
+def test_the_collector_of_garbage_does_not_look_through_what_was_loaded(tmp_path: Path):
+    """S4: or a body with many lists would hold the event loop for as long as that takes."""
+    config = chat_web.Config(source=str(checkpoint(tmp_path)), device="cpu", slots=1)
+    try:
+        with client_of(chat_web.make_app(config, lambda error: None)):
+            assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_a_reader_that_stops_is_dropped_and_the_others_continue():

@@ -9,17 +9,21 @@ from nanochat.serve.schema import ApiError, ChatBody, CompletionBody
 from nanochat.serve.state import LoadedModel
 from nanochat.shell.cli import UserError
 
+# Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
+# many are 15 MB and take half a second to write, spread over the reply's tokens.
+MAX_LOGPROBS = 250_000
+
 
 def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[list[int]]:
     """The token ids of each prompt of a body.
 
-    Raises ApiError: 400 or 404 when the body is not for this model, or requests more replies than the server holds.
+    Raises ApiError: 400 or 404 when the body is not for this model, or requests more replies than there are slots.
     """
     check_model_name(model, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
-    capacity = model.scheduler.capacity
-    if num_prompts * body.num_choices > capacity:
-        message = f"{num_prompts} x {body.num_choices} replies in one request: this server holds {capacity} at once"
+    slots = model.scheduler.size
+    if num_prompts * body.num_choices > slots:  # the queue is for other clients
+        message = f"{num_prompts} x {body.num_choices} replies in one request: this server generates {slots} at once"
         raise ApiError(400, f"{message}; request fewer", param="n")
     if isinstance(body, CompletionBody):
         return [encode_text(model, prompt) for prompt in body.prompts]
@@ -80,6 +84,16 @@ def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiErro
     return ApiError(400, f"{message}; shorten the prompt or lower max_tokens", code="context_length_exceeded")
 
 
+def check_logprobs(requests: Sequence[Request]) -> None:
+    """Raises ApiError: 400 when the replies could have more than MAX_LOGPROBS."""
+    tokens = sum(request.max_tokens for request in requests)
+    each = 1 + requests[0].logprobs
+    if tokens * each > MAX_LOGPROBS:
+        message = f"{len(requests)} replies of {tokens:,} tokens in all with {each} logprobs a token are over the limit"
+        message += f" of {MAX_LOGPROBS:,} logprobs in a request: lower max_tokens, n or the number of logprobs"
+        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+
+
 def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
@@ -109,6 +123,7 @@ def submit(
                 tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
             )
             requests.append(request)
+    check_logprobs(requests)
     try:
         return model.scheduler.submit_all(requests, on_chunk)
     except Overloaded as error:

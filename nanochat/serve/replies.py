@@ -3,22 +3,26 @@
 One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
 scheduler's thread to the event loop, a `Serializer` writes them as OpenAI's API does, a `Reply` sends what it writes. A
 client that leaves, or stops reading, cancels its streams, and so frees their slots.
+
+The largest reply in one piece has megabytes of logprobs. Written at its end, it would hold the event loop for seconds,
+and with it every other client. So each chunk becomes JSON when it arrives, a few at a time, and the end only joins.
 """
 
 import asyncio
 import codecs
+import functools
 import itertools
 import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from starlette.background import BackgroundTask
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanochat.conversation import text_of
@@ -27,6 +31,7 @@ from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
 from nanochat.shell.log import print0
 
+CHUNKS_AT_ONCE = 64  # written before the event loop's other clients get their turn; 3 ms with 20 logprobs each
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
 # ---------------------------------------------------------------------- from the scheduler's thread to the event loop
@@ -49,58 +54,104 @@ class ChunkQueue:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self, seconds: float) -> dict[int, list[Chunk]]:
-        """All chunks since the last call, by the number of their stream; none when none arrives for `seconds`.
+        """The oldest chunks, by the number of their stream; none when none arrives for `seconds`.
 
         Neighbours of one kind are merged: a slow reader gets larger chunks, not more of them.
         """
-        if not self._chunks:
+        if self._chunks:
+            await asyncio.sleep(0)  # those of the last call were not all: the other clients' turn
+        else:
             timer = self._loop.call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
         self._arrived.clear()
         self._notified = False  # before the chunks are taken: one that arrives meanwhile must notify again
         taken: dict[int, list[Chunk]] = defaultdict(list)
-        while self._chunks:
+        for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE)):
             number, chunk = self._chunks.popleft()
-            _append(taken[number], chunk)
-        return taken
+            taken[number].append(chunk)
+        return {number: _merged(chunks) for number, chunks in taken.items()}
 
 
-def _append(chunks: list[Chunk], chunk: Chunk) -> None:
-    """Append a chunk to those of its stream; to the last one where both are of one kind."""
-    if not chunks or chunks[-1].kind != chunk.kind:
-        chunks.append(chunk)
-        return
-    last = chunks[-1]
-    token_ids = last.token_ids + chunk.token_ids
-    logprobs = last.logprobs + chunk.logprobs
-    chunks[-1] = replace(chunk, token_ids=token_ids, text=last.text + chunk.text, logprobs=logprobs)
+def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks of a stream, neighbours of one kind as one."""
+    merged = []
+    for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.kind):
+        together = list(group)
+        token_ids = tuple(itertools.chain.from_iterable(chunk.token_ids for chunk in together))
+        text = "".join(chunk.text for chunk in together)
+        logprobs = tuple(itertools.chain.from_iterable(chunk.logprobs for chunk in together))
+        merged.append(replace(together[-1], token_ids=token_ids, text=text, logprobs=logprobs))
+    return merged
 
 
 # ---------------------------------------------------------------------- OpenAI's JSON
+
+
+@dataclass
+class WholeChoice:
+    """A choice of a reply in one piece, as far as it has arrived."""
+
+    parts: list[tuple[str, list[str]]] = field(default_factory=list)  # (kind, texts), neighbours of different kinds
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict)  # each token's entries as JSON
+    finish_reason: str | None = None
 
 
 class _Serializer:
     """What the routes share."""
 
     prefix = ""  # of the response's id
+    object = ""  # of a reply in one piece
 
     def __init__(self, model: LoadedModel):
         self.tokenizer = model.tokenizer
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
+        self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # of a reply in one piece
 
-    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
+        """Lists with an entry per token. None for one that OpenAI has, and of which there is nothing here."""
         raise NotImplementedError
 
-    def choice_object(self, number: int, chunks: Sequence[Chunk], **content: Any) -> dict[str, Any]:
-        every = list(itertools.chain.from_iterable(chunk.logprobs for chunk in chunks))
-        logprobs = self.logprobs(number, every) if every else None
-        return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunks[-1].finish_reason}
+    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """What a choice in one piece says, from (kind, text)."""
+        raise NotImplementedError
+
+    def choice_object(self, number: int, chunk: Chunk, **content: Any) -> dict[str, Any]:
+        """A choice of an event in a stream."""
+        logprobs = self.logprobs(number, chunk.logprobs) if chunk.logprobs else None
+        return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        """Take in a chunk of a reply in one piece."""
+        choice = self.choices[number]
+        choice.finish_reason = chunk.finish_reason
+        if not choice.parts or choice.parts[-1][0] != chunk.kind:
+            choice.parts.append((chunk.kind, []))
+        choice.parts[-1][1].append(chunk.text)
+        if chunk.logprobs:
+            for name, entries in self.logprobs(number, chunk.logprobs).items():
+                written = choice.logprobs.setdefault(name, [])
+                written += [_encode(entry).encode() for entry in entries or ()]
+
+    def whole(self, usage: dict[str, int]) -> Iterator[bytes]:
+        """The reply, when all its chunks are added; in pieces, so that nothing large is copied at every join."""
+        yield _opened("choices", {**self.head, "object": self.object, "usage": usage}) + b"["
+        for number, choice in sorted(self.choices.items()):
+            content = self.content([(kind, "".join(texts)) for kind, texts in choice.parts])
+            fields = {"index": number, **content, "finish_reason": choice.finish_reason}
+            yield b"," if number else b""
+            yield _opened("logprobs", fields)
+            opening = b"{"
+            for name, entries in choice.logprobs.items():
+                yield opening + f'"{name}":'.encode()
+                yield from (b"[", b",".join(entries), b"]") if entries else (b"null",)
+                opening = b","
+            yield b"}}" if choice.logprobs else b"null}"
+        yield b"]}"
 
     def token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.decode_bytes([token])
         # JSON has no infinity; OpenAI's API writes -9999 for a token without probability.
-        return {"token": data.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+        return {**_token_fields(self.tokenizer.decode_bytes([token])), "logprob": max(-9999.0, logprob)}
 
 
 class ChatSerializer(_Serializer):
@@ -111,7 +162,7 @@ class ChatSerializer(_Serializer):
     stream_object = "chat.completion.chunk"
 
     def opening(self, number: int) -> dict[str, Any]:
-        return self.choice_object(number, [Chunk()], delta={"role": "assistant", "content": ""})
+        return self.choice_object(number, Chunk(), delta={"role": "assistant", "content": ""})
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -119,16 +170,16 @@ class ChatSerializer(_Serializer):
             delta["content"] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
-        return self.choice_object(number, [chunk], delta=delta)
+        return self.choice_object(number, chunk, delta=delta)
 
-    def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        parts = [{"type": chunk.kind, "text": chunk.text} for chunk in chunks if chunk.text]
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(parts), "refusal": None}
-        if any(part["type"] != "text" for part in parts):
-            message["nanochat"] = {"parts": parts}
-        return self.choice_object(number, chunks, message=message)
+    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        written = [{"type": kind, "text": text} for kind, text in parts if text]
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(written), "refusal": None}
+        if any(part["type"] != "text" for part in written):
+            message["nanochat"] = {"parts": written}
+        return {"message": message}
 
-    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         content = []
         for one in logprobs:
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
@@ -153,12 +204,12 @@ class CompletionSerializer(_Serializer):
         return None
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
-        return self.choice(number, [chunk])
+        return self.choice_object(number, chunk, text=chunk.text)
 
-    def choice(self, number: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        return self.choice_object(number, chunks, text="".join(chunk.text for chunk in chunks))
+    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        return {"text": "".join(text for _, text in parts)}
 
-    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             token = self.token(one.token_id, one.logprob)
@@ -172,6 +223,11 @@ class CompletionSerializer(_Serializer):
 
 
 Serializer = ChatSerializer | CompletionSerializer
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _token_fields(data: bytes) -> dict[str, Any]:
+    return {"token": data.decode(errors="replace"), "bytes": list(data)}
 
 
 def _token_name(token: dict[str, Any]) -> str:
@@ -223,15 +279,12 @@ class Reply(Response):
             worker.result()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        replies: list[list[Chunk]] = [[] for _ in self.streams]
         async for batch in self.batches():
             for number, chunks in batch.items():
                 for chunk in chunks:
-                    _append(replies[number], chunk)
-        serializer = self.serializer
-        written = [serializer.choice(number, chunks) for number, chunks in enumerate(replies)]
-        body = {**serializer.head, "object": serializer.object, "choices": written, "usage": self.usage()}
-        await JSONResponse(body)(scope, receive, send)
+                    self.serializer.add(number, chunk)
+        content = b"".join(self.serializer.whole(self.usage()))
+        await Response(content, media_type="application/json")(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -303,6 +356,11 @@ class Reply(Response):
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
+
+
+def _opened(name: str, fields: dict[str, Any]) -> bytes:
+    """An object as JSON, up to where the value of one more field begins."""
+    return f'{_encode(fields)[:-1]},"{name}":'.encode()
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -98,7 +98,7 @@ class ChatMessage(Strict):
     # Ignored.
     name: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: list[Any] | None = Field(None, max_length=128)
     audio: None = None
     tool_calls: None = None
     function_call: None = None
@@ -139,7 +139,7 @@ class RequestBody(SamplingFields):
     logit_bias: Unsupported = None
     # Ignored.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
