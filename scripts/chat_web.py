@@ -34,7 +34,9 @@ class Config:
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
     api_key: str | None = None  # clients must send it; default: NANOCHAT_API_KEY; "none": no key is needed
     api_key_file: Path | None = None  # a file that holds the key
-    allowed_hosts: str = ""  # further host names for this server, separated by commas; "*": any
+    # Further host names for this server, separated by commas; "*": any. By default this machine's own, or any with a
+    # key where others can reach it.
+    allowed_hosts: str = ""
     slots: Positive = 16  # replies generated at once
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
@@ -55,8 +57,8 @@ def main(config: Config) -> None:
             name = f"[{name}]"
         address = f"http://{name}:{listener.getsockname()[1]}/"
         # The operator knows a key of their own, and standard output may end up in a log: print only a key made here.
-        made_here = key is not None and not names_key(config)
-        print(f"{address}?key={key}" if made_here else address, flush=True)
+        print(address if key is None or names_key(config) else address_with_key(address, key), flush=True)
+        warn_if_open(config, key)
 
         # -------------------------------------------------------------- serve until a signal arrives
         serve(replace(config, api_key=key), listener)
@@ -87,7 +89,7 @@ def serve(config: Config, listener: socket.socket) -> None:
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(GRACE_SECONDS) + 1,
         log_level="error",
-        access_log=False,  # the page's first address contains the key
+        access_log=False,  # no addresses, and none of what users write
         server_header=False,
     )
     server = uvicorn.Server(settings)
@@ -147,7 +149,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             created=int(time.time()),
         )
 
-    return create_app(load, api_key=config.api_key, hosts=allowed_hosts(config), on_failure=on_failure)
+    hosts = allowed_hosts(config, config.api_key)
+    return create_app(load, api_key=config.api_key, hosts=hosts, on_failure=on_failure)
 
 
 def __getattr__(name: str) -> Any:
@@ -164,16 +167,17 @@ def __getattr__(name: str) -> Any:
         for flag in ("host", "port"):
             if getattr(config, flag) != getattr(Config, flag):
                 raise UserError(f"--{flag} is for `python -m scripts.chat_web`: gunicorn has -b and -w")
-        key = choose_key(config, open_to_others=True)  # where gunicorn listens is not known here
+        config = replace(config, host="0.0.0.0")  # where gunicorn listens is not known here: it may be anywhere
+        key = choose_key(config, open_to_others=True)
         check(config)
     except UserError as error:
         fail(str(error), code=3)
     except SystemExit:  # a bad flag, which `parse` has reported
         sys.exit(3)
     if key is not None and not names_key(config):
-        print(f"open http://<this server>/?key={key}", flush=True)
-    config = replace(config, api_key=key, allowed_hosts=config.allowed_hosts or "*")
-    globals()["app"] = app = make_app(config, give_up)
+        print(f"open {address_with_key('http://<this server>/', key)}", flush=True)
+    warn_if_open(config, key)
+    globals()["app"] = app = make_app(replace(config, api_key=key), give_up)
     return app
 
 
@@ -204,6 +208,19 @@ def names_key(config: Config) -> bool:
     return config.api_key is not None or config.api_key_file is not None or "NANOCHAT_API_KEY" in os.environ
 
 
+def address_with_key(address: str, key: str) -> str:
+    """The page's first address. A browser sends no fragment, so the key stands in no log of this server or a proxy."""
+    return f"{address}#key={key}"
+
+
+def warn_if_open(config: Config, key: str | None) -> None:
+    """Print who may use a server without a key."""
+    if key is None and not is_loopback(config.host):
+        hosts = allowed_hosts(config, key)
+        by = "any host name" if not hosts else ", ".join(dict.fromkeys(hosts)) + "; --allowed_hosts adds names"
+        print(f"no API key: whoever reaches this port may use the model (by {by})", flush=True)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     if host == "localhost":
@@ -214,15 +231,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def allowed_hosts(config: Config) -> tuple[str, ...]:
+def allowed_hosts(config: Config, key: str | None) -> tuple[str, ...]:
     """The names by which requests may call this server; () for any, where the key keeps strangers out."""
     from nanochat.serve.app import LOOPBACK
+    from nanochat.serve.middleware import ANY_ADDRESS
 
     further = [name.strip().lower() for name in config.allowed_hosts.split(",") if name.strip()]
-    if "*" in further or (not further and not is_loopback(config.host)):
+    if "*" in further:
         return ()
-    own = f"[{config.host}]" if ":" in config.host else config.host.lower()
-    return (*LOOPBACK, own, *further)
+    if is_loopback(config.host):
+        own = f"[{config.host}]" if ":" in config.host else config.host.lower()
+        return (*LOOPBACK, own, *further)
+    # Without a key a page of another site could use this server through the browser of a person who can reach it, by
+    # letting its own host name point here (DNS rebinding). It cannot do that with an address or this machine's name.
+    if key is None or further:
+        return (*LOOPBACK, socket.gethostname().lower(), ANY_ADDRESS, *further)
+    return ()
 
 
 @contextlib.contextmanager

@@ -757,7 +757,65 @@ def test_only_a_key_made_here_is_printed(monkeypatch: pytest.MonkeyPatch, capsys
     for config in (chat_web.Config(host="0.0.0.0", port=0), chat_web.Config(port=0, api_key=KEY)):
         chat_web.main(config)
     made, own = capsys.readouterr().out.splitlines()
-    assert made.endswith(f"/?key={keys[0]}") and keys[1] == KEY and own.endswith("/")
+    assert made.endswith(f"/#key={keys[0]}") and keys[1] == KEY and own.endswith("/")
+    assert "?" not in made  # the address that a browser sends ends before the #
+
+
+def test_without_a_key_only_names_that_no_other_site_can_own_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A page at evil.example may let that name point to this machine; its requests then carry it as their Host."""
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "Lab-7")
+    apps: list[Any] = []
+
+    def serve_nothing(config: chat_web.Config, listener: Any = None) -> None:
+        hosts = chat_web.allowed_hosts(config, config.api_key)
+        apps.append(make_app(api_key=config.api_key, hosts=hosts))
+
+    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "serve", serve_nothing)
+    everywhere = chat_web.Config(host="0.0.0.0", port=0, api_key="none")
+    own = ("localhost", "127.0.0.1:80", "lab-7:8000", "LAB-7", "192.168.1.5", "[fe80::1]:8000")
+    foreign = ("evil.example", "lab-7.evil.example", "192.168.1.5.evil.example", "2130706433.evil", "", "[evil]")
+    for config, accepted, refused, printed in (
+        (everywhere, own, foreign, "any address"),
+        (replace(everywhere, allowed_hosts="chat.example.org"), (*own, "chat.example.org"), foreign, "chat.example"),
+        (replace(everywhere, allowed_hosts="*"), (*own, *foreign), (), "any host name"),
+        (replace(everywhere, api_key=KEY), (*own, *foreign), (), ""),
+        (chat_web.Config(port=0), own[:2], (*own[2:], *foreign), ""),
+    ):
+        chat_web.main(config)
+        _, *warning = capsys.readouterr().out.splitlines()
+        assert len(warning) == bool(printed) and printed in "".join(warning)
+        with client_of(apps.pop()) as ask:
+            for host in accepted:
+                assert ask("GET", "/health", headers={"host": host}).status_code == 200, (config, host)
+            for host in refused:
+                answer = ask("GET", "/health", headers={"host": host})
+                assert error_of(answer)["code"] == "host_not_allowed", (config, host)
+
+
+def test_under_gunicorn_a_server_without_a_key_refuses_foreign_names_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "make_app", lambda config, give_up: config)
+    for key, flags, printed, foreign in (
+        ("none", "", "no API key", False),
+        ("none", "--allowed_hosts=*", "any host name", True),
+        (KEY, "", "", True),
+        (None, "", "/#key=", True),
+    ):
+        monkeypatch.setenv("NANOCHAT_CHAT_WEB", flags)
+        monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("NANOCHAT_API_KEY", key)
+        config = chat_web.__getattr__("app")
+        monkeypatch.delattr(chat_web, "app")
+        out = capsys.readouterr().out
+        assert printed in out and len(out.splitlines()) == bool(printed)
+        assert (chat_web.allowed_hosts(config, config.api_key) == ()) == foreign
 
 
 # ---------------------------------------------------------------------- S7, S12: what users write

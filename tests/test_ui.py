@@ -692,7 +692,7 @@ def test_offline_and_a_server_that_is_gone(server, open_page):
 
 def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page):
     server.key = "secret-1"
-    page = open_page(server, "?key=secret-1")
+    page = open_page(server, "#key=secret-1")
     assert page.url == server.url
     send(page, "hello")
     assert "hello" in last(page).locator(".prose").inner_text()
@@ -966,7 +966,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process = subprocess.Popen([*command, "--source=sft"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().strip() + "?key=secret-2"
+        yield process.stdout.readline().strip() + "#key=secret-2"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(15)

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import re
 from pathlib import Path
 
@@ -26,11 +27,12 @@ MAX_HEAD = 1 << 16  # bytes of a request's address and headers
 BODY_SECONDS = 30.0  # a client has so long to send a body
 LINGER_SECONDS = 2.0  # the server discards so much of a refused body before it closes the connection
 OPEN_PATHS = ("/health", "/")  # need no key
+ANY_ADDRESS = "any address"  # among the hosts: an IP address instead of a name
 PAGE = Path(__file__).parent / "ui.html"
 SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",  # the page's first address contains the key
+    "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
@@ -39,7 +41,8 @@ SECURITY_HEADERS = {
 class AccessMiddleware:
     """Checks each request before any route runs, and adds the security headers to each response.
 
-    `hosts` are the names that a request's Host header may contain, () for any.
+    `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
+    address: a browser sends one only to the server that has it.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class AccessMiddleware:
             return ApiError(400, "the request has more than one Host header")
         host = headers.get("host", "").lower()
         name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-        if self.hosts and name not in self.hosts:
+        is_known = name in self.hosts or (ANY_ADDRESS in self.hosts and _is_address(name))
+        if self.hosts and not is_known:
             message = "this server is not known by that host name: add it to --allowed_hosts"
             return ApiError(403, message, code="host_not_allowed")
 
@@ -120,6 +124,14 @@ class AccessMiddleware:
         if not length.isdigit() or int(length[:20]) > MAX_BODY:
             return _too_large()
         return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _too_large() -> ApiError:
