@@ -16,6 +16,7 @@ import re
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
 # Nominal dense bf16 FLOP/s by device name. MFU is the model's FLOPs per second divided by this peak (source: Chowdhery
 # et al. 2022, PaLM). The first pattern that matches counts, so narrow patterns come before wide ones. A name that is
-# not listed has no known peak and prints "mfu n/a": a guess would look like a measurement. Sources: vendors' data
+# not listed has no known peak, and prints no MFU: a guess would look like a measurement. Sources: vendors' data
 # sheets. The Ascend rows are the numbers in public use, because the vendor publishes none per chip.
 PEAK_FLOPS = (
     (r"B200|B300", 2.25e15),
@@ -213,6 +214,20 @@ class Device:
             _use_deterministic_algorithms()
         # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
         return torch.compile(function, dynamic=False), "compiled"
+
+    def product_flops(self) -> float | None:
+        """FLOP/s of a bare matrix product in `dtype`: measured on a CPU, 60% of an accelerator's peak, None where that
+        is unknown."""
+        if self.kind != "cpu":
+            return self.peak_flops and 0.6 * self.peak_flops
+        size = 512
+        square = torch.ones(size, size, dtype=self.dtype)
+        seconds = []
+        for _ in range(4):  # the first one is slower
+            began = time.perf_counter()
+            torch.mm(square, square)
+            seconds.append(time.perf_counter() - began)
+        return 2 * size**3 / min(seconds)
 
     def _missing_compiler(self) -> str | None:
         """What torch.compile needs and does not find."""

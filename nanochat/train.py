@@ -118,6 +118,7 @@ class Meter:
         """Begin to measure here: evaluation and saving are over."""
         self.clock = time.perf_counter()
         self.clock_tokens = self.progress.tokens
+        self.compiling = 0.0  # seconds of torch.compile since then: later steps have none of them
 
     def add(self, stats: "StepStats", tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
@@ -141,7 +142,7 @@ class Meter:
         # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
         # take (source: Chowdhery et al. 2022, PaLM).
         progress = self.progress
-        rate = (progress.tokens - self.clock_tokens) / (now - self.clock)
+        rate = (progress.tokens - self.clock_tokens) / (now - self.clock - self.compiling)
         mfu = None
         if self.token_flops and self.device.peak_flops:
             mfu = self.token_flops * rate / (self.device.peak_flops * self.device.world_size)

@@ -463,3 +463,9 @@ def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(
     pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert type(devices.kernels("cuda", dtype)).__name__ == name
+
+
+def test_the_speed_of_a_product_is_measured_or_known():
+    assert cpu_device().product_flops() > 1e6
+    assert cpu_device(kind="npu", peak_flops=100.0).product_flops() == pytest.approx(60.0)
+    assert cpu_device(kind="npu").product_flops() is None

@@ -99,15 +99,29 @@ def test_a_line_shows_what_is_known(tmp_path, capsys):
         run.step(metrics(1, loss=float("nan"), reward=0.25, val_bpb=1.5))
         run.step({"step": 2, "val_loss": 2.0})
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first == "sft   0/100 | loss 5.0000 | lr 0.02 | 1,234 tok/s | mfu n/a"
+    assert first == "sft   0/100 | loss 5.0000 | lr 0.02 | 1,234 tok/s"
     # 1,000 tokens in two steps, 1,234.5 of them a second, and 98 steps to go
     assert second.split(" | ")[4:] == ["mfu 41.2%", "eta 40s", "val_bpb 1.5000", "reward 0.2500"]
-    assert third.startswith("sft   2/100 | mfu n/a") and "val_loss 2.0000" in third and "| loss" not in third
+    assert third == "sft   2/100 | val_loss 2.0000"
+
+
+def test_a_line_has_no_zero_counts_and_no_estimate_from_the_first_step(tmp_path, capsys):
+    with RunLog("rl", tmp_path, 100, start_step=40) as run:
+        for step in (40, 41):
+            run.step(metrics(step, skipped_steps=0, idle_steps=0, epoch=0, reward=0.0))
+        run.step(metrics(42, skipped_steps=1, idle_steps=2, epoch=3))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "rl  40/100 | loss 4.9600 | lr 0.02 | 1,234 tok/s | mfu 41.2% | reward 0.0000"
+    assert "| eta 46s | reward 0.0000" in second
+    assert third.endswith("| skipped_steps 1 | idle_steps 2 | epoch 3")
+    assert read_lines(tmp_path)[0]["skipped_steps"] == 0  # the file has everything
 
 
 def test_duration():
-    seconds = (0, 59.4, 59.6, 192, 3599.7, 3900)
-    assert [duration(one) for one in seconds] == ["0s", "59s", "1m00s", "3m12s", "1h00m", "1h05m"]
+    seconds = (0, 59.4, 59.6, 192, 3599.7, 3900, 86399, 86400, 3.3 * 86400)
+    assert [duration(one) for one in seconds] == [
+        *("0s", "59s", "1m00s", "3m12s", "1h00m", "1h05m", "23h59m", "1d00h", "3d07h")
+    ]
 
 
 # ---------------------------------------------------------------------- trackers

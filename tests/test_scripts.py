@@ -630,6 +630,22 @@ def test_every_example_is_a_paragraph(script):
         assert not commands or paragraph.count("\n") == paragraph.endswith("\n"), paragraph
 
 
+def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatch):
+    call("base_train", *TINY, "--num_iterations=1")
+    out, err = capsys.readouterr()
+    assert "time: about 0s, " in out and err == ""
+    monkeypatch.setattr(devices.Device, "product_flops", lambda self: 1e3)
+    call("base_train", *TINY, "--num_iterations=2")
+    out, err = capsys.readouterr()
+    days = re.search(r"^time: about (\d+d\d\dh), ", out, re.M)
+    assert days and out.index("time: about") < out.index("base 0/2")
+    assert f"warning: this run takes about {days[1]} here: lower --num_iterations" in err
+    monkeypatch.setattr(devices.Device, "product_flops", lambda self: None)  # an accelerator whose peak is unknown
+    call("base_train", *TINY, "--num_iterations=1")
+    out, err = capsys.readouterr()
+    assert "time: about" not in out and err == ""
+
+
 def test_a_name_for_a_tracker_that_is_not_there_warns(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=1", "--run=mine")
     out, err = capsys.readouterr()

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,14 @@ from nanochat.engine import Engine
 from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import PairBatch, PolicyBatch, dpo_loss, grpo_loss, reply_logp, token_logp
 from nanochat.run.faults import Faults
-from nanochat.run.stage import OneShape
+from nanochat.run.stage import CompilerClock, OneShape
 from nanochat.shell import paths
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tasks.mixture import Mixture
 from nanochat.tasks.task import Example
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import make_optimizer, train_step
+from nanochat.train import Meter, Progress, make_optimizer, train_step
 
 CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
 BASE = (
@@ -244,6 +245,27 @@ def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
     assert compiled[0] == eager[0]
     assert compiled[1] == pytest.approx(eager[1], rel=1e-4, abs=1e-6)
     assert sha256(taught, stage, 4) != sha256(taught, stage, 4, "eager")  # something was compiled
+
+
+def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
+    def compiler(graph: Any, inputs: Any) -> Any:
+        time.sleep(0.2)
+        return graph
+
+    def program(size: int) -> None:
+        torch.compile(lambda x: x * 2, backend=compiler, dynamic=False)(torch.ones(size))
+
+    meter = Meter(Progress(), cpu_device())
+    with CompilerClock(meter, layers=4):
+        program(2)
+        first = meter.compiling
+        assert first >= 0.2
+        program(3)
+    counted = meter.compiling
+    assert counted >= first + 0.2
+    program(4)  # the run is over
+    assert meter.compiling == counted
+    assert capsys.readouterr().out == "compiling, about 40s, once\n"
 
 
 def test_one_program_for_any_number_of_documents():

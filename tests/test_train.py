@@ -159,6 +159,19 @@ def test_a_step_without_a_gradient_changes_nothing() -> None:
     assert (line["idle_steps"], line["skipped_steps"], meter.since_good) == (3, 0, 0)
 
 
+def test_the_speed_is_without_the_seconds_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = train_step(*make_run(), [make_batch(0)], next_token_loss, device=cpu_device())
+    now = [0.0]
+    monkeypatch.setattr("nanochat.train.time.perf_counter", lambda: now[0])
+    meter = Meter(Progress(), cpu_device())
+    for seconds, compiling, expected in ((50.0, 40.0, 50.0), (60.0, 0.0, 60.0)):
+        meter.add(stats, 100)
+        meter.compiling += compiling
+        now[0] = seconds
+        line = meter.read(stats)
+        assert (line["tok_per_sec"], line["seconds"]) == (10.0, expected)  # training did take the time
+
+
 def poisoned_loss(model: Any, batch: tuple[Batch, float]) -> tuple[Tensor, Tensor]:
     """The batch comes with a factor for its loss, so that the gradients are poisoned and not the weights."""
     loss, targets = next_token_loss(model, batch[0])

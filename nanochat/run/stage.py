@@ -49,12 +49,13 @@ from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
-from nanochat.shell.log import RunLog, check_trackers, counted, print0, record, warn
+from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
 from nanochat.shell.paths import STAGES, checkpoint_dir, lock, run_dir, safe_tag, unlock
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
+LONG_RUN_SECONDS = 86400.0  # a run that is estimated to take longer begins with a warning
 
 # ---------------------------------------------------------------------- before the loop
 
@@ -276,6 +277,37 @@ class OneShape:
         return result if torch.is_grad_enabled() else result.detach()
 
 
+class CompilerClock:
+    """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
+
+    def __init__(self, meter: Meter, layers: int):
+        from torch._dynamo.callback import callback_handler  # a second's import, which torch.compile has done here
+
+        self.handler = callback_handler
+        self.meter = meter
+        # Measured: some 10 s a layer on two cores (docs/measurements.md).
+        self.notice = f"compiling, about {duration(10 * layers)}, once"
+        self.noticed = False  # forward and backward are compiled one after the other
+        self.began = 0.0
+
+    def __enter__(self) -> None:
+        self.handler.register_start_callback(self.start)
+        self.handler.register_end_callback(self.end)
+
+    def __exit__(self, *_: object) -> None:
+        self.handler.remove_start_callback(self.start)
+        self.handler.remove_end_callback(self.end)
+
+    def start(self, *_: object) -> None:
+        self.began = time.perf_counter()
+        if not self.noticed:
+            print0(self.notice)
+        self.noticed = True
+
+    def end(self, *_: object) -> None:
+        self.meter.compiling += time.perf_counter() - self.began
+
+
 class Run:
     """A run's progress, log, checkpoints and faults; a context manager around the training loop, on all ranks.
 
@@ -311,6 +343,7 @@ class Run:
         if config.resume:
             self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
         self.meter = Meter(self.progress, start.device, token_flops)
+        self.compiles = False  # torch.compile is used in the loop
         self.stopped = False  # a signal ends the run
         self.saved_step = self.progress.step if self.loader_states else None  # of the newest checkpoint
         self._stats: StepStats | None = None  # of the last step, while no log line has read it
@@ -338,6 +371,8 @@ class Run:
         self._stack.enter_context(self.faults)
         self._stack.enter_context(self.logger)
         self._stack.callback(self.recorder.close)
+        if self.compiles:
+            self._stack.enter_context(CompilerClock(self.meter, self.start.model.config.n_layer))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -361,7 +396,26 @@ class Run:
         # Neither the decision nor the shape may depend on where a run resumes: compiled code rounds differently.
         compiled, how = self.device.compile(model, mode, step_flops * self.last)
         print0(f"{part}: {how}; kernels: {self.device.kernels}")
+        self.compiles = self.compiles or compiled is not model
+        if self.meter.token_flops and part == "step":  # chat_rl samples for longer than it trains
+            self._print_time(step_flops)
         return compiled if shape is None or compiled is model else OneShape(model, compiled, shape)
+
+    def _print_time(self, step_flops: int) -> None:
+        """Print how long the run will take by the speed of a bare matrix product, and warn where that is days."""
+        product_flops = self.device.product_flops() if self.device.is_main else None
+        if product_flops is None:
+            return
+        # On a CPU a compiled step has half of a bare product's speed, an eager one a quarter (docs/measurements.md).
+        share = 0.5 if self.compiles else 0.25
+        step_seconds = step_flops / (share * product_flops * self.device.world_size)
+        seconds = step_seconds * (self.last - self.progress.step)
+        print0(f"time: about {duration(seconds)}, {step_seconds:,.2f} s a step, by the speed of a matrix product")
+        if seconds > LONG_RUN_SECONDS:
+            warn(
+                f"this run takes about {duration(seconds)} here: lower --num_iterations, or train a smaller model "
+                "(--depth of base_train); Ctrl-C saves, --resume continues"
+            )
 
     def steps(self) -> Iterator[int]:
         """The number of finished steps, at the top of every turn; the loop leaves it by `should_leave`."""

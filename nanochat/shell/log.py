@@ -90,6 +90,7 @@ class RunLog:
     ):
         self.stage = stage
         self.total_steps = total_steps
+        self.start_step = start_step
         self.rank = rank
         self._file: IO[str] | None = None
         self._trackers: dict[str, Any] = {}
@@ -145,7 +146,10 @@ class RunLog:
                 warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
     def _line(self, values: Metrics) -> str:
-        """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`"""
+        """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
+
+        What is unknown, and a count of 0, is left out.
+        """
         step = values["step"]
         speed = values["tok_per_sec"]
         parts = [f"{self.stage} {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
@@ -155,14 +159,17 @@ class RunLog:
             parts.append(f"lr {values['lr']:.3g}")
         if speed is not None:
             parts.append(f"{speed:,.0f} tok/s")
-        parts.append("mfu n/a" if values["mfu"] is None else f"mfu {values['mfu']:.1%}")
-        if speed and values["tokens"]:
+        if values["mfu"] is not None:
+            parts.append(f"mfu {values['mfu']:.1%}")
+        if speed and values["tokens"] and step > self.start_step:  # the first step takes longer than any other
             step_seconds = values["tokens"] / (step + 1) / speed
             parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
         further = [key for key in values if key not in REQUIRED and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:
             value = values[key]
+            if isinstance(value, int) and value == 0:
+                continue
             parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
         return " | ".join(parts)
 
@@ -173,13 +180,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m12s`, `1h05m`."""
+    """`42s`, `3m12s`, `1h05m`, `3d07h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def _keep_steps_before(path: Path, start_step: int) -> None:
