@@ -143,7 +143,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
-    """Token ids of a conversation that ends with the user's message, up to where the reply begins.
+    """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
@@ -154,12 +154,17 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
     #     messages    system  user 1  reply 1  user 2  reply 2  user 3
     #     prompt      <|bos|> system           user 2  reply 2  user 3  <|assistant_start|>
     first = 1 if messages[0]["role"] == "system" else 0
+    # What there is of the reply: its mark, and the text that the model is to continue. The end of the turn is missing.
+    reply = [tokenizer.encode_special("<|assistant_start|>")]
+    if messages[-1]["role"] == "assistant":
+        reply = render(tokenizer, messages[-1:]).ids[1:-1]
+        messages = messages[:-1]
     assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
 
     # What is always there: the begin token, the system message, the question.
     head = render(tokenizer, messages[:first]).ids
     question = render(tokenizer, messages[-1:]).ids[1:]  # each turn without a begin token of its own
-    question.append(tokenizer.encode_special("<|assistant_start|>"))
+    question += reply
     length = len(head) + len(question)
     if max_tokens is not None and length > max_tokens:
         raise UserError(f"the message has {length} tokens, there is room for {max_tokens}: shorten it")

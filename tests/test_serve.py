@@ -378,6 +378,13 @@ def test_an_error_names_the_field(ask: Any):
         ({"model": "gpt-4"}, "model"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"tools": [{}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"store": True}, "store"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages.0.name"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"stop": [""]}, "stop.0"),
     ):
         answer = ask("POST", CHAT, json={**HELLO, **change})
@@ -418,14 +425,15 @@ def test_a_prompt_and_max_tokens_over_the_context_are_refused_with_both_numbers(
     assert ask("POST", COMPLETIONS, json=fits).status_code == 200
     error = error_of(ask("POST", COMPLETIONS, json={**fits, "max_tokens": CONTEXT - 99}))
     assert error["code"] == "context_length_exceeded"
-    assert re.findall(r"\d+", error["message"]) == ["100", "413", "512"]
+    assert re.findall(r"\d+", error["message"]) == ["512", "100", "413"]
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, you requested ")
     full = {"messages": [{"role": "user", "content": "x" * (CONTEXT - 4)}]}  # the begin token and three marks
     for more in ({}, {"truncation": "auto"}, {"truncation": "auto", "max_tokens": 5}):
         error = error_of(ask("POST", CHAT, json={**full, **more}))
         assert re.findall(r"\d+", error["message"]) == ["512", "512"]
     for words in ("word " * 2000, "x" * 900_000):
         answer = ask("POST", CHAT, json={"messages": [{"role": "user", "content": words}]})
-        assert answer.status_code == 400 and re.search(r"has (at least )?[\d,]+ tokens", error_of(answer)["message"])
+        assert answer.status_code == 400 and re.search(r"in (at least )?\d+ tokens", error_of(answer)["message"])
 
 
 def test_truncation_drops_the_oldest_turns():
@@ -1041,6 +1049,36 @@ def test_an_earlier_reply_with_a_call_can_be_sent_back():
         assert ask("POST", CHAT, json={"messages": turns, "max_tokens": 1}).status_code == 200
         text = tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt)
         assert "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>word 1 <|assistant_end|>" in text
+
+
+def test_messages_in_any_order_become_turns():
+    """As vLLM takes them: two users in a row, late system messages, parts of a text, the beginning of the reply."""
+    scheduler = FakeScheduler()
+    user, more = ({"role": "user", "content": text} for text in ("one", "two"))
+    reply = {"role": "assistant", "content": "It is"}
+    late = {"role": "system", "content": "late"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+    call = {"type": "python", "text": "2+3"}
+    called = {**reply, "nanochat": {"parts": [{"type": "text", "text": "It is "}, call]}}
+    asked = "<|user_start|>one\ntwo<|user_end|><|assistant_start|>"
+    with client_of(make_app(scheduler)) as ask:
+        for messages, text in (
+            ([user, more], asked),
+            ([parts], asked),
+            ([{**late, "role": "developer"}, user, late, more], f"<|system_start|>late\nlate<|system_end|>{asked}"),
+            ([user, more, reply], f"{asked}It is"),
+            ([user, more, reply, reply], f"{asked}It is\nIt is"),
+            ([user, more, {"role": "assistant", "content": None}], asked),
+        ):
+            is_open = messages[-1]["role"] == "assistant"
+            for body in ({}, {"continue_final_message": is_open, "add_generation_prompt": not is_open}):
+                body = {**body, "messages": messages, "max_tokens": 1}
+                for truncation in ({}, {"truncation": "auto"}):
+                    assert ask("POST", CHAT, json={**body, **truncation}).status_code == 200, messages
+                    assert tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt) == f"<|bos|>{text}"
+        for messages in ([reply, user], [late], [user, called], [{"role": "user", "content": None}]):
+            answer = ask("POST", CHAT, json={"messages": messages})
+            assert answer.status_code == 400 and error_of(answer)["param"] == "messages"
 
 
 def test_a_failed_reply_is_an_error():

@@ -47,7 +47,8 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
 
     # Drop the oldest turns until there is room for the reply: for as many tokens as the client requested, but at most
     # half the context, or for an eighth of it without a request. The system message and the last question stay.
-    question = [message for message in messages[:1] if message["role"] == "system"] + messages[-1:]
+    question = [message for message in messages[:1] if message["role"] == "system"]
+    question += messages[-2:] if messages[-1]["role"] == "assistant" else messages[-1:]
     check_length(model, [message["content"] for message in question])
     reserved = min(body.requested_tokens or model.context // 8, model.context // 2)
     try:
@@ -75,13 +76,18 @@ def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> No
         characters += sum(len(part["text"]) for part in parts_of(content))
     least = characters // model.longest_token  # in bytes, and a character has at least one
     if least > model.context:
-        raise _too_long(model, f"at least {least:,}", None)
+        raise _too_long(model, f"at least {least}", None)
 
 
 def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiError:
-    reply = "a reply" if requested is None else f"max_tokens {requested:,}"
-    message = f"the prompt has {prompt} tokens and leaves no room for {reply} in the context of {model.context:,}"
-    return ApiError(400, f"{message}; shorten the prompt or lower max_tokens", code="context_length_exceeded")
+    # OpenAI's words and plain digits: from them litellm and others find out that the prompt is too long.
+    message = f"This model's maximum context length is {model.context} tokens. However, "
+    if requested is None:
+        message += f"your messages resulted in {prompt} tokens. Please reduce the length of the messages."
+    else:
+        message += f"you requested {prompt} tokens in the messages and {requested} in the completion (max_tokens). "
+        message += "Please reduce the length of the messages or completion."
+    return ApiError(400, message, param="messages", code="context_length_exceeded")
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
@@ -112,7 +118,7 @@ def submit(
         shortens = isinstance(body, ChatBody) and body.truncation == "auto"
         required = None if shortens else body.requested_tokens
         if room < (required or 1):
-            raise _too_long(model, f"{len(prompt):,}", required)
+            raise _too_long(model, str(len(prompt)), required)
         for number in range(body.num_choices):
             request = Request(
                 prompt=tuple(prompt),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from starlette.exceptions import HTTPException
 
-from nanochat.conversation import Message, check_messages
+from nanochat.conversation import Message, Part, check_messages
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Range
 
@@ -95,13 +95,24 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
+    # Refused.
+    name: Unsupported = None
+    function_call: Unsupported = None
     # Ignored.
-    name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=128)
     audio: None = None
     tool_calls: None = None
-    function_call: None = None
+
+    def groups(self) -> list[list[Part]]:
+        """The content: texts, each a group of its own, or a reply as it was sent. See `_joined`."""
+        if self.role == "assistant" and self.nanochat is not None:
+            return [[part.model_dump() for part in self.nanochat.parts]]
+        if isinstance(self.content, list):
+            return [[part.model_dump()] for part in self.content]
+        if self.content is None and self.role != "assistant":
+            raise ApiError(400, f"a message of the {self.role} has no content", param="messages")
+        return [[{"type": "text", "text": self.content}]] if self.content else []
 
 
 class ResponseFormat(Strict):
@@ -137,10 +148,10 @@ class RequestBody(SamplingFields):
     presence_penalty: Unsupported = None
     frequency_penalty: Unsupported = None
     logit_bias: Unsupported = None
+    store: Unsupported = None
     # Ignored.
     user: str | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -183,9 +194,12 @@ class ChatBody(RequestBody):
     # Refused: the model has a calculator and no other tools.
     tools: Unsupported = None
     functions: Unsupported = None
-    # Ignored.
-    tool_choice: Any = None
-    function_call: Any = None
+    # vLLM's. Both follow from who has the last message, and are refused where they contradict it.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    # Ignored: without tools, the model calls none.
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 
@@ -206,28 +220,51 @@ class ChatBody(RequestBody):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def conversation(self) -> list[Message]:
-        """The messages as `conversation.py` takes them.
+        """The messages as `conversation.py` takes them; where the last one is the assistant's, the reply continues it.
 
-        Raises ApiError: when they are not a conversation in which it is the assistant's turn.
+        Clients send messages in any order; the model has learned from one system message at most, at the beginning,
+        and from strict turns. So system messages join at the beginning, and messages of one role in a row become one.
+        Raises ApiError: when there is nothing to reply to.
         """
-        messages: list[Message] = []
+        system: list[list[Part]] = []
+        turns: list[tuple[str, list[list[Part]]]] = []
         for message in self.messages:
-            role = "system" if message.role == "developer" else message.role
-            content = message.content
-            if role == "assistant" and message.nanochat is not None:
-                content = message.nanochat.parts
-            elif role == "assistant" and content is None:
-                content = ""
-            if isinstance(content, list):
-                content = [part.model_dump() for part in content]
-            messages.append({"role": role, "content": content})
+            if message.role in ("system", "developer"):
+                system += message.groups()
+            elif turns and turns[-1][0] == message.role:
+                turns[-1][1].extend(message.groups())
+            else:
+                turns.append((message.role, message.groups()))
+        messages: list[Message] = [{"role": "system", "content": _joined(system)}] if system else []
+        messages += [{"role": role, "content": _joined(groups)} for role, groups in turns]
         try:
             check_messages(messages)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
-        if messages[-1]["role"] != "user":
-            raise ApiError(400, "the last message is not from the user: there is nothing to reply to", param="messages")
+
+        last = messages[-1]
+        continues = last["role"] == "assistant"
+        if continues and last["content"] and last["content"][-1]["type"] == "python":
+            raise ApiError(400, "the last message ends with a call that has no result", param="messages")
+        if self.continue_final_message not in (None, continues):
+            why = f"continue_final_message is {continues} where the last message is by {last['role']}"
+            raise ApiError(400, why.lower(), param="continue_final_message")
+        if self.add_generation_prompt not in (None, not continues):
+            why = f"add_generation_prompt is {not continues} where the last message is by {last['role']}"
+            raise ApiError(400, why.lower(), param="add_generation_prompt")
         return messages
+
+
+def _joined(groups: list[list[Part]]) -> list[Part]:
+    """The parts of several groups; where one ends and the next begins with a text, the texts join with a newline."""
+    runs: list[tuple[str, list[str]]] = []  # (type, texts)
+    for group in groups:
+        for place, part in enumerate(group):
+            if place == 0 and runs and runs[-1][0] == part["type"] == "text":
+                runs[-1][1].append(part["text"])
+            else:
+                runs.append((part["type"], [part["text"]]))
+    return [{"type": kind, "text": "\n".join(texts)} for kind, texts in runs]
 
 
 class CompletionBody(RequestBody):
