@@ -13,7 +13,6 @@ import codecs
 import contextlib
 import io
 import os
-import re
 import shutil
 import sys
 import time
@@ -28,6 +27,7 @@ from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Positive, UserError, run
 from nanochat.shell.log import warn
 from nanochat.shell.paths import base_dir
+from nanochat.shell.untrusted import CONTROL, printable
 from nanochat.tokenizer import replace_surrogates
 
 
@@ -50,7 +50,6 @@ class Config:
 
 COMMANDS = ["/new", "/quit"]
 HELP = "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys, except tab and newline
 
 
 def main(config: Config) -> None:
@@ -82,7 +81,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ a dialogue
     session = line_editor()
     hint = "" if chat.has_turns else "type the beginning of a text; an empty line leaves, too; "
-    print(f"{stage}: {meta['folder']}\n{hint}{HELP}")
+    print(printable(f"{stage}: {meta['folder']}\n{hint}{HELP}"))
     while True:
         try:
             text = replace_surrogates(session.prompt("> "))
@@ -96,7 +95,7 @@ def main(config: Config) -> None:
             elif text.strip() or not chat.has_turns:
                 chat.send(text)
         except UserError as error:  # the next message may well work
-            print(f"error: {error}")
+            print(printable(f"error: {error}"))
         except KeyboardInterrupt:
             print(HELP)
         except EOFError:

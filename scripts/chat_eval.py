@@ -128,7 +128,7 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         samples += [sample for sample in report["samples"] if sample["task"] in replaced]
     except FileNotFoundError:
         return report
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
     return {**report, "tasks": tasks, "samples": samples}

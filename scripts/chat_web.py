@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from nanochat.shell.cli import Positive, Range, UserError, fail, out_of_memory, parse, run
+from nanochat.shell.untrusted import printable
 
 IDLE_SECONDS = 5  # a connection may wait so long for its next request
 
@@ -159,7 +160,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def give_up(error: BaseException) -> None:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         os._exit(3)  # gunicorn ends with it; after any other code it starts this process again and again
 
     try:

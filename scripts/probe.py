@@ -122,7 +122,7 @@ def load(path: Path) -> dict[str, Any]:
         for name, kind in (("readings", list), ("config", dict), ("dtype", str)):
             if not isinstance(recording[name], kind):
                 raise TypeError(name)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"--compare {path}: not a recording of this script's --out") from error
     return recording
 

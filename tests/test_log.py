@@ -1,14 +1,18 @@
 """The run log: always valid JSON, no step twice after a resume, harmless trackers."""
 
+import errno
 import json
+import os
+import re
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 
 from nanochat.shell.cli import UserError
-from nanochat.shell.log import REQUIRED, RunLog, duration, print0, warn
+from nanochat.shell.log import REQUIRED, RunLog, duration, print0, record, warn
 
 
 def metrics(step: int, **further) -> dict:
@@ -73,6 +77,33 @@ def test_a_full_disk_is_not_hidden(tmp_path):
     run._file = open("/dev/full", "w")  # noqa: SIM115, PTH123
     with pytest.raises(OSError, match="No space left"):
         run.step(metrics(0))
+
+
+class Stale:
+    """A file of a network file system whose server has lost it: writes, flushes and closes fail, without a name."""
+
+    def write(self, text: str) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    flush = close = lambda self: self.write("")
+
+
+def test_a_stale_file_handle_is_named(tmp_path):
+    run = RunLog("base", tmp_path, 10)
+    run._file = Stale()  # pyright: ignore[reportAttributeAccessIssue]
+    for call in (lambda: run.step(metrics(0)), run.close):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(tmp_path / "metrics.jsonl"))
+    run.close()
+
+
+def test_a_command_that_cannot_be_recorded_has_still_ended_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (tmp_path / "runs" / "commands.jsonl").mkdir(parents=True)
+    record("base", "d1", time.time())
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch("warning: .*commands.jsonl: Is a directory: .*\n", err)
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):

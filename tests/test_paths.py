@@ -1,5 +1,6 @@
 """Folders: below one base folder, moved by the environment, and no tag leads out of it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -88,3 +89,25 @@ def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     assert f"process {os.getpid()} on " in message and "--model_tag" in message
     paths.unlock(folder)
     assert another() == ""
+
+
+def test_a_planted_lock_overwrites_no_file(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for plant in (lambda lock: lock.symlink_to(victim), lambda lock: lock.symlink_to(tmp_path / "new"), os.mkfifo):
+        plant(tmp_path / ".run.lock")
+        with pytest.raises(UserError, match="is a link or no regular file") as caught:
+            paths.lock(tmp_path / "run")
+        assert "\n" not in str(caught.value)
+        (tmp_path / ".run.lock").unlink()
+    assert victim.read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_an_error_of_a_write_gets_the_files_name():
+    stale = errno.ESTALE
+    with pytest.raises(OSError, match="Stale") as caught, paths.naming(Path("/x/metrics.jsonl")):
+        raise OSError(stale, os.strerror(stale))
+    assert caught.value.filename == "/x/metrics.jsonl"
+    with pytest.raises(OSError) as caught, paths.naming(Path("/x")):
+        raise FileNotFoundError(errno.ENOENT, "none", "/y")
+    assert caught.value.filename == "/y"

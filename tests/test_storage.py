@@ -1,6 +1,7 @@
 """Files of tensors: exact, hashed as written; sharded state at any world size and on any mesh; nothing odd passes."""
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -239,3 +240,19 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match="belongs to another"):
                 storage.read(tmp_path, index, other)
+
+
+def test_an_error_while_writing_names_the_file(tmp_path, monkeypatch):
+    """As a network file system's stale handle: the system's error has no name."""
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    for call in ("write", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, stale)
+            for act in (lambda: storage.write_json(tmp_path / "a.json", {}), lambda: storage.flush(tmp_path)):
+                if call == "fsync" or act.__code__.co_names[1] == "write_json":
+                    with pytest.raises(OSError) as caught:
+                        act()
+                    assert str(tmp_path) in str(caught.value.filename)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from nanochat.shell.untrusted import printable
+
 Config = TypeVar("Config")
 T = TypeVar("T")
 
@@ -225,5 +227,6 @@ def _explain(error: BaseException) -> str | None:
 
 def fail(message: str, code: int = 1) -> typing.NoReturn:
     """Print one line and leave."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    line = printable(" ".join(message.split()))
+    print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import base_dir
+from nanochat.shell.paths import base_dir, naming
+from nanochat.shell.untrusted import printable
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 
@@ -27,15 +28,15 @@ REQUIRED = ("step", "loss", "lr", "tokens", "tok_per_sec", "mfu", "seconds", "pe
 
 
 def print0(*values: object) -> None:
-    """Print on rank 0 only, at once."""
+    """Print on rank 0 only, at once; texts of a model, or of files, with their control characters made visible."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*values, flush=True)
+        print(*(printable(str(value)) for value in values), flush=True)
 
 
 def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def record(stage: str, tag: str | None, began: float, device: Any = None) -> None:
@@ -62,9 +63,12 @@ def record(stage: str, tag: str | None, began: float, device: Any = None) -> Non
         line["kind"] = device.kind
         line["dtype"] = str(device.dtype).removeprefix("torch.")
     path = base_dir() / "runs" / "commands.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # the command's own work is done and on the disk
+        warn(f"{path}: {error.strerror}: the report will not name this command")
 
 
 class RunLog:
@@ -98,9 +102,9 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = _start_trackers(trackers, run or f"{stage}-{folder.name}", folder, dict(config or {}))
-        path = folder / "metrics.jsonl"
-        _keep_steps_before(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        _keep_steps_before(self._path, start_step)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def step(self, metrics: Metrics) -> None:
         """Log one step: the `REQUIRED` keys that are known, `val_bpb` after an evaluation, and any further number.
@@ -113,23 +117,26 @@ class RunLog:
         finite = {}
         for key, value in values.items():
             finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
         self.message(self._line(values))
 
     def message(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def close(self) -> None:
         """Finish the trackers. Closing twice is harmless."""
         self._call_trackers(lambda tracker: tracker.finish())
         self._trackers = {}
         if self._file is not None:
-            self._file.close()
+            file = self._file
             self._file = None
+            with naming(self._path):
+                file.close()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -200,7 +207,7 @@ def _keep_steps_before(path: Path, start_step: int) -> None:
         try:
             if json.loads(line)["step"] < start_step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text("".join(kept), encoding="utf-8")

@@ -3,15 +3,18 @@
 `NANOCHAT_BASE_DIR` moves the base folder; its default is `~/.cache/nanochat`.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from nanochat.shell.cli import UserError
+from nanochat.shell.untrusted import require_file
 
 # Each stage and the script that makes its checkpoints.
 STAGES = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "dpo": "chat_dpo", "rl": "chat_rl"}
@@ -59,6 +62,17 @@ def _stage(stage: str) -> str:
     return stage
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError in the block: one of a write, a flush or a close has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 _locks: dict[Path, IO[str]] = {}  # those that this process holds
 
 
@@ -70,7 +84,7 @@ def lock(folder: Path) -> None:
     if folder in _locks:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    handle = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")
+    handle = open_lock(folder.parent / f".{folder.name}.lock")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -87,6 +101,21 @@ def lock(folder: Path) -> None:
     handle.write(f"process {os.getpid()} on {socket.gethostname()}")
     handle.flush()
     _locks[folder] = handle
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open a file for `flock`, made where it is missing.
+
+    Raises UserError: when it is a link, which would let whoever planted it choose a file for us to overwrite.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        require_file(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link or no regular file, and locks of runs are neither: remove it") from error
+    return os.fdopen(handle, "r+", encoding="utf-8")
 
 
 def unlock(folder: Path) -> None:

@@ -22,10 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from nanochat.shell.paths import naming
+
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+MAX_HEADER_BYTES = 16 << 20  # of safetensors: a tensor takes 100 bytes
 PIECE_BYTES = 1 << 23  # hashed and written at once: still in the processor's cache when it is written
 
 Box = tuple[list[int], list[int]]  # offset, size
@@ -41,19 +44,20 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     digest = hashlib.sha256()
     size = 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            size += len(view)
-            for start in range(0, len(view), PIECE_BYTES):
-                piece = view[start : start + PIECE_BYTES]
-                digest.update(piece)
-                while piece:  # os.write may write less than it is given
-                    written = os.write(handle, piece)
-                    piece = piece[written:]
-        os.fsync(handle)  # without it the bytes may still be in the page cache when the power fails
-    finally:
-        os.close(handle)
+    with naming(path):
+        try:
+            for part in parts:
+                view = memoryview(part)
+                size += len(view)
+                for start in range(0, len(view), PIECE_BYTES):
+                    piece = view[start : start + PIECE_BYTES]
+                    digest.update(piece)
+                    while piece:  # os.write may write less than it is given
+                        written = os.write(handle, piece)
+                        piece = piece[written:]
+            os.fsync(handle)  # without it the bytes may still be in the page cache when the power fails
+        finally:
+            os.close(handle)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -108,10 +112,23 @@ def sha256(path: Path) -> str:
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with naming(path):
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def layers(path: Path) -> int:
+    """How many blocks a file of weights has, from its header alone.
+
+    Raises ValueError: when the header is too large to be one.
+    """
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
+            raise ValueError("its header is too large")
+    with safe_open(path, framework="pt") as file:
+        return len({name.split(".")[1] for name in file.keys() if name.startswith("blocks.")})  # noqa: SIM118
 
 
 # ---------------------------------------------------------------------- sharded state

@@ -1,0 +1,42 @@
+"""What comes from outside may be hostile: files that never end or fill the memory, text that commands a terminal."""
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 16 << 20  # a vocabulary of 262,144 tokens takes 6 MB; much larger lists take 500 MB as objects
+# Control characters but line end and tab, and those that reverse the direction of the text after them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def require_file(path: Path) -> None:
+    """Raises ValueError: for a pipe or a device, whose reader waits or reads for ever. A link to a file is one."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file")
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file.
+
+    Raises ValueError: when it is no regular file, too large, no JSON, or nested too deeply.
+    """
+    require_file(path)
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def printable(text: str) -> str:
+    r"""The text for a terminal, which shows control characters instead of obeying them.
+
+    A model, a file name or an answer from a hub could clear the screen, rename the window or type into the shell.
+    `\x1b[2J` is printed as these seven characters.
+    """
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
