@@ -30,14 +30,17 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_objects
-from nanochat.parallel.fsdp import load_whole, shard, whole_weights
+from nanochat.parallel.fsdp import load_whole, require_shapes, shard, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
+from nanochat.shell.untrusted import read_json, require_file
 from nanochat.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
+MAX_LAYERS = 1000  # as --depth
+MAX_ROTARY_BYTES = 256 << 20  # half a million tokens of context at a head_dim of 64, however small the model
 
 # What a parser raises for a file that is damaged, or is not ours.
 UNREADABLE = (
@@ -61,7 +64,8 @@ def _damage_of(path: Path) -> Iterator[None]:
     except UserError:  # it says what to do already
         raise
     except UNREADABLE as error:
-        raise DamagedCheckpoint(f"{path} is damaged ({error})") from error
+        # A hostile file can put megabytes into a parser's message.
+        raise DamagedCheckpoint(f"{path} is damaged ({str(error)[:500]})") from error
 
 
 # ---------------------------------------------------------------------- saving
@@ -252,19 +256,20 @@ def verify(step_folder: Path) -> dict[str, Any]:
     """
     manifest_path = step_folder / "manifest.json"
     with _damage_of(manifest_path):
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        manifest = read_json(manifest_path)
         expected = {Path(name).name: (file["bytes"], file["sha256"]) for name, file in manifest.items()}
     for name, (size, sha256) in expected.items():
         path = step_folder / name  # a manifest cannot name a file of another folder
         if not path.exists():
             raise DamagedCheckpoint(f"{path} is damaged (there is no such file)")
         with _damage_of(path):
+            require_file(path)
             # The size first: it finds a file cut short without reading it. A changed byte shows in the hash alone.
             if path.stat().st_size != size or storage.sha256(path) != sha256:
                 raise DamagedCheckpoint(f"{path} is damaged, or its line in manifest.json")
     needed = {"model.safetensors", "meta.json", "tokenizer.json"}
     with _damage_of(step_folder / "meta.json"):
-        meta = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(step_folder / "meta.json")
         version = meta.get("version")
         ranks = meta.get("world_size", 0)
         if ranks:
@@ -372,17 +377,43 @@ def load_model(
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
     with _damage_of(folder):
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
         tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
+        config = GPTConfig(**meta["model"])
+        _require_agreement(folder, meta, config, tokenizer)
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         with torch.device("meta"):
-            model = GPT(GPTConfig(**meta["model"]), device.kernels)
+            model = GPT(config, device.kernels)
+        require_shapes(model, folder / "model.safetensors")
         shard(model, layout or Layout(), device, activation_checkpointing)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         load_weights(model, folder)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+
+def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
+    """Compare meta data with the other files before a model is built: what they ask for could fill the memory.
+
+    Raises ValueError: when they do not belong together.
+    """
+    if not isinstance(meta["step"], int) or not isinstance(meta.get("pretraining", {}), dict):
+        raise ValueError("meta.json has no step, or pretraining that is not an object")
+    # With another tokenizer a model reads and writes nonsense, or its ids are outside of the embedding.
+    if meta["tokenizer"] != tokenizer.fingerprint() or tokenizer.vocab_size > config.vocab_size:
+        raise ValueError("tokenizer.json is not the tokenizer that meta.json names, or too large for the model")
+    # Layers cost time and memory even without weights. The rotary tables, (2, context, head_dim) in fp32, are not in
+    # the file: a context whose tables are larger than all weights is not one that was trained.
+    weights = folder / "model.safetensors"
+    layers = storage.layers(weights)
+    if config.n_layer != layers:
+        raise ValueError(f"meta.json has {config.n_layer} layers, model.safetensors {layers}")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")
+    rotary_bytes = 8 * config.sequence_len * config.head_dim
+    if rotary_bytes > max(weights.stat().st_size, MAX_ROTARY_BYTES):
+        raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
 
 
 # ---------------------------------------------------------------------- finding

@@ -25,6 +25,7 @@ from typing import Any
 import tiktoken
 
 from nanochat.shell.cli import UserError
+from nanochat.shell.untrusted import read_json
 
 # Marks that are not text. The model learns from them where a document begins, and who is speaking in a chat.
 #
@@ -174,7 +175,7 @@ class Tokenizer:
         """
         path = Path(folder) / FILE_NAME
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if content["version"] != FORMAT_VERSION:
                 raise ValueError(f"it has format version {content['version']}, this code reads {FORMAT_VERSION}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]
@@ -184,8 +185,8 @@ class Tokenizer:
                 raise ValueError("its content does not match its sha256")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(f"there is no tokenizer at {path}: {TRAIN_AGAIN}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{path} cannot be used ({error}): restore it or {TRAIN_AGAIN}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be used ({str(error)[:500]}): restore it or {TRAIN_AGAIN}") from error
         return tokenizer
 
     def fingerprint(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.data.sources import read_texts
 from nanochat.shell.cli import UserError
-from nanochat.tokenizer import RUN_BLOCK, SPECIAL_TOKENS, Tokenizer, bytes_per_token
+from nanochat.tokenizer import RUN_BLOCK, SPECIAL_TOKENS, Tokenizer, _cut_long_runs, bytes_per_token
 from scripts import tok_eval, tok_train
 
 TEXTS = [
@@ -117,6 +117,15 @@ def test_a_million_characters_without_a_break(tokenizer, unit):
 
 def test_training_survives_a_million_spaces():
     assert Tokenizer.train([" " * 1_000_000 + "x"], 300).vocab_size < 300
+
+
+@pytest.mark.parametrize("length", [511, 1000, 1024, 1023 * 3])
+@pytest.mark.parametrize("unit", [".", "a", "\u0301", "._", "啊"])
+def test_training_on_a_kilobyte_without_a_break(unit, length):
+    """A piece of it has fewer than 1,024 characters, so that the merges of it are few."""
+    trained = Tokenizer.train([unit * length], 32_768)
+    assert trained.decode(trained.encode(unit * length)) == unit * length
+    assert all(len(piece) < 1024 * len(unit) for piece in _cut_long_runs(unit * length))
 
 
 def test_only_long_runs_are_cut(tokenizer):

@@ -119,19 +119,27 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
 
 
-def load_whole(model: nn.Module, path: Path) -> None:
-    """Read this process's rows of every parameter from a file of whole weights.
-
-    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
-    """
+def require_shapes(model: nn.Module, path: Path) -> None:
+    """Raises ValueError: when a file holds other names or shapes than the model, which may be on the meta device."""
     targets = model.state_dict()
     with safe_open(path, framework="pt") as file:
         differing = set(targets) ^ set(file.keys())
         if differing:
             raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
         for name, target in targets.items():
+            shape = file.get_slice(name).get_shape()
+            if list(target.shape) != shape:
+                raise ValueError(f"{path}: {name} is {shape}, the model's is {list(target.shape)}")
+
+
+def load_whole(model: nn.Module, path: Path) -> None:
+    """Read this process's rows of every parameter from a file of whole weights.
+
+    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
+    """
+    require_shapes(model, path)
+    with safe_open(path, framework="pt") as file:
+        for name, target in model.state_dict().items():
             source = file.get_slice(name)
-            if list(target.shape) != source.get_shape():
-                raise ValueError(f"{path}: {name} is {source.get_shape()}, the model's is {list(target.shape)}")
             rows = held_rows(target)
             local(target).copy_(source[rows.start : rows.stop])
