@@ -1,5 +1,6 @@
 """sources.py and files.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -397,6 +400,50 @@ def test_a_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout.startswith(f"True {path}"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("content", ["one value", "many values", "a long page", "many rows"])
+def test_a_parquet_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
+    """A dictionary holds a value once, however many rows have it, and brotli packs a million to one."""
+    path = tmp_path / "a.parquet"
+    places = {"one value": [0] * 1000, "many values": [*range(4)] * 250, "many rows": np.zeros(10**7, dtype=np.int32)}
+    if content == "a long page":
+        column: Any = pyarrow.array(["a" * (1 << 29)])
+    else:
+        values = ["a" * 100] if content == "many rows" else [letter * 800_000 for letter in "abcd"]
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(places[content], pyarrow.int32()), values)
+    options = {"compression": "brotli", "use_dictionary": content != "a long page", "row_group_size": 10**8}
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, dictionary_pagesize_limit=1 << 30, **options)
+    assert path.stat().st_size < 200_000
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BOMB, str(path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"True {path} unpacks to more than 100 times"), done.stdout + done.stderr
+
+
+def test_rows_that_python_cannot_hold_are_named(tmp_path):
+    bad = pyarrow.array([b"good", b"\xff\xfe"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    assert "a.parquet is a damaged parquet file ('utf-8' codec" in mistake(tmp_path / "a.parquet")
+
+
+def test_a_link_out_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "private.txt").write_text("secret")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.txt", "text " * 100)
+    write(folder / "b.txt", "text " * 100)
+    (folder / "c.txt").symlink_to("a.txt")  # inside
+    assert len(documents(open_corpus(str(folder))[0])) == 2
+    (tmp_path / "link").symlink_to(folder)  # the user's own link
+    assert open_corpus(str(tmp_path / "link"))
+    (folder / "d.txt").symlink_to(tmp_path / "private.txt")
+    assert f"{folder / 'd.txt'} is a link out of {folder}: copy the folder with `cp -rL`" in mistake(folder)
+    (folder / "d.txt").unlink()
+    (folder / "e").symlink_to(tmp_path)  # a folder's link is not followed, or refused
+    with contextlib.suppress(UserError):
+        assert "secret" not in "".join(documents(open_corpus(str(folder))[0]))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])

@@ -36,8 +36,9 @@ DOCUMENT_BYTES = 4096  # of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
 MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is no row
 MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
-MAX_UNPACKED_RATIO = 100  # of a .gz: text packs 3 to 30 times smaller, a bomb 1,000 times ...
+MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... which is looked at from this size on
+BATCH_ROWS = 4  # of a .parquet, decoded at once
 CACHE_BYTES = 128 << 20  # of one parquet file's blocks, for rows in any order
 COPY_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -147,6 +148,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
                 files.append(file)
         if not files:
             raise UserError(f"{lead}: no file in this folder ends in {known}")
+        refuse_links_out(path, files)
         return sorted(files, key=lambda file: file.relative_to(path).as_posix())
     if not path.exists():
         raise UserError(f"{lead}: no such file or folder")
@@ -156,6 +158,14 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
         hint = f" (for a JSON list: jq -c '.[]' {path.name} > {path.stem}.jsonl)" if path.suffix == ".json" else ""
         raise UserError(f"{lead}: unknown suffix {path.suffix!r}; known are {known}{hint}")
     return [path]
+
+
+def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
+    """Raises UserError: when a file found in a folder is a link to a place outside of it."""
+    # A folder from elsewhere must not choose which other files of this machine are read, trained on and served.
+    for file in files:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{file} is a link out of {folder}: copy the folder with `cp -rL`, or name the file itself")
 
 
 def open_file(path: Path, columns: Sequence[str] | None = None) -> DataFile:
@@ -178,6 +188,8 @@ def _damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iter
     """Turn what a library raises on a damaged file into one line with the file's name."""
     try:
         yield
+    except UserError:  # it is one line already
+        raise
     except errors as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
@@ -340,6 +352,11 @@ class JsonLinesFile(SpanFile):
                 begin = end
 
 
+def _refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
+    if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
+
+
 def _unpack(path: Path) -> IO[bytes]:
     """The text of a .gz in a temporary file, which vanishes with this process.
 
@@ -353,14 +370,18 @@ def _unpack(path: Path) -> IO[bytes]:
     with damage, path.open("rb") as packed, gzip.GzipFile(fileobj=packed) as text:
         while chunk := text.read(COPY_BYTES):
             size += len(chunk)
-            if size > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed.tell()):
-                raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
+            _refuse_bomb(path, size, packed.tell())
             unpacked.write(chunk)
     unpacked.seek(0)
     return unpacked
 
 
 # ---------------------------------------------------------------------- .parquet
+
+
+def _packed_bytes(group: Any) -> int:
+    """The compressed size of a row group's columns."""
+    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
 
 
 class ParquetFile(DataFile):
@@ -373,7 +394,8 @@ class ParquetFile(DataFile):
         self.path = path
         self.columns = None if columns is None else list(columns)
         self.lock = threading.Lock()
-        self.damage_errors = (pyarrow.ArrowException, OSError)
+        # Text that is not UTF-8, and dates and numbers that Python does not have, are found when a row is made of them.
+        self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
         self.rows: Iterator[Any] = iter(())  # of the row group that is being read
         self.place = (-1, 0)  # that row group, and the row that comes next
         with _damage_in_one_line(path, "parquet file", *self.damage_errors):
@@ -384,6 +406,10 @@ class ParquetFile(DataFile):
                 if column not in names:
                     raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
             groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
+        self.packed_bytes = [_packed_bytes(group) for group in groups]
+        for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
+            values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
+            _refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
         # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
         group_bytes = [group.total_byte_size for group in groups]
         is_flat = len(self.file.schema.names) == len(names)
@@ -406,13 +432,22 @@ class ParquetFile(DataFile):
         group = bisect.bisect_right(self.group_ends, first)
         with self.lock, _damage_in_one_line(self.path, "parquet file", *self.damage_errors):
             if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
-                batches = self.file.iter_batches(batch_size=1024, row_groups=[group], columns=self.columns)
-                self.rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+                self.rows = self._rows_of(group)
                 self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
             rows = list(itertools.islice(self.rows, first - self.place[1], end - self.place[1]))
             self.place = (group, end)
         assert len(rows) == end - first
         return rows
+
+    def _rows_of(self, group: int) -> Iterator[Any]:
+        """The rows of a row group, a few at a time."""
+        # A dictionary stores a value once, however many rows have it: 600 bytes hold 1,000 rows of 3 MB. What is
+        # decoded is counted, in steps so small that one of them does not fill the memory.
+        decoded_bytes = 0
+        for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
+            decoded_bytes += batch.nbytes
+            _refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
+            yield from batch.to_pylist()
 
     def row(self, row: int) -> Any:
         block = int(np.searchsorted(self.starts, row, side="right")) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import TASKS
-from nanochat.data.files import RECORD_SUFFIXES, Fields, Records, list_files, open_file
+from nanochat.data.files import RECORD_SUFFIXES, Fields, Records, list_files, open_file, refuse_links_out
 from nanochat.shell.cli import UserError
 
 
@@ -66,6 +66,7 @@ def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only:
         for pattern in (rf"{name}\.jsonl", rf"{name}\.jsonl\.gz", rf"(.*--)?{name}.*\.parquet"):
             found = [file for file in sorted(folder.glob("*")) if re.fullmatch(pattern, file.name.lower())]
             if found:
+                refuse_links_out(path, found)
                 return found
     files = list_files(path, RECORD_SUFFIXES) if only else []
     return files if len(files) == 1 else []
