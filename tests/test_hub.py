@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import types
 import urllib.parse
+import urllib.request
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,6 +45,7 @@ class FakeHub:
         self.files: dict[str, bytes] = {}
         self.faults: deque[str] = deque()
         self.status = 200  # of every answer
+        self.redirect = ""  # where every answer points to
         self.listing: bytes | None = None  # instead of the true one
         self.seen: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
@@ -76,6 +79,8 @@ class FakeHub:
                 url = urllib.parse.urlsplit(self.path)
                 query = dict(urllib.parse.parse_qsl(url.query))
                 fake.seen.append((self.command, self.path, {key.lower(): value for key, value in self.headers.items()}))
+                if fake.redirect:
+                    return self.answer(302, Location=fake.redirect)
                 if fake.status != 200:
                     return self.answer(fake.status)
                 if fake.listing is not None and "/api/" in url.path:
@@ -316,6 +321,47 @@ def test_a_file_of_an_address(fake, tmp_path):
     fake.status = 404
     assert "HTTP 404" in complaint(lambda: fetch_url(url, target, "0" * 64))
     assert "cannot reach" in complaint(lambda: fetch_url("http://127.0.0.1:9/x", target, "0" * 64))
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1:9/x", "file:///etc/passwd", "FTP://[::1]:9/x"])
+def test_an_address_redirects_to_no_other_protocol(fake, tmp_path, monkeypatch, target):
+    opened = []
+    monkeypatch.setattr(urllib.request.FTPHandler, "ftp_open", lambda handler, request: opened.append(request))
+    fake.redirect = target
+    line = complaint(lambda: fetch_url(fake.url + "/bundle.zip", tmp_path / "bundle.zip", "0" * 64))
+    assert target.lower() in line.lower() and not opened
+
+
+def test_pages_of_a_listing_end(fake, monkeypatch):
+    """Every page of this hub has one more file; a hub that lists 200,000 of them so keeps us for hours."""
+    module = types.ModuleType("modelscope.hub.api")
+    asked = []
+
+    class HubApi:
+        def __init__(self, endpoint):
+            pass
+
+        def get_dataset_files(self, repo, revision, root_path, page_number):
+            asked.append(page_number)
+            return [{"Path": f"{page_number}.parquet"}]
+
+    module.HubApi = HubApi  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.hub", types.ModuleType("modelscope.hub"))
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", module)
+    assert "lists more than 1,000 pages of files" in complaint(lambda: fetch("org/name", "modelscope"))
+    assert asked == list(range(1, 1001))
+
+
+def test_a_planted_lock_is_not_followed(fake, tmp_path):
+    fake.files = shards(2)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "base" / "data" / "org--name"
+    folder.mkdir(parents=True)
+    (folder / ".lock").symlink_to(victim)
+    assert ".lock is a link or no regular file" in complaint(lambda: fetch("org/name"))
+    assert victim.read_text() == "mine"
 
 
 def test_processes_download_once(fake, tmp_path):

@@ -30,11 +30,12 @@ from pathlib import Path
 
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import data_dir
+from nanochat.shell.paths import data_dir, open_lock
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0
 MAX_LISTED_FILES = 200_000  # of one repo: a hub that lists more is broken or hostile
+MAX_PAGES = 1000  # of such a list, a request each
 
 
 class HuggingFace:
@@ -84,13 +85,15 @@ class ModelScope:
 
         api = HubApi(endpoint=self.endpoint)
         entries: dict[str, dict] = {}  # by path; the page after the last one is empty, or repeats
-        for page in range(1, MAX_LISTED_FILES):
+        for page in range(1, MAX_PAGES + 1):
             count = len(entries)
             folder = source.folder or "/"
             rows = api.get_dataset_files(source.repo, revision=source.revision, root_path=folder, page_number=page)
             entries |= {row["Path"]: row for row in rows}
             if len(entries) == count or count > MAX_LISTED_FILES:
                 break
+        else:
+            raise UserError(f"{self.endpoint} lists more than {MAX_PAGES:,} pages of files")
         files = {path: row.get("Sha256") or None for path, row in entries.items() if row.get("Type") != "tree"}
         return source.revision, files
 
@@ -134,11 +137,21 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
         return copy.fetch(files)
 
 
+class _OnlyHttp(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect to http and https alone; urllib's own would also fetch from ftp:// for whoever answers."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if not re.match(r"https?://", newurl, re.IGNORECASE):
+            raise ConnectionError(f"it redirects to {newurl[:200]}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def fetch_url(url: str, target: Path, sha256: str) -> Path:
     """Download one file that is on no hub. Raises UserError: with the reason."""
     partial = target.with_name(target.name + ".partial")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:
+        opener = urllib.request.build_opener(_OnlyHttp)
+        with opener.open(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:
             shutil.copyfileobj(response, file, CHUNK_BYTES)
     except Exception as error:
         raise UserError(_reason(error, urllib.parse.urlsplit(url).netloc, url)) from error
@@ -215,7 +228,7 @@ class _Copy:
         endpoint = self.client.endpoint
         commit, listed = self.listing()
         print(f"download {len(missing)} of {len(targets)} files from {endpoint}: {self.what}", file=sys.stderr)
-        with (self.folder / ".lock").open("w") as lock:
+        with open_lock(self.folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this machine wait here, and find the files
             for path in missing:
                 if targets[path].exists():

@@ -46,7 +46,7 @@ from nanochat.gpt import GPT
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import duration, print0
-from nanochat.shell.paths import data_dir
+from nanochat.shell.paths import data_dir, open_lock
 from nanochat.tokenizer import Tokenizer
 
 # The address is the one in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.
@@ -137,7 +137,7 @@ def _downloaded() -> Path:
     """The folder with the unpacked public bundle. One process of a machine fetches it, the others wait and find it."""
     home = data_dir("core")
     home.mkdir(parents=True, exist_ok=True)
-    with (home / ".unpack.lock").open("w") as lock:
+    with open_lock(home / ".unpack.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "eval_bundle").exists():
             try:
