@@ -5,6 +5,7 @@ dead victim, or the word ESCAPED after a call that must not succeed. Where that 
 without the jail, and must leave evidence there: a probe that cannot escape anyway proves nothing.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -771,6 +772,43 @@ def test_threads_leave_nothing_behind(adopts_orphans: None):
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(12)))
     assert state() == before
+
+
+@pytest.mark.parametrize("role", ["program", "checks"])
+def test_a_jail_killed_at_its_start_costs_one_run(monkeypatch: pytest.MonkeyPatch, role: str):
+    """As the kernel kills it when memory is short; a machine that cannot isolate is another matter."""
+    start = sandbox._Jail.__init__
+
+    def start_and_die(self, its_role, *arguments):
+        start(self, its_role, *arguments)
+        if its_role == role:
+            self.process.kill()
+            self.process.wait()
+
+    before = sandbox._Jail.receive
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox._Jail, "__init__", start_and_die)
+        # What it may have reported before the kill is lost with it.
+        patch.setattr(
+            sandbox._Jail, "receive", lambda self, seconds: b"" if self.process.poll() else before(self, seconds)
+        )
+        run = run_checks(SQUARE, CHECKS)
+    assert (run.ok, run.timed_out) == (False, False) and "killed at its start" in run.error
+    assert passes(SQUARE, CHECKS)
+
+
+def test_the_kernel_takes_a_jail_before_its_parent():
+    code = "import time\ntime.sleep(30)"
+    with ThreadPoolExecutor(1) as pool:
+        mine = Path("/proc/self/oom_score_adj").read_text()
+        running = pool.submit(run_checks, code, CHECKS, timeout_seconds=3)
+        seen: set[str] = set()
+        while not running.done():
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(OSError):
+                    seen.add(Path(f"/proc/{pid}/oom_score_adj").read_text().strip())
+            time.sleep(0.02)
+    assert "1000" in seen and Path("/proc/self/oom_score_adj").read_text() == mine
 
 
 START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import passes\n"

@@ -384,6 +384,18 @@ def test_humaneval_checks_with_the_prompt_s_own_helper(tmp_path):
     assert not task.grade(task.example(0), text(f"```python\n{cheat}```"))
 
 
+def test_humaneval_never_compares_a_reply_with_itself(tmp_path):
+    """As in HumanEval/33: its check calls the function for some of the results that it expects."""
+    row = HALF | {
+        "test": "def check(candidate):\n    assert candidate(4) == half(4)\n    assert candidate(5) == half(5)\n"
+    }
+    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
+    example = task.example(0)
+    assert task.grade(example, text("def half(x):\n    return x // 2"))
+    assert not task.grade(example, text("def half(x):\n    return 7"))
+    assert not task.grade(example, text("candidate = lambda x: x // 2\ndef half(x):\n    return 7"))
+
+
 def test_humaneval_has_no_train_split(half, tmp_path):
     assert complaint(lambda: HumanEval("train", str(tmp_path))) == "humaneval has no train split: only test"
 

@@ -35,9 +35,13 @@ class HumanEval(RecordTask):
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         prompt = example.answer["prompt"]
         function = example.answer["entry_point"]
-        # Some tests call a helper of the prompt: they get the prompt's own, not the reply's version of it.
-        checks = f"{above(prompt, function)}\n{example.answer['test']}\n\ncheck({function})\n"
-        return passes(complete_program(prompt, function, text_of(reply)), checks, timeout_seconds=TIMEOUT_SECONDS)
+        # The reply's function has the name `candidate` in the checks; every other name there is the dataset's own. Some
+        # tests call a helper of the prompt, and number 33 the function itself for the results that it expects: with the
+        # reply's version, it would compare the reply with itself.
+        solution = f"{prompt.rstrip()}\n{example.answer['canonical_solution']}"
+        checks = f"{solution}\n{example.answer['test']}\n\ncheck(candidate)\n"
+        program = f"{complete_program(prompt, function, text_of(reply))}\ncandidate = {function}\n"
+        return passes(program, checks, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def above(prompt: str, function: str) -> str:

@@ -14,6 +14,7 @@ descriptor but its sockets. What stays open are a hole in those few calls of the
 import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,8 +78,12 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
         # The code's own time begins now. Checks that are quick have reported their verdict already.
         verdict = reports[1].removeprefix(STANDING) or checks_jail.receive(timeout_seconds)
 
-    for report in reports:
+    for jail, report in zip((program_jail, checks_jail), reports, strict=True):
         if not report.startswith(STANDING):
+            # Killed before it could report, by a person or by the kernel when memory is short: that is one failed run,
+            # not a machine that cannot isolate.
+            if jail.died_of == signal.SIGKILL:
+                return Run(ok=False, output="", error="its process was killed at its start", timed_out=False)
             why = (report or printed.result()).decode("utf-8", "replace")
             _refuse(f"a jail did not start: {why or 'it reported nothing'}")
     if verdict is None:
@@ -132,13 +137,18 @@ class _Jail:
         """What it reports next: b"" when it has ended, None when the time is over."""
         self.line.settimeout(seconds)
         try:
-            return self.line.recv(4096)
+            report = self.line.recv(4096)
         except TimeoutError:
             return None
         except ConnectionResetError:  # it died with unread bytes on its side
-            return b""
+            report = b""
+        if not report:  # its line closes a moment before its status is there
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+        return report
 
     def end(self) -> None:
+        self.died_of = -(self.process.poll() or 0)
         self.process.kill()  # it can have no child
         self.process.wait()
         self.line.close()
