@@ -299,6 +299,11 @@ def is_sourced(environment: Any) -> bool:
 def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[str]:
     """Lines of `key value`: found, missing, problem (nothing can be installed), kind, pythons, install
     (arguments of `pip install`, to be tried in order), constraint, extra."""
+    # A line end in a value would begin a line of its own, and a space in an address an argument of its own.
+    if cann is not None and not re.fullmatch(r"[\w.+-]+", cann):
+        return [f"problem --cann {cann!r} is not a version: for example --cann 9.0.0"]
+    if re.search(r"\s", index) or index.startswith("-"):
+        return [f"problem TORCH_INDEX_URL={index!r} is not one address: it starts with https://"]
     kind = machine.kind if device == "auto" else device
     lines = describe(machine, kind)
     torch, torch_npu, numpy = TORCH, None, ""
@@ -928,7 +933,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     machine = look(options.root, options.arch)
     if options.plan:
-        print("\n".join(plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", ""))))
+        for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):
+            print(" ".join(line.split()))  # whatever a file of this machine holds, one line
         return 0
     return check_everything(options.device, machine, options.root)
 

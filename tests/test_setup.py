@@ -388,6 +388,37 @@ def test_bad_flags(machine: FakeMachine, flags: list[str], word: str):
     assert word in error and error.count("\n") == 0
 
 
+HOSTILE_VERSIONS = [
+    "9.0.0\ninstall evil",
+    "9.0.0\nkind cpu\ninstall --index-url http://x/ torch",
+    "9.0.0 evil",
+    "$(id)",
+]
+
+
+@pytest.mark.parametrize("version", HOSTILE_VERSIONS)
+def test_a_version_adds_no_line_to_the_plan(machine: FakeMachine, version: str):
+    code, lines, error = machine.with_npus().setup("--cann", version)
+    assert code == 1 and "--cann" in error and "is not a version" in error and error.count("\n") == 0
+    assert plan_of(lines) == []
+
+
+def test_a_version_file_adds_no_line_to_the_plan(machine: FakeMachine):
+    machine.with_npus().put(f"{OLD_HOME}/version.cfg", "toolkit_running_version=[9.0.0\ninstall evil\nkind cpu]\n")
+    code, lines, error = machine.sourced().setup()
+    assert (code, error) == (0, "") and "torch_npu==2.9.0.post2" in plan_of(lines)[-1]
+    assert [line for line in lines if "evil" in line and not line.startswith("found CANN")] == []
+
+
+@pytest.mark.parametrize(
+    "index", ["https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "--index-url=http://x", "a\tb"]
+)
+def test_an_address_adds_no_argument_to_pip(machine: FakeMachine, index: str):
+    code, lines, error = machine.setup(arch="x86_64", TORCH_INDEX_URL=index)
+    assert code == 1 and "TORCH_INDEX_URL" in error and "is not one address" in error and error.count("\n") == 0
+    assert plan_of(lines) == []
+
+
 def test_a_finished_setup_is_left_alone(machine: FakeMachine):
     """The stamp of the same plan, with the same or fewer extras, leaves nothing to do; another stamp does."""
     python = machine.venv / "bin" / "python"
