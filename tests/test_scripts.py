@@ -398,6 +398,26 @@ def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch
     assert steps_of(last_step.parent) == [4]
 
 
+def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, monkeypatch):
+    """The step after the newest checkpoint was bad, so its weights are: to resume it would end in the same way."""
+    flags = (*TINY, "--log_every=10", "--num_iterations=20", "--save_every=2")
+    folder = base / "checkpoints/base/d1"
+    poison(monkeypatch, 5, 6, 7)  # step 4 is good and step 6 is saved behind the first bad one
+    code, err = mistake(capsys, "base_train", *flags)
+    last = steps_of(folder)[-1]
+    assert code == 1 and last > 4
+    names = f"newest checkpoint: {folder}/step_{last:06d}, which diverges: move all after {folder}/step_000004 away; "
+    assert names in err and err.endswith("lower the learning rates, then --resume\n")
+
+    # The step after the one that was resumed is bad again: so are its weights.
+    for step in steps_of(folder):
+        if step > 4:
+            shutil.rmtree(folder / f"step_{step:06d}")
+    poison(monkeypatch, *range(0, 8))
+    code, err = mistake(capsys, "base_train", *flags, "--resume")
+    assert code == 1 and f", which diverges: move all after {folder}/step_000002 away; " in err
+
+
 def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=2", "--resume")
     assert "starting from the beginning" in capsys.readouterr().out

@@ -346,6 +346,7 @@ class Run:
         self.compiles = False  # torch.compile is used in the loop
         self.stopped = False  # a signal ends the run
         self.saved_step = self.progress.step if self.loader_states else None  # of the newest checkpoint
+        self.resumed_step = self.saved_step
         self._stats: StepStats | None = None  # of the last step, while no log line has read it
 
     def __enter__(self) -> "Run":
@@ -555,6 +556,12 @@ class Run:
         steps = checkpoint_manager.steps(self.folder)
         checkpoint = checkpoint_manager.step_path(self.folder, steps[-1]) if steps else "none"
         hint = ", then --resume" if steps else ""
+        # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
+        # saved none since.
+        earlier = [step for step in steps[:-1] if step <= last_good]
+        if earlier and (steps[-1] > last_good or steps[-1] == self.resumed_step):
+            good = checkpoint_manager.step_path(self.folder, earlier[-1])
+            checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
         raise UserError(
             f"the loss or its gradient was not finite three steps in a row; last good step: "
             f"{last_good if last_good >= 0 else 'none'}, newest "
