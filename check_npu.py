@@ -716,31 +716,36 @@ def check_matmul(device: Any) -> str:
 
 
 def check_attention(device: Any) -> str:
-    """The project's attention as it runs on this device (npu_fusion_attention on an NPU), forward and backward,
-    against softmax(q k^T) v written out in fp32 on the host."""
+    """The project's attention as it runs on this device (npu_fusion_attention on an NPU), forward and backward, in
+    whole rows, windows and packed documents, against softmax(q k^T) v written out in fp32 on the host."""
     torch = importlib.import_module("torch")
+    attention = importlib.import_module("nanochat.attention")
     B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
     distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
     worst = 0.0
-    for window in (0, 48):
+    numbers = (torch.rand(B, T, generator=generator) < 0.05).cumsum(1)  # documents of 20 tokens
+    packed = attention.Segments.from_numbers(numbers).to(device.to_device)
+    for window, segments in ((0, None), (48, None), (0, packed), (16, packed)):
         q, k, v = (x.clone().requires_grad_() for x in inputs)
         mask = (distance >= 0) & (distance < (window or T))  # True: the query attends to the key
+        if segments is not None:
+            mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])  # (B, 1, T, T)
         scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(H // K, dim=2)) / D**0.5
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)  # (B, H, T, T)
         expected = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, dim=2))
         expected.square().sum().backward()
 
         here = [x.to(device.torch_device, device.dtype).requires_grad_() for x in inputs]
-        output = device.kernels.attention(*here, scale=D**-0.5, window=window)  # (B, T, H, D)
+        output = device.kernels.attention(*here, scale=D**-0.5, window=window, segments=segments)  # (B, T, H, D)
         output.float().square().sum().backward()
         device.synchronize()
         worst = max(worst, relative_error(output, expected))
         for x, reference in zip(here, (q, k, v), strict=True):
             worst = max(worst, relative_error(x.grad, reference.grad))
     kernel = device.kernels.name.partition(",")[0]
-    return within(worst, 0.03, f"{kernel}: forward and backward, whole and windowed,")
+    return within(worst, 0.03, f"{kernel}: forward and backward, whole, windowed and packed,")
 
 
 def small_run(device: Any) -> tuple[Any, Any, Any]:

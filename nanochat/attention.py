@@ -38,7 +38,7 @@ class Segments:
     """Where the documents of packed rows lie: a token attends to tokens of its own document alone."""
 
     # Two rows of 6 tokens, with the documents a a a b b b and c c c c d d:
-    numbers: Tensor  # (B, T), equal for tokens of one document: 0 0 0 1 1 1 and 0 0 0 0 1 1
+    numbers: Tensor  # (B, T), equal for tokens of one document: 1 1 1 2 2 2 and 1 1 1 1 2 2
     # Where each document ends, if the rows are laid end to end: 3, 6, 10, 12. Operators divide their work by it, some
     # of them before it is launched: it is there as numbers of the host, and as a tensor of the device.
     ends: list[int]
@@ -46,11 +46,12 @@ class Segments:
 
     @classmethod
     def from_numbers(cls, numbers: Tensor) -> "Segments":
-        """From the documents' numbers (B, T), on the host."""
+        """On the host, from numbers (B, T) that change wherever a document of a row begins."""
         is_first = torch.ones_like(numbers, dtype=torch.bool)
         is_first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         bounds = F.pad(is_first.flatten().nonzero()[:, 0], (0, 1), value=numbers.numel()).int()
-        return cls(numbers, bounds[1:].tolist(), bounds)
+        # Counted anew, because a number that comes back later in its row is another document.
+        return cls(is_first.cumsum(dim=1), bounds[1:].tolist(), bounds)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "Segments":
         """On another device: `move` copies one tensor there (`Device.to_device`)."""
@@ -58,10 +59,12 @@ class Segments:
 
     def first_key(self, start: int) -> int:
         """The earliest token of a row that its queries from `start` on may attend to, in any of the rows."""
+        # Places count through all rows. With ends of 3, 6, 10, 12 and rows of 6, the query 4 of row 1 is at place 10;
+        # three ends are not beyond it, so that its document is number 3 and begins where number 2 ends, at 10.
         rows, tokens = self.numbers.shape
         earliest = start
         for row_start in range(0, rows * tokens, tokens):
-            document = bisect.bisect_right(self.ends, row_start + start)  # the one that holds this row's query
+            document = bisect.bisect_right(self.ends, row_start + start)
             begin = self.ends[document - 1] if document else 0
             earliest = min(earliest, begin - row_start)
         return earliest

@@ -292,7 +292,9 @@ class Attention(nn.Module):
             qk = self._norm(qk)
         # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
         # (source: Su et al. 2021, RoFormer).
-        rows = qk.view(-1, context.cos.size(0), *qk.shape[-2:])  # each of as many tokens as there are angles
+        # For the operator queries and keys are rows alike, each of as many tokens as there are angles: (2 B, T, H, D),
+        # (B, T, H + K, D), or with a cache, where B T tokens are one row, (2, B T, H, D) and (1, B T, H + K, D).
+        rows = qk.view(-1, context.cos.size(0), *qk.shape[-2:])
         qk = self.kernels.rotate(rows, context.cos, context.sin).view(qk.shape)
         if c.qk_norm == "after_rotary":
             qk = self._norm(qk)

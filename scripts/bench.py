@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.shell.cli import Depth, Positive, Range, Size, UserError, run
+from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, run
 from nanochat.shell.log import print0
 
 Made = TypeVar("Made")
@@ -39,6 +39,7 @@ class Config:
     max_seq_len: Size = 512  # tokens a row
     vocab_size: Size = 8192  # tokens that the model knows
     device_batch_size: Size = 8  # rows
+    document_tokens: Count = 0  # train: rows are packed with documents of so many tokens; 0: each is one
     optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
     steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
@@ -64,6 +65,7 @@ def train(config: Config) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat import scaling
+    from nanochat.attention import Segments
     from nanochat.gpt import GPT
     from nanochat.train import make_optimizer, next_token_loss, train_step
 
@@ -80,7 +82,10 @@ def train(config: Config) -> dict[str, Any]:
     compiled, how = device.compile(model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, tokens + 1), generator=generator)
-    batch = (device.to_device(ids[:, :-1].contiguous()), device.to_device(ids[:, 1:].contiguous()))
+    batch: list[Any] = [device.to_device(ids[:, :-1].contiguous()), device.to_device(ids[:, 1:].contiguous())]
+    if config.document_tokens:
+        numbers = (torch.arange(tokens) // config.document_tokens).expand(rows, tokens)
+        batch.append(Segments.from_numbers(numbers).to(device.to_device))
 
     # ------------------------------------------------------------------ what is timed
     def step() -> None:

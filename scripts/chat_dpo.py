@@ -128,8 +128,8 @@ def main(config: Config) -> None:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * sum(len(chosen.ids) + len(rejected.ids) for chosen, rejected in opening)
     shape = (config.device_batch_size, row_tokens)  # of every micro-batch
-    compiled = run.compile(model, config.compile, step_flops, shape)
-    compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference")
+    compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
+    compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs that had nothing to prefer
 
     with run:

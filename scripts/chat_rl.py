@@ -103,10 +103,10 @@ def main(config: Config) -> None:
     # the demo half of what a step computes is in full ones, and replies have half of their largest length.
     shape = (config.device_batch_size, row_tokens)
     step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
-    compiled = run.compile(model, config.compile, step_flops, shape)
+    compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
     compiled_reference = None
     if reference is not None:
-        compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference")
+        compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
     engine = Engine(model, start.tokenizer, device, config.graphs)
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation

@@ -72,7 +72,10 @@ def main(config: Config) -> None:
     token_flops = scaling.flops_per_token(model.config)
     run = Run(
         "mid", config, start, optimizer, steps, token_flops=token_flops,
-        fingerprints={"tokens a step": batch_tokens, "what --tasks names": train_corpus.mixture.fingerprint()},
+        fingerprints={
+            "tokens a step": batch_tokens, "what --tasks names": train_corpus.mixture.fingerprint(),
+            "the base model's --document_mask": document_mask,
+        },
     )  # fmt: skip
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank, world_size=device.world_size,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import Depth, Positive, Range, Seed, Size, UserError, run
+from nanochat.shell.cli import Count, Depth, Positive, Range, Seed, Size, UserError, run
 from nanochat.shell.log import print0
 
 
@@ -30,6 +30,7 @@ class Config:
     vocab_size: Size = 1024  # tokens that the model knows
     device_batch_size: Size = 2  # rows
     steps: Positive = 1  # each with an update; after the first, compare in float32 only
+    document_tokens: Count = 0  # rows are packed with documents of so many tokens; 0: each is one
     window_pattern: str = "SSSL"  # see base_train
     seed: Seed = 0  # of the weights and the tokens
     device: str = "auto"  # auto, npu, cuda or cpu
@@ -51,6 +52,7 @@ def record(config: Config, out: Path) -> None:
 
     from nanochat import device as devices
     from nanochat import scaling
+    from nanochat.attention import Segments
     from nanochat.gpt import GPT
     from nanochat.run.probe import Probe
     from nanochat.train import make_optimizer, next_token_loss, train_step
@@ -79,13 +81,17 @@ def record(config: Config, out: Path) -> None:
     for step in range(config.steps):
         size = (config.device_batch_size, config.max_seq_len + 1)
         ids = device.to_device(torch.randint(config.vocab_size, size, generator=generator))
-        batch = (ids[:, :-1], ids[:, 1:].contiguous())
+        batch: list[Any] = [ids[:, :-1], ids[:, 1:].contiguous()]
+        if config.document_tokens:
+            numbers = (torch.arange(config.max_seq_len) // config.document_tokens).expand(batch[0].shape)
+            batch.append(Segments.from_numbers(numbers).to(device.to_device))
         stats = train_step(model, optimizer, [batch], next_token_loss, device=device)
         probe.end_step()
         print0(f"step {step}: loss {stats.loss.item():.6f}")
 
     # ---- the recording
-    settings = {"depth", "max_seq_len", "vocab_size", "device_batch_size", "steps", "window_pattern", "seed"}
+    data = {"vocab_size", "device_batch_size", "max_seq_len", "document_tokens", "seed"}
+    settings = {"depth", "window_pattern", "steps", *data}
     recording = {
         "device": str(device),
         "dtype": str(device.dtype).removeprefix("torch."),

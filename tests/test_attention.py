@@ -296,6 +296,9 @@ def test_segments_know_where_documents_end() -> None:
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]])  # the last and the first have one number
     segments = Segments.from_numbers(numbers)
     assert segments.ends == [3, 6, 10, 12]
+    assert segments.numbers.tolist() == [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 2, 2]]
+    again = Segments.from_numbers(torch.tensor([[0, 0, 1, 0]]))  # the last one is no part of the first
+    assert again.numbers.tolist() == [[1, 1, 2, 3]] and again.ends == [2, 3, 4]
     assert segments.bounds.tolist() == [0, 3, 6, 10, 12] and segments.bounds.dtype == torch.int32
     assert [segments.first_key(start) for start in range(6)] == [0, 0, 0, 0, 3, 3]
 

@@ -660,7 +660,7 @@ def test_the_whole_command_on_simulated_npus(tmp_path: Path):
     assert found["PASS memory"].startswith("64.0 of 64.0 GiB free, ")
     assert found["PASS memory"].endswith(" in use already: process 1333928 37709 MB of NPU 2")
     assert found["PASS attention"].startswith(
-        "npu_fusion_attention: forward and backward, whole and windowed, within 0."
+        "npu_fusion_attention: forward and backward, whole, windowed and packed, within 0."
     )
     assert found["PASS all-reduce"] == "2 processes"
     assert re.match(r"[\d.]+ GB/s at 1 MiB, [\d.]+ GB/s at 16 MiB, [\d.]+ GB/s at 128 MiB", found["PASS bandwidth"])

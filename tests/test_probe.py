@@ -134,14 +134,15 @@ def test_the_command_records_and_compares(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_simulated_npu_agrees_with_a_cpu(tmp_path: Path, dtype: str):
+@pytest.mark.parametrize(("dtype", "documents"), [("float32", 0), ("bfloat16", 0), ("float32", 24)])
+def test_a_simulated_npu_agrees_with_a_cpu(tmp_path: Path, dtype: str, documents: int):
     files = {device: tmp_path / f"{device}.json" for device in ("cpu", "npu")}
     try:
         environment = build.environment()
     except build.Unavailable as reason:
         pytest.skip(f"no simulated NPU: {reason}")
     for device, file in files.items():
-        command = [sys.executable, "-m", "scripts.probe", f"--device={device}", f"--dtype={dtype}", f"--out={file}"]
+        flags = [f"--device={device}", f"--dtype={dtype}", f"--document_tokens={documents}", f"--out={file}"]
+        command = [sys.executable, "-m", "scripts.probe", *flags]
         subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, timeout=120)
     call("probe", "--compare", *map(str, files.values()))

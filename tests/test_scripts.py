@@ -28,6 +28,8 @@ from tiny import run_command
 from nanochat import checkpoint_manager, train
 from nanochat import device as devices
 from nanochat.checkpoint_manager import steps as steps_of
+from nanochat.data import loader
+from nanochat.run.stage import _facts
 from nanochat.shell import cli
 from nanochat.shell.log import REQUIRED
 from nanochat.tokenizer import Tokenizer
@@ -325,22 +327,44 @@ def test_resume_reports_what_it_changes(base, tokenizer, capsys):
         assert change in line
 
 
-def test_later_stages_keep_the_mask_between_documents(base):
+def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, capsys):
     call("tok_train", "--max_chars=100000", "--vocab_size=300")
     long_rows = ("--max_seq_len=256", "--device_batch_size=2", "--total_batch_size=512")  # of several documents
-    flags = (*TINY[:2], *long_rows, *TINY[5:])
-    call("base_train", *flags, "--num_iterations=6", "--model_tag=whole", "--document_mask=off")
-    call("base_train", *flags, "--num_iterations=6", "--model_tag=masked")
-    whole, masked = (metrics(base, tag=tag)[-1] for tag in ("whole", "masked"))
-    assert masked["loss"] != whole["loss"] and masked["val_bpb"] != whole["val_bpb"]
-    call("base_train", *flags, "--num_iterations=3", "--model_tag=again")
-    call("base_train", *flags, "--num_iterations=6", "--model_tag=again", "--resume")
+    flags = (*TINY[:2], *long_rows, *TINY[5:], "--num_iterations=6", "--save_every=3")
+    for mask in ("on", "off"):
+        call("base_train", *flags, f"--model_tag={mask}", f"--document_mask={mask}")
+    assert metrics(base, "on")[-1]["loss"] != metrics(base, "off")[-1]["loss"]
+    assert metrics(base, "on")[-1]["val_bpb"] != metrics(base, "off")[-1]["val_bpb"]
+    # Resumed in its middle, a run ends as it did.
+    straight = losses(base, "on")
+    shutil.rmtree(base / "checkpoints/base/on/step_000006")
+    call("base_train", *flags, "--model_tag=on", "--document_mask=on", "--resume")
+    assert losses(base, "on") == straight
+    code, error = mistake(capsys, "base_train", *flags, "--model_tag=on", "--document_mask=off", "--resume")
+    assert code == 1 and "--document_mask on, not off" in error
+
+    # A checkpoint from before the flag existed was trained without the mask.
+    saved = json.loads((base / "checkpoints/base/on/step_000006/meta.json").read_text())
+    del saved["config"]["document_mask"]
+    assert _facts(saved)["--document_mask"] == "off"
+
+    asked = []
+    segments_of = loader.segments_of
+    monkeypatch.setattr(loader, "segments_of", lambda *inputs: asked.append(1) or segments_of(*inputs))
     sizes = ("--eval_tokens=256", "--device_batch_size=2", "--dtype=float32", "--device=cpu")
-    call("base_eval", *sizes, "--samples=0", "--stories=0", "--model_tag=masked")
-    results = json.loads((base / "runs/base/masked/eval.json").read_text())
-    assert results["val_bpb"] == pytest.approx(masked["val_bpb"], rel=1e-6)
-    meta = json.loads((base / "checkpoints/base/masked/step_000006/meta.json").read_text())
-    assert meta["pretraining"]["document_mask"]
+    mid = (*sizes, "--total_batch_size=512", "--tasks=addition,stories", "--model_tag=mid")
+    for mask in ("off", "on"):
+        call("base_eval", *sizes, "--samples=0", "--stories=0", f"--model_tag={mask}")
+        results = json.loads((base / f"runs/base/{mask}/eval.json").read_text())
+        assert results["val_bpb"] == pytest.approx(metrics(base, mask)[-1]["val_bpb"], rel=1e-6)
+        asked.clear()
+        call("mid_train", *mid, f"--source_tag={mask}", "--num_iterations=2")
+        assert bool(asked) == (mask == "on")
+    # The base model may have been trained anew since: mid-training continues only as it began.
+    (base / "checkpoints/base/on").rename(base / "checkpoints/base/kept")
+    (base / "checkpoints/base/off").rename(base / "checkpoints/base/on")
+    code, error = mistake(capsys, "mid_train", *mid, "--source_tag=on", "--num_iterations=4", "--resume")
+    assert code == 1 and "--document_mask True, not False" in error
 
 
 def test_flags_that_resume_refuses():

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,9 @@ from nanochat.engine import Engine
 from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import PairBatch, PolicyBatch, dpo_loss, grpo_loss, reply_logp, token_logp
 from nanochat.run.faults import Faults
-from nanochat.run.stage import CompilerClock, OneShape
+from nanochat.run.stage import CompilerClock, OneShape, Run
 from nanochat.shell import paths
+from nanochat.shell.cli import UserError
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tasks.mixture import Mixture
@@ -282,6 +284,17 @@ def test_one_program_for_any_number_of_documents():
         one = OneShape(model, traced, tokens.shape)(tokens, tokens, segments=segments)
         torch.testing.assert_close(one, model(tokens, tokens, segments=segments))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_sharded_model_without_backward_passes_stays_eager(capsys):
+    """Compiled, its reference would wait for a backward pass that never comes."""
+    start = SimpleNamespace(layout=SimpleNamespace(sharded=True))
+    run: Any = SimpleNamespace(start=start, stage="dpo", device=cpu_device(), last=9)
+    model = object()
+    assert Run.compile(run, model, "auto", 10**15, (2, 8), forward_alone=True) is model
+    assert "eager (sharded)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="chat_dpo compiles no sharded model"):
+        Run.compile(run, model, "on", 10**15, (2, 8), forward_alone=True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on: device.py looks first
+from torch.nn.attention.varlen import varlen_attn  # as this file calls it from torch 2.12 on: device.py looks first
 
 from nanochat.attention import Segments
 from nanochat.kernels.torch_ import TorchKernels
@@ -21,8 +21,10 @@ class CudaKernels(TorchKernels):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
-        B, T, H, _ = q.shape
+        B, T, H, D = q.shape
         has_window = 0 < window < T
+        if D % 8 or D > 256:  # heads that flash attention does not have
+            return super().attention(q, k, v, scale=scale, window=window, segments=segments)
         if segments is None and not has_window:
             return super().attention(q, k, v, scale=scale)
         # All rows as one, divided at `bounds`: into documents, or into the rows themselves.

@@ -74,7 +74,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class NpuKernels(TorchKernels):
-    name = "npu_fusion_attention, npu_rms_norm, npu_rotary_mul, npu_swiglu"
+    name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
     static_shapes = True
 
@@ -109,19 +109,21 @@ class NpuKernels(TorchKernels):
             return super().attention(q, k, v, scale=scale, window=window, segments=segments)
         # All rows as one, divided into documents: no mask of T x T, and no work between documents. The causal or band
         # mask counts within each of them (source: CANN's page of aclnnFlashAttentionVarLenScore).
-        flat = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)
-        ends = segments.ends
-        calls = [ends[first : first + MOST_DOCUMENTS] for first in range(0, len(ends), MOST_DOCUMENTS)]
-        begins = [0, *(call[-1] for call in calls[:-1])]
-        parts = [flat]
-        if len(calls) > 1:  # a split has a price in the backward pass
-            sizes = [call[-1] - begin for call, begin in zip(calls, begins, strict=True)]
-            parts = zip(*(x.split(sizes) for x in flat), strict=True)
+        inputs = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)
+        # A call takes at most so many documents. More of them take several calls, each of the tokens from `begin` on.
+        ends_of_calls = [
+            segments.ends[first : first + MOST_DOCUMENTS] for first in range(0, len(segments.ends), MOST_DOCUMENTS)
+        ]
+        begins = [0, *(ends[-1] for ends in ends_of_calls[:-1])]
+        inputs_of_calls = [inputs]
+        if len(begins) > 1:  # a split has a price in the backward pass
+            tokens = [ends[-1] - begin for ends, begin in zip(ends_of_calls, begins, strict=True)]
+            inputs_of_calls = zip(*(x.split(tokens) for x in inputs), strict=True)
         outputs = []
-        for part, call, begin in zip(parts, calls, begins, strict=True):
-            lengths = [end - begin for end in call]  # cumulative
+        for its_inputs, ends, begin in zip(inputs_of_calls, ends_of_calls, begins, strict=True):
+            bounds = [end - begin for end in ends]  # lengths added up: where each document of the call ends
             outputs.append(torch_npu.npu_fusion_attention(
-                *part, H, "TND", scale=scale, actual_seq_qlen=lengths, actual_seq_kvlen=lengths, **options
+                *its_inputs, H, "TND", scale=scale, actual_seq_qlen=bounds, actual_seq_kvlen=bounds, **options
             )[0])  # fmt: skip
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(B, T, H, -1)

@@ -1,6 +1,6 @@
-"""The operators that the model calls, as torch provides them: the default, and what a CUDA device runs.
+"""The operators that the model calls, as torch provides them: the default.
 
-This class is the interface. kernels/cpu.py and kernels/npu.py override what their device does better, with the same
+This class is the interface. kernels/cpu.py, cuda.py and npu.py override what their device does better, with the same
 meaning: tests compare them. `device.kernels` chooses once, when the model is built. A mask is True where a query may
 attend to a key.
 

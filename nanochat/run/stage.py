@@ -213,6 +213,8 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
 def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint's meta data say about its run, by the name in a message."""
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
+    if meta["stage"] == "base":  # before the flag existed, every token read its whole row
+        facts.setdefault("--document_mask", "off")
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta.get("fingerprints", {})}
 
@@ -252,7 +254,8 @@ class OneShape:
     """
 
     def __init__(self, model: GPT, compiled: Any, shape: Sequence[int]):
-        self._orig_mod = model  # where torch.compile's wrapper has it, too
+        # Under the name that torch.compile's own wrapper has it by, where parallel/fsdp.py looks for it.
+        self._orig_mod = model
         self._compiled = compiled
         self._shape = torch.Size(shape)
 
@@ -388,13 +391,23 @@ class Run:
         step_flops: int,
         shape: Sequence[int] | None = None,
         part: str = "step",
+        *,
+        forward_alone: bool = False,
     ) -> Any:
         """The model, compiled where that pays over the run's steps; prints how that `part` of it is computed.
 
         Where micro-batches differ, `shape` (rows, tokens) is the one that is compiled for; the others stay eager. None:
-        there is one.
+        there is one. `forward_alone`: some passes have no backward pass.
+        Raises UserError: when `mode` is "on" and the model cannot be compiled.
         """
-        # Neither the decision nor the shape may depend on where a run resumes: compiled code rounds differently.
+        # OneShape runs every pass with autograd, and FSDP then waits for the backward pass to free what it gathered.
+        if forward_alone and self.start.layout.sharded:
+            if mode == "on":
+                raise UserError(f"--compile on: chat_{self.stage} compiles no sharded model: leave out --parallel fsdp")
+            print0(f"{part}: eager (sharded); kernels: {self.device.kernels}")
+            return model
+        # Neither the decision nor the shape may depend on the step that a run resumes at: compiled code rounds
+        # differently.
         compiled, how = self.device.compile(model, mode, step_flops * self.last)
         print0(f"{part}: {how}; kernels: {self.device.kernels}")
         self.compiles = self.compiles or compiled is not model

@@ -91,6 +91,7 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
         "packed",
         "packed 8",
         "packed split",
+        "packed split 8",
         "norm",
         "norm 1",
         "norm eps",
@@ -158,6 +159,7 @@ def test_how_much_is_launched_and_waited_for(simulated: On):
         ("documents_ignored", True),
         ("causal_mode_without_its_mask", False),
         ("window_one_too_wide", False),
+        ("window_one_too_wide", True),
         ("rotary_turned_the_other_way", False),
     ],
 )
