@@ -29,7 +29,7 @@ from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
-from nanochat.parallel.collectives import decide_on_rank_zero, gather_objects
+from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import load_whole, require_shapes, shard, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.shell import paths, storage
@@ -153,7 +153,7 @@ def save(
     except Exception as error:
         failure = error
     failed = None if failure is None else f"rank {device.rank}: {failure}"
-    reports = gather_objects((files, entries, failed), device)
+    reports = gather_values((files, entries, failed), device)
 
     # All ranks are done: only now may the folder get its name, and only rank 0 gives it.
     def finish() -> None:

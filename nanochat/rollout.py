@@ -12,7 +12,7 @@ Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
-from nanochat.parallel.collectives import gather_objects, sum_over_ranks
+from nanochat.parallel.collectives import gather_values, sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Interrupted
 from nanochat.tasks.task import Example, Task
@@ -113,17 +113,17 @@ def sample_replies(
             reward = 0.0  # the model must not learn to end with whatever stops the engine
             if engine.ending(reply, mask) != "broken":
                 reward = task.reward(example, parse_reply(tokenizer, reply))
-            own.append(_Reply(numbers, reply, mask, reward))
+            own.append(_Reply(list(numbers), reply, mask, reward))
     # An interrupted rank still takes part in the exchange below, or the others would wait for it in vain.
     except Interrupted:
         own = None
 
     # 4. Exchange: every rank packs the same batch from all replies, in the order of questions and samples.
     replies: list[_Reply] = []
-    for share in gather_objects(own, device):
+    for share in gather_values(None if own is None else [asdict(reply) for reply in own], device):
         if share is None:
             raise Interrupted
-        replies += share
+        replies += [_Reply(**reply) for reply in share]
     replies.sort(key=lambda reply: reply.numbers)
     return Samples(
         ids=[prompts[reply.numbers[0]] + reply.tokens for reply in replies],
@@ -134,7 +134,7 @@ def sample_replies(
 
 @dataclass(frozen=True)
 class _Reply:
-    numbers: tuple[int, int]  # of the question, and of the sample among its question's
+    numbers: list[int]  # of the question, and of the sample among its question's
     tokens: list[int]
     mask: list[int]
     reward: float

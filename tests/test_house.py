@@ -48,6 +48,7 @@ OUR_FILES = re.compile(r"check_npu\.py|speedrun_npu\.sh|setup_ascend\.sh")
 
 WORK = re.compile(r"(torch|logging|subprocess|random|warnings|socket|urllib|np|numpy)\.|(open|print|input|exec|eval)$")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+PICKLING_COLLECTIVE = re.compile(r"(gather|scatter|broadcast|send|recv)_object")
 EMPTY_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|managers?|misc)(_|$)")
 
 
@@ -223,6 +224,8 @@ def unsafe_loading(source: Source) -> Iterator[str]:
             ]
             if not safe:
                 yield f"{source.path}:{node.lineno} torch.load without weights_only=True"
+        if isinstance(node, ast.Attribute) and PICKLING_COLLECTIVE.search(node.attr):
+            yield f"{source.path}:{node.lineno} {node.attr} unpickles what another process sends: gather_values instead"
         if isinstance(node, ast.Attribute) and dotted(node) == "tiktoken.get_encoding":
             yield f"{source.path}:{node.lineno} tiktoken.get_encoding downloads"
         if isinstance(node, ast.ImportFrom) and node.module == "tiktoken":
@@ -294,6 +297,8 @@ PLANTED = [
     (unsafe_loading, "nanochat/engine.py", "torch.load(path, weights_only=False)"),
     (unsafe_loading, "nanochat/engine.py", "def f():\n    import pickle"),
     (unsafe_loading, "nanochat/engine.py", "tiktoken.get_encoding('gpt2')"),
+    (unsafe_loading, "nanochat/engine.py", "dist.all_gather_object(values, value)"),
+    (unsafe_loading, "nanochat/engine.py", "torch.distributed.broadcast_object_list(values)"),
     (docstrings, "nanochat/engine.py", "x = 1"),
     (docstrings, "scripts/bench.py", '"""Measures."""'),
     (names, "nanochat/utils.py", "x = 1"),

@@ -240,10 +240,14 @@ def dist_of_two(ranks: dict[Any, Any], me: Callable[[], Any]) -> Any:
         except (OSError, EOFError) as error:
             raise RuntimeError("gloo: connection closed by peer") from error
 
-    def all_gather_object(values: list[Any], value: Any) -> None:
-        values[me()], values[1 - me()] = value, exchange(value)
+    def all_reduce(number: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        number.fill_(max(int(number), exchange(int(number))))
 
-    return SimpleNamespace(all_gather_object=all_gather_object)
+    def all_gather(tensors: list[torch.Tensor], own: torch.Tensor) -> None:
+        tensors[me()], tensors[1 - me()] = own, torch.tensor(exchange(own.tolist()), dtype=own.dtype)
+
+    return SimpleNamespace(all_reduce=all_reduce, all_gather=all_gather, ReduceOp=torch.distributed.ReduceOp)
 
 
 def forked_ranks(action: Callable[[int], Any]) -> list[int]:

@@ -3,9 +3,11 @@
 Every rank calls a collective, in the same order; a rank that does not call it leaves the others waiting.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,13 +22,19 @@ def sum_over_ranks(tensor: Tensor, device: Device) -> Tensor:
     return tensor
 
 
-def gather_objects(value: Any, device: Device) -> list[Any]:
-    """The ranks' values, in rank order, on every rank."""
+def gather_values(value: Any, device: Device) -> list[Any]:
+    """The ranks' values, in rank order, on every rank. A value is what JSON can hold; a tuple arrives as a list."""
+    # Not by torch's all_gather_object: that one unpickles what arrives, and a pickle can run any program.
+    text = json.dumps(value).encode()
     if device.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * device.world_size
-    dist.all_gather_object(values, value)
-    return values
+        return [json.loads(text)]
+    # A collective moves tensors of one size: all texts are filled up to the longest with spaces, which JSON ignores.
+    longest = torch.tensor(len(text), dtype=torch.int32, device=device.torch_device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device.torch_device)
+    texts = [torch.empty_like(own) for _ in range(device.world_size)]
+    dist.all_gather(texts, own)
+    return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
 
 
 def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str | None:
@@ -43,7 +51,7 @@ def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str
             decision = decide()
         except Exception as error:
             failure = error
-    decision, message = gather_objects((decision, None if failure is None else str(failure)), device)[0]
+    decision, message = gather_values((decision, None if failure is None else str(failure)), device)[0]
     if failure is not None:
         raise failure
     if message is not None:
