@@ -286,3 +286,37 @@ def test_ctrl_c_and_a_reader_that_leaves(tmp_path):
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody reads an error
+
+
+TORN_DOWN = """
+import atexit, os
+from dataclasses import dataclass
+from nanochat.shell import cli
+
+class Torn:
+    def __del__(self):
+        os.abort()
+
+@dataclass
+class Config:
+    "Does nothing."
+
+def main(config):
+    global torn
+    torn = Torn()
+    torn.itself = torn
+    atexit.register(print, "at exit")
+    print("done")
+
+cli.run(main, Config)
+"""
+
+
+@pytest.mark.parametrize("job", [{}, {"TORCHELASTIC_RUN_ID": "job"}], ids=["alone", "of torchrun"])
+def test_a_done_process_of_torchrun_is_not_taken_apart(job):
+    """Threads of the collective library that drop their tensors meanwhile abort it; here an object does."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORN_DOWN], cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True
+    )
+    assert done.stdout.split("\n") == ["done", "at exit", ""]
+    assert done.returncode == (0 if job else -signal.SIGABRT), done.stderr
