@@ -15,6 +15,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +26,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels
+from nanochat.shell import store
 from nanochat.shell.cli import UserError, explainers, ignore_exported_ranks
 from nanochat.shell.log import warn
 
@@ -72,6 +74,13 @@ NPU_ENVIRONMENT = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
     "HCCL_CONNECT_TIMEOUT": "600",  # seconds that ranks wait for each other at the start; the default is 120
     "HCCL_EXEC_TIMEOUT": "1200",  # seconds that a collective waits for a rank
+}
+# Where all processes run on one host, and this is unset: the address or the interface on which the library of
+# collectives listens. Other hosts need not reach it.
+LOOPBACK_ENVIRONMENT = {
+    "hccl": ("HCCL_IF_IP", store.LOOPBACK),
+    "nccl": ("NCCL_SOCKET_IFNAME", "lo"),
+    "gloo": ("GLOO_SOCKET_IFNAME", "lo"),
 }
 # With --deterministic, where they are unset. HCCL adds up in one order; a product splits its sums in one way (source:
 # MindSpeed's deterministic mode); cuBLAS has one workspace.
@@ -403,6 +412,11 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
 
     # This waits for the other processes. It is last, so that a mistake in the flags is reported without a wait.
     if world_size > 1 and not dist.is_initialized():
+        _end_with_torchrun()
+        variable, value = LOOPBACK_ENVIRONMENT[BACKENDS[kind]]
+        # HCCL_IF_IP would be stronger than an interface that the user chose.
+        if store.on_one_host() and not (kind == "npu" and "HCCL_SOCKET_IFNAME" in os.environ):
+            os.environ.setdefault(variable, value)
         dist.init_process_group(
             BACKENDS[kind],
             timeout=PROCESS_GROUP_TIMEOUT,
@@ -423,19 +437,36 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     )
 
 
+def _end_with_torchrun() -> None:
+    """Have the system send this process SIGTERM, which a run hears, saves and leaves, when its torchrun dies."""
+    # A torchrun that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
+    # they would train on, with nobody to restart them and the devices taken.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def _store_of_this_start() -> Store | None:
-    """The store in torchrun's process, with keys of this start's own; None where a worker holds the store."""
-    # The processes of a group find each other through a store: each writes its address and reads the others'. The
-    # store in torchrun's process outlives the workers, and torch does not separate one start of them from the next:
+    """The job's store, with keys of this start's own; None: torch makes one from torchrun's variables."""
+    if not store.is_torchruns():
+        if not store.on_one_host():
+            return None
+        if os.environ["RANK"] == "0":
+            return store.serve(PROCESS_GROUP_TIMEOUT, store.address()[1])
+        return store.connect(PROCESS_GROUP_TIMEOUT)
+    # The store in torchrun's process outlives the workers, and torch does not separate one start of them from the next:
     # restarted processes looked for each other at the addresses of those that had died (torch 2.13).
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # each host counts its own starts, so the prefixes would differ
+    if not store.on_one_host():  # each host counts its own starts, so the prefixes would differ
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
         return None
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*address, is_master=False, timeout=PROCESS_GROUP_TIMEOUT)
-    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    port = store.address()[1]
+    if store.is_open_to_others(port):
+        warn(
+            f"torchrun's port {port} is open to the network, without a password, and `--standalone` runs what it is "
+            "sent there; put `python -m nanochat.run.launch` for `torchrun --standalone`"
+        )
+    prefix = f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, store.connect(PROCESS_GROUP_TIMEOUT))
 
 
 def shutdown(device: Device) -> None:

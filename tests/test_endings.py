@@ -52,10 +52,16 @@ def script_of(stage: str) -> str:
     return "base_train" if stage == "base" else f"chat_{stage}"
 
 
-def command(ranks: int, stage: str, *flags: str, torchrun: tuple[str, ...] = ()) -> list[str]:
+LAUNCH = ("-m", "nanochat.run.launch")
+STANDALONE = ("-m", "torch.distributed.run", "--standalone")
+
+
+def command(
+    ranks: int, stage: str, *flags: str, torchrun: tuple[str, ...] = (), launcher: tuple[str, ...] = LAUNCH
+) -> list[str]:
     script = ["-m", f"scripts.{script_of(stage)}"]
     if ranks > 1:
-        script = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
+        script = [*launcher, f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
     return [sys.executable, *script, *flags]
 
 
@@ -223,11 +229,13 @@ def test_many_signals_at_any_moment_cost_nothing(straight, tmp_path, stage):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_path):
+@pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, home, straight, tmp_path):
     expected, _, _ = straight(2)
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    process, output = start(base, command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",)))
+    arguments = command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",), launcher=launcher)
+    process, output = start(base, arguments)
     try:
         wait_for(output, f"^saved .*{MIDWAY}", process)
         ranks = workers_of(process)
@@ -242,6 +250,30 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(home, straight, tmp_
         kill(process)
     print(f"all ranks gone after {gone:.1f} s")
     assert "resumed from" in output.read_text()
+    assert result(base) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
+def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home, straight, tmp_path):
+    expected, _, _ = straight(2)
+    base = tmp_path / "base"
+    shutil.copytree(home, base)
+    process, output = start(base, command(2, "base", *RUN, "--hang_seconds=100", launcher=launcher))
+    try:
+        wait_for(output, "^base +3/", process)
+        ranks = workers_of(process)
+        os.kill(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() - killed < 30, output.read_text()
+            time.sleep(0.05)
+    finally:
+        kill(process)
+    text = output.read_text()
+    (step,) = checkpoint_manager.steps(base / "checkpoints/base/d1")
+    assert f"step_{step:06d}; continue with --resume" in text and step < STEPS["base"], text
+    undisturbed(base, 2, "base", *RUN, "--resume")
     assert result(base) == expected
 
 

@@ -32,10 +32,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.device import Device
 from nanochat.parallel.collectives import sum_over_ranks
+from nanochat.shell import store as job_store
 from nanochat.shell.log import print0
 
 POLL_SECONDS = 0.5  # between two looks at the store; a tenth of it while a stop is agreed on
@@ -76,6 +77,7 @@ class Faults:
         self._passed = step  # the last boundary that the main thread passed
         self._last: int | None = None  # the boundary where all ranks stop, once agreed on
         self._holding = False  # the main thread waits at its next boundary until _last is known
+        self._held = step  # the last boundary that it had passed then
         self._held_at = 0.0
         self._condition = threading.Condition()
         # What this rank publishes.
@@ -91,6 +93,7 @@ class Faults:
         self._closed = threading.Event()
         self._wake = threading.Event()
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._listen, self._watch)]
+        self._spare: Store | None = None  # in the process of rank 0, for when torchrun's is lost
         self._store = self._open_store()
 
     def _open_store(self) -> Store:
@@ -98,15 +101,21 @@ class Faults:
         if self.device.world_size == 1:
             store: Store = HashStore()
         else:
-            token = torch.tensor(random.SystemRandom().getrandbits(31), device=self.device.torch_device)
-            dist.broadcast(token, 0)
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            connection = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-            store = PrefixStore(f"faults/{token.item()}", connection)
-        if self.device.is_main:
-            for key in ("stop", "verdict"):
-                store.set(key, "")
-        self._publish(store)
+            timeout = timedelta(seconds=STORE_SECONDS)
+            has_spare = job_store.is_torchruns() and job_store.on_one_host()
+            served = job_store.serve(timeout) if has_spare and self.device.is_main else None
+            numbers = [random.SystemRandom().getrandbits(31), served.port if served else 0]
+            shared = torch.tensor(numbers, device=self.device.torch_device)
+            dist.broadcast(shared, 0)
+            token, port = shared.tolist()
+            store = PrefixStore(f"faults/{token}", job_store.connect(timeout))
+            if has_spare:
+                self._spare = served or job_store.connect(timeout, port)
+        for place in filter(None, (store, self._spare)):
+            if self.device.is_main:
+                for key in ("stop", "verdict"):
+                    place.set(key, "")
+            self._publish(place)
         if self.device.world_size > 1:
             dist.barrier()  # every key that is read exists now
         return store
@@ -212,26 +221,38 @@ class Faults:
     # ---------------------------------------------------------------------- talking to the other ranks
 
     def _watch(self) -> None:
-        """A thread: reads the store every POLL_SECONDS, and acts on a stop or on a verdict."""
-        try:
-            while not self._closed.is_set():
-                self._wake.wait(POLL_SECONDS / 10 if self._holding else POLL_SECONDS)
-                self._wake.clear()
-                if self.signal and not self._holding:
-                    self._store.compare_set("stop", "", str(self.signal))
-                stop, verdict = (value.decode() for value in self._store.multi_get(["stop", "verdict"]))
-                if verdict:
-                    self._obey(verdict, print_it=self.device.local_rank == 0)
-                if stop:
-                    self._follow_stop(int(stop))
-                if self._awake - self._sent >= BEAT_SECONDS:
-                    self._publish(self._store)
-                    self._judge()
-                self._store_answered = self._awake
-        except (RuntimeError, ValueError) as error:  # torch's DistError among them
-            if not self._closed.wait(2):  # the others may be leaving, and their store with them
-                line = str(error).splitlines()[0]
-                self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({line})")
+        """A thread: looks at the store every POLL_SECONDS."""
+        while not self._closed.is_set():
+            self._wake.wait(POLL_SECONDS / 10 if self._holding else POLL_SECONDS)
+            self._wake.clear()
+            try:
+                self._look()
+            except (RuntimeError, ValueError) as error:  # torch's DistError among them
+                if not self._closed.wait(2):  # the others may be leaving, and their store with them
+                    self._lose_store(str(error).splitlines()[0])
+
+    def _look(self) -> None:
+        """Act on a stop or on a verdict, and publish that this rank lives."""
+        if self.signal and self._last is None:
+            self._store.compare_set("stop", "", str(self.signal))
+        stop, verdict = (value.decode() for value in self._store.multi_get(["stop", "verdict"]))
+        if verdict:
+            self._obey(verdict, print_it=self.device.local_rank == 0)
+        if stop:
+            self._follow_stop(int(stop))
+        if self._awake - self._sent >= BEAT_SECONDS:
+            self._publish(self._store)
+            self._judge()
+        self._store_answered = self._awake
+
+    def _lose_store(self, reason: str) -> None:
+        """Stop the run over the spare store, where there is one: torchrun was killed. Else end at once."""
+        if self._spare is None:
+            self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({reason})")
+        print0(f"lost {_store_name()}, of torchrun, which was killed or does not run: saving, then leaving")
+        self._store, self._spare = self._spare, None
+        self._held_at = self._awake  # the others may take a moment longer to notice
+        self.signal = self.signal or signal.SIGTERM
 
     def _follow_stop(self, number: int) -> None:
         """One look at a stop that is being agreed on."""
@@ -239,10 +260,10 @@ class Faults:
         if not self._holding:
             with self._condition:
                 self._holding = True
-                passed = self._passed
+                self._held = self._passed
             self.signal = self.signal or number
             self._held_at = self._awake
-            self._store.set(f"passed/{self.device.rank}", str(passed))
+        self._store.set(f"passed/{self.device.rank}", str(self._held))  # at every look: the store may be the spare one
         # Once all ranks have answered, let the main thread run up to the boundary where all stop. The answers never
         # change, so that every rank finds the same one.
         keys = [f"passed/{rank}" for rank in range(self.device.world_size)]

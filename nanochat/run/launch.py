@@ -1,0 +1,54 @@
+"""torchrun for one host, with a port that only this host can reach.
+
+    python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12
+
+It takes torchrun's flags, such as `--max_restarts=3`, and differs in the rendezvous, where the processes of a job learn
+each other's addresses. torchrun's own listens on every network interface without a password, and that of
+`--standalone` also unpickles what it is sent: whoever reaches the port can run any program. This one listens on
+127.0.0.1 at a free port and unpickles nothing.
+"""
+
+import sys
+from datetime import timedelta
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from nanochat.shell import store
+from nanochat.shell.cli import fail
+
+BACKEND = "loopback"
+TIMEOUT_SECONDS = 600
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """torchrun's rendezvous of known hosts, here of one, over a store that listens on 127.0.0.1."""
+
+    def __init__(self, parameters: RendezvousParameters):
+        served = store.serve(timedelta(seconds=TIMEOUT_SECONDS))
+        super().__init__(store.LOOPBACK, served.port, 0, 1, parameters.run_id, TIMEOUT_SECONDS)
+        self._store = served  # the base class makes one only if there is none
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+
+@record  # a failed worker's report is part of torchrun's
+def main() -> None:
+    """Run torchrun with this rendezvous in place of the one that its flags choose."""
+    rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
+    arguments = run.parse_args(sys.argv[1:])
+    if arguments.nnodes not in ("1", "1:1"):
+        fail(
+            f"--nnodes {arguments.nnodes}: this starts the processes of one host; docs/multinode.md has several", code=2
+        )
+    arguments.standalone = False
+    arguments.rdzv_backend = BACKEND
+    arguments.rdzv_endpoint = store.LOOPBACK
+    run.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

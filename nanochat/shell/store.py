@@ -1,0 +1,56 @@
+"""The store in which the processes of a job find each other: a server of keys and values, with no password.
+
+Each process writes its address there and reads the others'; later they agree there on when to stop. Whoever reaches
+the port can write, too. On one host the store listens on 127.0.0.1, which other hosts cannot reach.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+LOOPBACK = "127.0.0.1"
+
+
+def on_one_host() -> bool:
+    """Whether all processes of this job run on this host."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
+
+
+def is_torchruns() -> bool:
+    """Whether the launcher's process serves the job's store; else the process of rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def address() -> tuple[str, int]:
+    """Where the job's store listens."""
+    host = LOOPBACK if on_one_host() and not is_torchruns() else os.environ["MASTER_ADDR"]
+    return host, int(os.environ["MASTER_PORT"])
+
+
+def connect(timeout: timedelta, port: int | None = None) -> TCPStore:
+    """Join the job's store, or the one that `serve` made at this port. A request that takes longer than `timeout`
+    raises RuntimeError."""
+    host, port = address() if port is None else (LOOPBACK, port)
+    return TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def serve(timeout: timedelta, port: int = 0) -> TCPStore:
+    """A store in this process, for the processes of this host alone; port 0: any that is free."""
+    # torch listens on every network interface, unless it is handed a socket that listens already.
+    listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def is_open_to_others(port: int) -> bool:
+    """Whether something listens at this port on every address of this host."""
+    # 127.0.0.2 is this host as well. Nothing listens there by itself, so that what answers listens everywhere.
+    try:
+        socket.create_connection(("127.0.0.2", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
