@@ -804,22 +804,24 @@ def check_skipped_step(device: Any) -> str:
 
 
 def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
-    """torchrun starts this file again on every device (on a CPU twice), as workers that add up their numbers.
+    """A launcher starts this file again on every device (on a CPU twice), as workers that add up their numbers.
 
     `gigabytes` receives the bandwidths that they measure."""
     processes = 2 if device.kind == "cpu" else device.module.device_count()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, "-m", "nanochat.run.launch", f"--nproc_per_node={processes}"]
     command += [str(Path(__file__).resolve()), f"--device={device.kind}", "--all_reduce_worker"]
     # HCCL gives up before we do, so that its own reason is printed; 120 s is the least that it accepts
     environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
     network = WORDS[device.kind]["network"]
+    code = Path(str(importlib.import_module("nanochat").__file__)).parents[1]  # the launcher is found from here
     running = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, env=environment, cwd=code, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         output, errors = running.communicate(timeout=WORKERS_SECONDS)
     except subprocess.TimeoutExpired:
-        running.terminate()  # torchrun stops the workers, which a kill would leave behind
+        running.terminate()  # the launcher stops the workers; a kill leaves those of other programs
         try:
             running.communicate(timeout=40)
         except subprocess.TimeoutExpired:

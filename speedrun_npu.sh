@@ -100,7 +100,7 @@ case $profile in
     sft=(--device_batch_size "$((rows / 2))" --num_iterations 700 --save_every 200)
     rl=(--device_batch_size "$((rows / 2))" --num_iterations 400 --examples_per_step 16 --num_samples 16 --save_every 50)
     eval=(--device_batch_size "$rows" --max_examples 1000) chat_tasks=gsm8k,mmlu,arc_easy,arc_challenge,humaneval
-    ((count > 1)) && launch=("$VENV/bin/torchrun" --standalone --nproc_per_node="$count")
+    ((count > 1)) && launch=("$python" -m nanochat.run.launch --nproc_per_node="$count")
     ;;
 esac
 default_data=demo

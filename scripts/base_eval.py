@@ -3,7 +3,7 @@ hold together.
 
 python -m scripts.base_eval --data demo --stories 200
 
-torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --data climbmix --core download
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_eval -- --data climbmix --core download
 """
 
 import json

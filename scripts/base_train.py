@@ -2,7 +2,7 @@
 
 python -m scripts.base_train --data demo --depth 4 --device_batch_size 8 --max_seq_len 256
 
-torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ python -m scripts.chat_dpo --device_batch_size=8
 
 python -m scripts.chat_dpo --tasks=pairs.jsonl
 
-torchrun --standalone --nproc_per_node=8 -m scripts.chat_dpo -- --device_batch_size=8 --target_examples_per_step=64
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target_examples_per_step=64
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 python -m scripts.chat_eval --source sft --tasks stories,addition
 
-torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- --tasks gsm8k,mmlu,arc_easy --max_examples 1000
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_eval -- --tasks gsm8k,mmlu,arc_easy --max_examples 1000
 """
 
 import json

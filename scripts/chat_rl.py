@@ -2,7 +2,7 @@
 
 python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 
-torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
 import itertools

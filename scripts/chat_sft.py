@@ -2,7 +2,7 @@
 
 python -m scripts.chat_sft --device_batch_size=4
 
-torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_sft -- --target_examples_per_step=32
 """
 
 import math

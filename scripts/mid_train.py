@@ -3,7 +3,7 @@ token of them a target.
 
 python -m scripts.mid_train --device_batch_size=8
 
-torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16 --tasks smoltalk:20,gsm8k:1
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.mid_train -- --tasks smoltalk:20,gsm8k:1
 """
 
 from dataclasses import dataclass

@@ -212,7 +212,7 @@ def documented() -> list[str]:
     """The eight-card commands that users' documents already have, and of our own pages those of other scripts or
     flags."""
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/ascend.md"))
-    ours = re.findall(r"^torchrun --standalone --nproc_per_node=8 .*$", pages, re.MULTILINE)
+    ours = re.findall(r"^python -m nanochat\.run\.launch --nproc_per_node=8 .*$", pages, re.MULTILINE)
     theirs = "torchrun --standalone --nproc_per_node=8 -m scripts"
     return [
         f"{theirs}.base_train -- --depth=12 --device_batch_size=16 --total_batch_size=262144",
@@ -233,10 +233,14 @@ def small(monkeypatch) -> None:
 def test_the_eight_card_commands_run(small, on_cpu, texts, tmp_path):
     """All of them as documented, in one start of eight processes."""
     base = with_tokenizer(tmp_path / "base", on_cpu)
-    torchrun = "torchrun --standalone --nproc_per_node=8 -m scripts."
-    commands = documented()
-    assert len(commands) == 5 and all(command.startswith(torchrun) for command in commands)
-    out = chain(base, texts, *(command.removeprefix(torchrun) for command in commands), ranks=8)
+    launchers = ("torchrun --standalone", "python -m nanochat.run.launch")
+    commands = []
+    for command in documented():
+        launcher, found, rest = command.partition(" --nproc_per_node=8 -m scripts.")
+        assert found and launcher in launchers
+        commands.append(rest)
+    assert len(commands) == 5
+    out = chain(base, texts, *commands, ranks=8)
     assert out.count("8 x Ascend910B3 (npu, bfloat16)") == out.count("done: ") == 5
 
 
