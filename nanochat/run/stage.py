@@ -213,7 +213,7 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
 def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint's meta data say about its run, by the name in a message."""
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
-    if meta["stage"] == "base":  # before the flag existed, every token read its whole row
+    if meta.get("stage") == "base":  # before the flag existed, every token read its whole row
         facts.setdefault("--document_mask", "off")
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta.get("fingerprints", {})}
