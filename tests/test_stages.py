@@ -6,7 +6,6 @@ The helpers are test_scripts'; most tests run a script's `main` in this process.
 import hashlib
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -738,14 +737,3 @@ def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):
     shutil.rmtree(start / "checkpoints/dpo/odd/step_000003")
     call("chat_dpo", *odd_flags, "--resume")
     assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]
-
-
-@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
-def test_the_readmes_python_runs(start, capsys, readme):
-    call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
-    capsys.readouterr()
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
-    names: dict = {}
-    exec(compile(code, readme, "exec"), names)
-    assert capsys.readouterr().out.startswith("<|bos|>hello")
-    assert len(names["generated"][0]) == len(names["masks"][0]) > len(names["tokens"])
