@@ -126,7 +126,8 @@ def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None,
     attend: Callable[..., Tensor] = fused_attention,
 ) -> Tensor:  # fmt: skip
-    """Attention within windows and documents, by an operator `attend` that knows only masks; shapes as for it.
+    """Attention within windows and documents, by an operator that knows only masks: q (B, T, H, D), k and v
+    (B, T, K, D) -> (B, T, H, D). `attend` takes part of them, `scale` and `mask`.
 
     Work and masks grow with the tokens that a query may attend to, not with T x T. Source: Beltagy et al. 2020,
     Longformer.

@@ -68,7 +68,6 @@ def bits_per_byte(
     totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that stopped
     bytes_of = token_bytes.to(device.torch_device)
     mine = rows[device.rank :: device.world_size]
-    bos = int(rows[0, 0])  # every row begins with it
     # Every rank runs equally many batches: a sharded model gathers its weights from all ranks in each of them.
     rows_per_rank = math.ceil(len(rows) / device.world_size)
     for first in range(0, rows_per_rank, batch_rows):
@@ -80,6 +79,7 @@ def bits_per_byte(
         batch = F.pad(batch, (0, 0, 0, missing), value=IGNORE)  # one shape, compiled once
         segments = None
         if document_mask:
+            bos = int(rows[0, 0])  # every row begins with it
             segments = segments_of(batch[:, :-1], bos).to(device.to_device)
         batch = device.to_device(batch)
         inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token

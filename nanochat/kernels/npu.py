@@ -56,7 +56,8 @@ class _AddRmsNorm(torch.autograd.Function):
         total, gain, rstd = ctx.saved_tensors
         grad, grad_gain = torch.ops.npu.npu_rms_norm_backward(grads[0], total, gain, rstd)
         grad.add_(grads[1])
-        return grad, grad, grad_gain.to(gain.dtype) if ctx.needs_input_grad[2] else None, None
+        grad_gain = grad_gain.to(gain.dtype) if ctx.needs_input_grad[2] else None
+        return grad, grad, grad_gain, None
 
 
 class _Rotate(torch.autograd.Function):
