@@ -16,6 +16,7 @@ import errno
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import load_whole, require_shapes, shard, whole_weights
 from nanochat.parallel.mesh import Layout
+from nanochat.sampling import HOUSE, NEUTRAL, read_settings
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
@@ -39,6 +41,9 @@ from nanochat.shell.untrusted import read_json, require_file
 from nanochat.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
+MAX_TASKS = 1000
+MAX_NAME = 4096  # characters of a task's name, or of the path of the pretraining data
+MAX_TIME = 2**40  # seconds since 1970
 MAX_LAYERS = 1000  # as --depth
 MAX_ROTARY_BYTES = 256 << 20  # half a million tokens of context at a head_dim of 64, however small the model
 
@@ -147,6 +152,7 @@ def save(
                 # What a reader must know before it builds a model: its sizes, its tokenizer, how many shares there are.
                 about = {"model": asdict(model.config), "tokenizer": tokenizer.fingerprint()}
                 about |= {"version": FORMAT_VERSION, "step": step, "world_size": device.world_size}
+                about["trained_at"] = int(time.time())
                 files = write_model(unfinished, weights, tokenizer, about | meta)
             name = storage.share_name(device.rank)
             files[name] = storage.write_tensors(unfinished / name, share)
@@ -367,8 +373,10 @@ def load_model(
     """`(model, tokenizer, meta)` of a stage or of a checkpoint's folder, as `find_source` finds it.
 
     `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
-    fp32. `verified`: `source` is a folder that `find_source` has just read; it is not read again. With a `layout` that
-    shards, each rank reads and holds its rows alone (parallel/fsdp.py).
+    fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
+    the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
+    has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
+    (parallel/fsdp.py).
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -381,6 +389,7 @@ def load_model(
         tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
         config = GPTConfig(**meta["model"])
         _require_agreement(folder, meta, config, tokenizer)
+        meta |= _facts_of_use(folder, meta)
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         with torch.device("meta"):
@@ -414,6 +423,26 @@ def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, to
     rotary_bytes = 8 * config.sequence_len * config.head_dim
     if rotary_bytes > max(weights.stat().st_size, MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
+
+
+def _facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """What a server, its page and the terminal chat read of a checkpoint, checked; older ones lack some of it.
+
+    Raises ValueError: for what no checkpoint of ours contains.
+    """
+    params = asdict(HOUSE if "sampling" not in meta else read_settings(meta["sampling"]))
+    stage = meta.get("stage", "model")
+    tasks = meta.get("tasks", [])
+    trained_at = meta.get("trained_at", int((folder / "meta.json").stat().st_mtime))
+    if not isinstance(tasks, list) or len(tasks) > MAX_TASKS:
+        raise ValueError(f"tasks in meta.json is not a list of at most {MAX_TASKS} names")
+    for text in (stage, *tasks, meta.get("pretraining", {}).get("data", "")):
+        if not isinstance(text, str) or len(text) > MAX_NAME:
+            raise ValueError(f"stage, tasks or data in meta.json is not a text of at most {MAX_NAME} characters")
+    if not isinstance(trained_at, int) or not 0 <= trained_at < MAX_TIME:
+        raise ValueError("trained_at in meta.json is not a time in seconds since 1970")
+    sampling = {name: params[name] for name in NEUTRAL}
+    return {"stage": stage, "tasks": tasks, "trained_at": trained_at, "sampling": sampling}
 
 
 # ---------------------------------------------------------------------- finding

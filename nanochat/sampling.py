@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from nanochat.shell.cli import Range
+from nanochat.shell.cli import Range, UserError, check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,35 @@ class SamplingParams:
 # so it reads a table with a row for each sequence and a column for each of these settings. A row with the neutral value
 # keeps its logits.
 NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if field.name != "seed"}
+
+# How replies are drawn where nobody says otherwise. Training saves it with the checkpoint ("sampling" in meta.json),
+# where the API, the page, the terminal chat and the evaluation read it. A temperature alone keeps the long tail of
+# unlikely tokens: at 1.0 one sum in three is wrong. 0.8 with min_p gives 60 of 60 (docs/measurements.md).
+HOUSE = SamplingParams(temperature=0.8, min_p=0.05)
+
+
+def saved_settings(params: SamplingParams) -> dict[str, float]:
+    """What meta.json holds of the settings: those that change anything."""
+    return {name: getattr(params, name) for name, off in NEUTRAL.items() if getattr(params, name) != off}
+
+
+def read_settings(saved: Any) -> SamplingParams:
+    """The settings that a checkpoint's meta.json holds; the others change nothing.
+
+    Raises ValueError: for anything that `saved_settings` cannot have written.
+    """
+    if not isinstance(saved, dict) or not set(saved) <= set(NEUTRAL):
+        raise ValueError(f"sampling in meta.json is not an object of {', '.join(NEUTRAL)}")
+    for name, value in saved.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (isinstance(NEUTRAL[name], int) and not isinstance(value, int)):
+            raise ValueError(f"sampling in meta.json has a {name} that is no {type(NEUTRAL[name]).__name__}")
+    params = SamplingParams(**saved)
+    try:
+        check_ranges(params)
+    except UserError as error:
+        raise ValueError(f"sampling in meta.json is out of range ({error})") from error
+    return params
 
 
 class RowSettings:

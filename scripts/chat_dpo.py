@@ -110,7 +110,7 @@ def main(config: Config) -> None:
     assert start.source is not None
     token_flops = scaling.flops_per_token(model.config)
     run = Run(
-        "dpo", config, start, optimizer, steps, token_flops=token_flops,
+        "dpo", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={
             "what --tasks names": train.fingerprint(), "the reference's weights": weights_sha256(start.source)
         },

@@ -98,7 +98,7 @@ def main(config: Config) -> None:
     fingerprints = {"what --tasks names": train.fingerprint()}
     if reference is not None and start.source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.source)
-    run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints)
+    run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
     # Micro-batches of samples have many shapes, which nobody knows before they are drawn: the full one is compiled. In
     # the demo half of what a step computes is in full ones, and replies have half of their largest length.
     shape = (config.device_batch_size, row_tokens)

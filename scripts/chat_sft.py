@@ -74,7 +74,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     run = Run(
-        "sft", config, start, optimizer, steps, token_flops=token_flops,
+        "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     opening, _ = draw(train, first, examples)

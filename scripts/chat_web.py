@@ -122,6 +122,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model, tag_of
         from nanochat.engine import Engine, Slots
+        from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import Scheduler
 
         device = devices.init(config.device, config.dtype)
@@ -140,14 +141,24 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         # 49,000 empty lists takes 16 ms instead of 140 (docs/measurements.md).
         gc.collect()
         gc.freeze()
-        stage = meta.get("stage", "model")
+        data = meta.get("pretraining", {}).get("data", "")
+        about = {
+            "tasks": meta["tasks"],
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "data": Path(data).name if Path(data).is_absolute() else data,  # where it lies is nobody's business
+            "trained_at": meta["trained_at"],
+            "step": meta["step"],
+            "stage": meta["stage"],
+        }
         return LoadedModel(
             scheduler,
             tokenizer,
-            name=f"nanochat-{tag_of(Path(meta['folder']))}-{stage}",
+            name=f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
             context=model.config.sequence_len,
-            chats=stage != "base",
+            chats=meta["stage"] != "base",
             created=int(time.time()),
+            sampling=SamplingParams(**meta["sampling"]),
+            about=about,
         )
 
     hosts = allowed_hosts(config, config.api_key)

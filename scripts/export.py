@@ -26,7 +26,7 @@ class Config:
 
 
 # What meta.json keeps of a checkpoint's. The rest, such as paths, describes the machine that trained it.
-KEPT = ("model", "tokenizer", "step", "stage", "source", "pretraining")
+KEPT = ("model", "tokenizer", "step", "stage", "source", "pretraining", "sampling", "tasks", "trained_at")
 
 
 def main(config: Config) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,17 @@ def test_mutated_files_are_an_error_not_a_crash(folder, name):
         lambda meta: {**meta, "model": {**meta["model"], "width": 6}},
         lambda meta: {**meta, "model": {**meta["model"], "vocab_size": "many"}},
         lambda meta: {**meta, "version": "1"},
+        lambda meta: {**meta, "sampling": {"temperature": -1}},
+        lambda meta: {**meta, "sampling": [["temperature", 1]]},
+        lambda meta: {**meta, "tasks": "stories"},
+        lambda meta: {**meta, "tasks": 7},
+        lambda meta: {**meta, "tasks": [1]},
+        lambda meta: {**meta, "tasks": ["stories"] * 10**5},
+        lambda meta: {**meta, "stage": ["sft"]},
+        lambda meta: {**meta, "stage": "s" * 10**6},
+        lambda meta: {**meta, "pretraining": {"data": 3}},
+        lambda meta: {**meta, "trained_at": "today"},
+        lambda meta: {**meta, "trained_at": 10**30},
     ],
 )
 def test_meta_data_that_describes_no_model_is_one_error(folder, change):
@@ -454,8 +466,30 @@ def test_meta_data_that_describes_no_model_is_one_error(folder, change):
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(change(meta)))
     rewrite_manifest(path)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError) as refused:
         load_model(str(path), DEVICE)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def test_meta_data_has_what_a_server_shows(folder):
+    """Of an older checkpoint too, which has no settings, no tasks and no date."""
+    before = int(time.time())
+    path = save(
+        folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, Momentum(0), {}
+    )
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    _, _, meta = load_model(path, DEVICE)
+    assert neutral.items() <= {**meta["sampling"], "top_k": 0}.items() and meta["sampling"]["top_k"] == 4
+    assert (meta["tasks"], meta["stage"]) == (["stories"], "sft") and before <= meta["trained_at"] <= time.time()
+
+    saved = json.loads((path / "meta.json").read_text())
+    for name in ("sampling", "tasks", "trained_at", "stage"):
+        del saved[name]
+    (path / "meta.json").write_text(json.dumps(saved))
+    rewrite_manifest(path)
+    _, _, meta = load_model(path, DEVICE)
+    assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.05, [])
+    assert before <= meta["trained_at"] <= time.time() + 1
 
 
 def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder):

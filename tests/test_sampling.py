@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
+from nanochat.sampling import (
+    HOUSE,
+    RowSettings,
+    SamplingParams,
+    read_settings,
+    sample,
+    saved_settings,
+    seed_of,
+    uniforms,
+)
 from nanochat.shell.cli import UserError, check_ranges
 
 P = torch.tensor([0.05, 0.3, 0.1, 0.25, 0.02, 0.18, 0.1])
@@ -119,6 +128,22 @@ def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
 def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"--{name}"):
         check_ranges(SamplingParams(**{name: value}))
+
+
+def test_settings_are_saved_as_what_they_change_and_read_back() -> None:
+    assert (
+        saved_settings(HOUSE) == {"temperature": 0.8, "min_p": 0.05} and read_settings(saved_settings(HOUSE)) == HOUSE
+    )
+    assert read_settings({}) == SamplingParams() and read_settings({"temperature": 1, "top_k": 9}).top_k == 9
+    for hostile in (
+        *(None, [], "hot", 1.0, [["temperature", 1]]),
+        *({"temperature": value} for value in (-1, 101, math.nan, math.inf, 10**400, "1", None, True, [1], {})),
+        *({"top_k": value} for value in (1.5, -1, 10**13)),
+        *({"min_p": 2}, {"top_p": 0}, {"seed": 1}, {"unknown": 1}, {"temperature": 1, "unknown": 1}),
+    ):
+        with pytest.raises(ValueError, match="sampling in meta.json") as refused:
+            read_settings(hostile)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
 
 def test_uniforms_depend_on_seed_and_number_alone_and_are_even() -> None:

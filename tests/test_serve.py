@@ -33,6 +33,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
@@ -1138,6 +1139,46 @@ def test_a_base_model_completes_and_does_not_chat():
         assert ask("POST", COMPLETIONS, json=PROMPT).status_code == 200
 
 
+def test_a_request_is_drawn_as_the_checkpoint_says_field_by_field():
+    scheduler = FakeScheduler()
+    own = SamplingParams(temperature=0.6, top_k=9, min_p=0.1)
+    model = replace(loaded(scheduler), sampling=own)
+
+    def load() -> LoadedModel:
+        scheduler.start()
+        return model
+
+    with client_of(create_app(load)) as ask:
+        shown = ask("GET", "/v1/models").json()["data"][0]["nanochat"]
+        assert SamplingParams(**shown["sampling"]) == own and "seed" not in shown["sampling"]
+        for path, body in ((CHAT, HELLO), (COMPLETIONS, PROMPT)):
+            for settings in ({}, {"temperature": 1.0}, {"top_k": 0, "min_p": 0.0, "top_p": 0.5}, {"temperature": None}):
+                answer = ask("POST", path, json={**body, **settings, "seed": 5, "max_tokens": 1})
+                sent = {name: value for name, value in settings.items() if value is not None}
+                assert answer.status_code == 200 and scheduler.requests[-1].sampling == replace(own, **sent, seed=5)
+
+
+def test_the_model_list_has_the_facts_of_the_checkpoint(tmp_path: Path):
+    folder = checkpoint(tmp_path, pretraining={"data": "/home/me/books"}, tasks=["stories"], sampling={"min_p": 0.2})
+    config = chat_web.Config(source=str(folder), device="cpu", slots=1)
+    try:
+        with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+            (shown,) = ask("GET", "/v1/models").json()["data"]
+            answer = ask("GET", f"/v1/models/{shown['id']}").json()
+    finally:
+        gc.unfreeze()
+    assert answer == shown
+    facts = shown["nanochat"]
+    model, _, meta = load_model(folder, "cpu")
+    assert facts.pop("sampling") == meta["sampling"] and meta["sampling"]["min_p"] == 0.2
+    assert facts.pop("parameters") == sum(weight.numel() for weight in model.parameters())
+    assert abs(facts.pop("trained_at") - time.time()) < 100
+    assert facts == {
+        "context": model.config.sequence_len, "chats": True, "tasks": ["stories"], "data": "books", "stage": "sft",
+        "step": meta["step"],
+    }  # fmt: skip
+
+
 def test_metrics_are_in_prometheus_form():
     scheduler = FakeScheduler()
     for seconds in (0.001, 0.2, 0.2, 40):
@@ -1161,10 +1202,10 @@ def test_metrics_are_in_prometheus_form():
 # ---------------------------------------------------------------------- the command
 
 
-def checkpoint(folder: Path) -> Path:
+def checkpoint(folder: Path, **meta: Any) -> Path:
     tokenizer = tiny.tiny_tokenizer()
     model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    return tiny.save_checkpoint(folder / "tiny", 1, model, tokenizer, {"stage": "sft"})
+    return tiny.save_checkpoint(folder / "tiny", 1, model, tokenizer, {"stage": "sft", **meta})
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 
 from nanochat import scaling
 from nanochat.attention import Segments
+from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import pack_pairs
@@ -146,6 +147,11 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
     commands = [json.loads(line) for line in (start / "runs/commands.jsonl").read_text().splitlines()]
     assert [c["stage"] for c in commands] == ["base", "mid", "sft", "dpo", "rl"]
     assert all(c["tag"] == "d1" and c["seconds"] > 0 and c["kind"] == "cpu" for c in commands)
+    # What a server reads of a checkpoint: how to draw its replies, and all that it has learned on the way.
+    for stage in ("base", "mid", "sft", "dpo", "rl"):
+        *_, meta = load_model(stage, "cpu")
+        assert meta["tasks"] == ([] if stage == "base" else SHORT.split(","))
+        assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"]) == (0.8, 0.05)
 
 
 def test_sft_continues_where_mid_training_stopped(start, monkeypatch):

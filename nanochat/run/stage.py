@@ -48,9 +48,11 @@ from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
+from nanochat.sampling import HOUSE, SamplingParams, saved_settings
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
 from nanochat.shell.paths import STAGES, checkpoint_dir, lock, run_dir, safe_tag, unlock
+from nanochat.tasks.task import Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
 
@@ -73,6 +75,8 @@ class Start:
     # What the model has read: data, tokens and batch_tokens of the base model, conversations of mid-training and SFT.
     pretraining: dict[str, Any]
     source: Path | None = None  # the checkpoint it began from
+    tasks: list[str] = dataclasses.field(default_factory=list)  # those that the source has learned
+    sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(HOUSE))  # for its replies
     reference: GPT | None = None  # a frozen copy of the source's model
 
 
@@ -119,7 +123,8 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
         began, device, layout, model, tokenizer,
         tag=config.model_tag or checkpoint_manager.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
-        source=source, reference=reference,
+        source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
+        reference=reference,
     )  # fmt: skip
 
 
@@ -317,6 +322,7 @@ class Run:
     With `--resume` its constructor loads the newest checkpoint into the model and the optimizer: `progress` and
     `loader_states` (one of every rank that saved, none in a new run) are the checkpoint's. `steps` is where the run
     ends. `fingerprints` are what a resumed run must find unchanged and no flag states, by its name in a message.
+    `tasks` are what the model learns in it.
     """
 
     def __init__(
@@ -328,6 +334,7 @@ class Run:
         steps: int,
         *,
         fingerprints: dict[str, Any],
+        tasks: Sequence[Task] = (),
         token_flops: int | None = None,
     ):
         self.stage = stage
@@ -339,6 +346,9 @@ class Run:
         self.folder = checkpoint_dir(stage, start.tag)
         self.meta = {"stage": stage, "config": dataclasses.asdict(config), "fingerprints": fingerprints}
         self.meta["pretraining"] = start.pretraining
+        # For whoever serves the checkpoint: how to draw its replies, and what to ask it.
+        self.meta["sampling"] = start.sampling
+        self.meta["tasks"] = list(dict.fromkeys([*start.tasks, *(task.name for task in tasks)]))
         if start.source is not None:
             self.meta["source"] = checkpoint_manager.short_name(start.source)
         self.progress = Progress()

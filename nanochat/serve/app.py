@@ -29,6 +29,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.middleware import AccessMiddleware, error_response, load_page, read_limited
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
@@ -181,5 +182,6 @@ def _describe(body: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
 
 
 def _model_object(model: LoadedModel) -> dict[str, Any]:
-    details = {"context": model.context, "chats": model.chats}
+    sampling = {name: getattr(model.sampling, name) for name in NEUTRAL}
+    details = {"context": model.context, "chats": model.chats, "sampling": sampling, **model.about}
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "nanochat", "nanochat": details}

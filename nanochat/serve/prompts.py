@@ -110,7 +110,7 @@ def submit(
 
     Raises ApiError: 400 when one does not fit the context, 429 when slots and queue are full.
     """
-    sampling = body.sampling()
+    sampling = body.sampling(model.sampling)
     requests = []
     for prompt in prompts:
         room = model.context - len(prompt)

@@ -8,6 +8,7 @@ field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignor
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -170,11 +171,11 @@ class RequestBody(SamplingFields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> SamplingParams:
-        """The settings of the body, the others at their defaults; a random seed where it has none."""
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The settings of the body, the others from `defaults`; a random seed where it has none."""
         settings = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
         settings["seed"] = settings.get("seed", secrets.randbits(SEED_BITS)) % 2**SEED_BITS
-        return SamplingParams(**settings)
+        return replace(defaults, **settings)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

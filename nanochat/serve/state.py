@@ -3,13 +3,14 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from nanochat.sampling import SamplingParams
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.schema import ApiError
 from nanochat.shell.cli import UserError
@@ -26,6 +27,9 @@ class LoadedModel:
     context: int  # tokens of prompt and reply together
     chats: bool  # False: a base model, which continues text
     created: int = 0  # seconds since 1970
+    sampling: SamplingParams = SamplingParams()  # what a request's missing settings are
+    # What the page shows of it: tasks, parameters, data, trained_at, step, stage.
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def longest_token(self) -> int:
