@@ -117,7 +117,8 @@ class Script(ThreadingHTTPServer):
     def __init__(self, policy: str | None = POLICY):
         super().__init__(("127.0.0.1", 0), Answer)
         self.policy, self.key, self.bodies, self.left, self.errors = policy, "", [], threading.Event(), []
-        self.models = [{"id": "sft-demo"}]
+        self.models: list[dict[str, Any]] = [{"id": "sft-demo"}]
+        self.facts: dict[str, Any] = {}  # what the last event of a reply says in its field `nanochat`
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -159,7 +160,8 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        question = body["messages"][-1]["content"]
+        final = body["messages"][-1]
+        question = "more" if final["role"] == "assistant" else final["content"]  # a reply to continue
         if not self.allowed():
             return self.refuse(401, "the key is missing")
         if self.server.errors:
@@ -210,9 +212,11 @@ class Answer(BaseHTTPRequestHandler):
             self.event({"content": rest})
             self.event({"nanochat": {"kind": "python", "text": rest}})
             self.event({"nanochat": {"kind": "python_output", "text": rest}})
+        elif word == "more":
+            self.event({"content": " and more"})
         else:
             self.event({"content": f"seed {body['seed']}: {question}"})
-        self.event({}, "length" if word == "long" else "stop")
+        self.event({"nanochat": self.server.facts} if self.server.facts else {}, "length" if word == "long" else "stop")
         self.raw(json.dumps({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": tokens}}))
         self.raw("[DONE]")
         return None
@@ -394,6 +398,119 @@ def test_regenerate_edit_and_variants_outlive_a_reload(server, open_page):
     assert "3 tokens" in last(page).inner_text()
 
 
+def test_a_cut_reply_names_its_limit_and_continues(server, open_page):
+    page = open_page(server)
+    send(page, "hello")
+    server.facts = {"limit": "context", "first_message_read": 2}
+    send(page, "long")
+    first = last(page).locator(".prose").inner_text()
+    assert "fill all that the model can read" in last(page).locator(".note").inner_text()
+    # Above the line is what the model did not read any more; it stays there over a reload.
+    page.reload()
+    order = "[...$('messages').children].map((node) => node.className)"
+    assert page.evaluate(order) == ["question", "reply", "horizon", "question", "reply"]
+
+    # The same reply grows: it goes along as the last message, without another question.
+    server.facts = {}
+    last(page).locator("[data-act=continue]").click()
+    done(page)
+    assert [m["role"] for m in server.bodies[-1]["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert server.bodies[-1]["messages"][-1]["content"] == first
+    assert last(page).locator(".prose").inner_text() == first + " and more"
+    assert "6 tokens" in last(page).inner_text() and not last(page).locator(".count, .note").count()
+
+    # A limit of the user's own is named with its number, and a stopped reply continues too.
+    page.click("#open-settings")
+    page.fill("#set-max_tokens", "3")
+    page.keyboard.press("Escape")
+    send(page, "long")
+    assert "Cut at 3 tokens, the longest reply that your settings allow." in last(page).inner_text()
+    send(page, "slow", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply:last-child .prose')?.innerText.includes('word3')")
+    page.click("#stop")
+    done(page)
+    assert page.locator("[data-act=continue]").count() == 1  # an earlier reply has been answered since
+    page.evaluate("document.querySelector('[data-act=continue]').focus()")
+    server.errors.append((400, "no room", {}))
+    page.keyboard.press("Enter")
+    done(page)
+    assert "word3" in last(page).locator(".prose").inner_text()  # a failure takes nothing away
+    last(page).locator(".failure [data-act=continue]").click()
+    done(page)
+    assert last(page).locator(".prose").inner_text().endswith("and more")
+    assert not page.locator("[data-act=continue], .failure").count()
+
+
+def test_an_edited_reply_is_a_version_to_go_on_from(server, open_page):
+    page = open_page(server)
+    send(page, "sum")
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("It is *five*")
+    page.keyboard.press("Escape")
+    assert last(page).locator(".prose").inner_text() == "2+3 = 5."
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("It is *five*")
+    page.keyboard.press("Control+Enter")
+    assert last(page).locator(".prose em").inner_text() == "five" and last(page).locator(".count").inner_text() == "2/2"
+    assert "Edited by you." in last(page).inner_text() and last(page).locator(".call").count() == 1
+    page.reload()
+    last(page).locator("[data-act=continue]").click()
+    done(page)
+    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    assert server.bodies[-1]["messages"][-1]["content"] == [*call, {"type": "text", "text": "It is *five*"}]
+    assert last(page).locator(".prose").inner_text() == "It is five and more"
+    send(page, "hello")
+    assert server.bodies[-1]["messages"][1]["content"][-1]["text"] == "It is *five* and more"
+    page.locator("[data-act=previous]").click()
+    assert page.locator(".reply .prose").all_inner_texts() == ["2+3 = 5."]
+
+
+def test_the_list_has_dates_and_a_search(server, open_page):
+    page = open_page(server)
+    send(page, "say The dragon sleeps.")
+    page.click("#new")
+    send(page, "A fox in the barn")
+    page.evaluate(
+        """() => [...talks.values()].forEach((talk, place) => {
+             talk.updated = place ? Date.now() : new Date(2024, 2, 5).getTime();
+             localStorage.setItem(PREFIX + talk.id, JSON.stringify(talk));
+           })"""
+    )
+    page.reload()
+    assert page.locator("#list h2").all_inner_texts() == ["Today", "March 2024"]
+    page.fill("#search", "dragon SLEEPS")
+    assert page.locator("#list .open").all_inner_texts() == ["say The dragon sleeps.\nsay The dragon sleeps."]
+    assert page.locator("#list mark").first.inner_text() == "dragon sleeps"
+    page.fill("#search", "seed")  # only a reply says so
+    assert page.locator("#list .open").inner_text().startswith("A fox in the barn\nseed")
+    page.fill("#search", "nowhere")
+    assert not page.locator("#list li").count() and page.locator("#live").inner_text() == "Conversations found: 0"
+    page.press("#search", "Escape")
+    assert page.locator("#list li").count() == 2
+    page.click("#open-settings")
+    page.get_by_text("中文", exact=True).click()
+    assert page.locator("#list h2").all_inner_texts() == ["今天", "2024年3月"]
+
+
+def test_drafts_survive_a_reload(server, open_page):
+    page = open_page(server)
+    send(page, "hello")
+    page.fill("#input", "half a thought")
+    page.click("#new")
+    assert page.input_value("#input") == ""
+    page.fill("#input", "another one")
+    page.reload()
+    assert page.input_value("#input") == "another one" and page.locator("#send").is_enabled()
+    page.locator("#list .open").click()
+    assert page.input_value("#input") == "half a thought"
+    page.press("#input", "Enter")
+    done(page)
+    page.reload()
+    assert page.input_value("#input") == ""
+    page.click("#new")
+    assert page.input_value("#input") == "another one"
+
+
 def test_tool_calls_are_cards_and_are_handed_back(server, open_page):
     page = open_page(server)
     send(page, "sum")
@@ -516,12 +633,16 @@ def test_copies_message_and_code(server, open_page):
 
 
 def test_settings_are_sent_and_kept(server, open_page):
+    names = {"temperature", "top_k", "top_p", "min_p", "max_tokens"}
+    server.models[0]["nanochat"] = {"sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1, "min_p": 0.05}}
     page = open_page(server)
     send(page, "hello")
-    body = server.bodies[-1]
-    assert (body["temperature"], body["top_k"], body["top_p"]) == (0.8, 50, 1) and "max_tokens" not in body
+    assert not names & set(server.bodies[-1])  # the server's defaults apply, and the page shows them
     page.click("#open-settings")
-    for name, value in (("temperature", "0.3"), ("top_k", "7"), ("top_p", "0.9")):
+    shown = page.locator("#settings output").all_inner_texts()
+    assert [text.split(" · ")[0] for text in shown] == ["0.7", "off", "off", "0.05"]
+    assert page.locator("#set-temperature").input_value() == "0.7"
+    for name, value in (("temperature", "0.3"), ("top_k", "7"), ("top_p", "0.9"), ("min_p", "0.1")):
         page.locator(f"#set-{name}").fill(value)
     page.fill("#set-max_tokens", "12")
     page.fill("#set-seed", "40")
@@ -532,8 +653,8 @@ def test_settings_are_sent_and_kept(server, open_page):
     page.click("#new")
     send(page, "hello")
     body = server.bodies[-1]
-    sampling = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")}
-    assert sampling == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "max_tokens": 12, "seed": 40}
+    sampling = {name: body[name] for name in (*names, "seed")}
+    assert sampling == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "max_tokens": 12, "seed": 40}
     assert body["messages"][0] == {"role": "system", "content": "You are a fox."}
     last(page).locator("[data-act=again]").click()
     done(page)
@@ -542,9 +663,8 @@ def test_settings_are_sent_and_kept(server, open_page):
     page.fill("#set-max_tokens", "-3")
     page.click("#reset")
     page.click("#close-settings")
-    send(page, "long")
-    assert "max_tokens" not in server.bodies[-1] and server.bodies[-1]["temperature"] == 0.8
-    assert "Stopped at the longest reply allowed." in last(page).inner_text()
+    send(page, "hello")
+    assert not names & set(server.bodies[-1])
 
 
 def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_page, tmp_path):
@@ -1003,7 +1123,7 @@ def test_with_the_real_server(open_page, real_server, tmp_path):
         done(page)
         assert last(page).locator(".count").inner_text() == f"{count}/{count}"
         assert re.search(r"\b16 tokens", last(page).inner_text())
-    assert "Stopped at the longest reply allowed." in last(page).inner_text()
+    assert "Cut at 16 tokens, the longest reply that your settings allow." in last(page).inner_text()
     for _ in range(2):
         last(page).locator("[data-act=previous]").click()
     assert last(page).locator(".prose").inner_text() == stopped
