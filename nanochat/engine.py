@@ -19,7 +19,7 @@ Legend: B rows, T tokens, C width, V vocab.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -63,6 +63,8 @@ class Row:
     sampling: SamplingParams
     number: int = 0  # the index of its prompt among those that are generated together
     answers_calls: bool = True  # False: a tool call gets no answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    stop_ids: Collection[int] = ()  # further tokens that end the reply
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
     tool_call: list[int] | None = None  # the tokens of an open call
@@ -247,7 +249,7 @@ class Engine:
         if forced:
             kind = "python_output"
         # The marks around the tool's answer end the reply where the model writes them, but not where they are forced.
-        elif token in self.stop_ids:
+        elif token in self.stop_ids or token in row.stop_ids:
             return kind, "stop"
         elif token == self.call_start:
             kind = "python"
@@ -318,6 +320,9 @@ class Slots:
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
         self.seen = torch.zeros(size, config.vocab_size, dtype=torch.bool, device=device)  # for the repetition penalty
+        # For settings that few requests have: allocated with the first row that needs them, read while one is running.
+        self.counts: Tensor | None = None  # (size, V) how often a token is in the reply
+        self.bias: Tensor | None = None  # (size, V) what is added to the logits
         # Of the running rows, made by `decode`: their settings (None: rows came or left since) and part of the cache.
         self._settings: RowSettings | None = None
         self._running = self.cache.view(0, 0)
@@ -423,6 +428,19 @@ class Slots:
             if row.sampling.repetition_penalty != 1:
                 self.seen[slot] = False
                 self.seen[slot, to_device(torch.tensor(row.prompt))] = True
+            if row.sampling.presence_penalty or row.sampling.frequency_penalty:
+                if self.counts is None:
+                    self.counts = torch.zeros(self.seen.shape, device=self.seen.device)
+                # `decode` counts each token that it feeds. The first is the prompt's last one, which must not count.
+                self.counts[slot] = 0
+                self.counts[slot, row.prompt[-1]] = -1
+            if row.logit_bias and self.bias is None:
+                self.bias = torch.zeros(self.seen.shape, device=self.seen.device)
+            if self.bias is not None:
+                self.bias[slot] = 0
+            if self.bias is not None and row.logit_bias:
+                values = to_device(torch.tensor(list(row.logit_bias.values()), dtype=torch.float32))
+                self.bias[slot, self._index(list(row.logit_bias))] = values
         self.rows += rows
         self._settings = None
 
@@ -441,8 +459,10 @@ class Slots:
             source = self._index([row.slot for row in movers])
             target = self._index(gaps)
             self.cache.copy_rows(source, target, max(len(row.prompt) + row.made for row in movers))
-            for tensor in (self.last, self.cache.position, self.noise, self.table, self.seen):
-                tensor[target] = tensor[source]
+            tensors = (self.last, self.cache.position, self.noise, self.table, self.seen, self.counts, self.bias)
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor[target] = tensor[source]
             for row, slot in zip(movers, gaps, strict=True):
                 row.slot = slot
         self.rows = sorted(kept, key=lambda row: row.slot)
@@ -477,7 +497,15 @@ class Slots:
         seen = self.seen[:B]
         if "repetition_penalty" in self._settings.in_use:
             seen.scatter_(1, self.last[:B, None], True)
-        tokens = sample(logits, self._settings, noise, seen, self.engine.model.kernels.top_p_first)  # (B,)
+        counts = None
+        if self.counts is not None and self._settings.in_use & {"presence_penalty", "frequency_penalty"}:
+            counts = self.counts[:B]
+            counts.scatter_add_(1, self.last[:B, None], torch.ones_like(noise))
+        bias = None
+        if self.bias is not None and any(row.logit_bias for row in self.rows):
+            bias = self.bias[:B]
+        top_p_first = self.engine.model.kernels.top_p_first
+        tokens = sample(logits, self._settings, noise, seen, top_p_first, counts, bias)  # (B,)
         self.last[:B] = tokens
 
         # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs

@@ -43,6 +43,8 @@ class SamplingParams:
     top_p: Annotated[float, Range(1e-9, 1)] = 1.0  # keep the fewest likeliest tokens that reach this probability
     min_p: Annotated[float, Range(0, 1)] = 0.0  # keep tokens with this share of the likeliest one's probability
     repetition_penalty: Annotated[float, Range(0.01, 100)] = 1.0  # above 1: tokens seen so far become less likely
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0  # subtracted from the logit of a token that the reply has
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0  # the same, for each time that the reply has the token
     seed: Annotated[int, Range(0, 2**64)] = 0  # the same seed and prompt give the same reply
 
     @property
@@ -113,21 +115,40 @@ class RowSettings:
         return self.table[:, column : column + 1]
 
 
-def sample(logits: Tensor, settings: RowSettings, noise: Tensor, seen: Tensor, top_p_first: int = 0) -> Tensor:
+def sample(
+    logits: Tensor,
+    settings: RowSettings,
+    noise: Tensor,
+    seen: Tensor,
+    top_p_first: int = 0,
+    counts: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Choose one token for each row, each by its own settings, from logits (B, V) in fp32; returns (B,).
 
-    `noise` (B, 1) in [0, 1) decides; `seen` (B, V) is True for the tokens that the repetition penalty is for. What a
-    row draws does not depend on its neighbours: a setting that is off changes no bit of the row. Where several tokens
-    are exactly as likely as the last one kept, all of them are kept.
+    `noise` (B, 1) in [0, 1) decides; `seen` (B, V) is True for the tokens that the repetition penalty is for. `counts`
+    (B, V) is how often each token is in the reply, for the presence and the frequency penalty; `bias` (B, V) is added
+    to the logits, -inf forbids a token. Both are None where no row needs them. What a row draws does not depend on its
+    neighbours: a setting that is off changes no bit of the row. Where several tokens are exactly as likely as the last
+    one kept, all of them are kept.
     """
     V = logits.size(-1)
 
-    # Repetition penalty, before everything else: a logit of 4 becomes 2 at a penalty of 2, and one of -4 becomes -8. To
-    # divide both would make the second token likelier. Source: Keskar et al. 2019, CTRL.
+    # The bias comes first: it changes what the model says, the settings change how it is read.
+    if bias is not None:
+        logits = logits + bias
+
+    # Repetition penalty: a logit of 4 becomes 2 at a penalty of 2, and one of -4 becomes -8. To divide both would make
+    # the second token likelier. Source: Keskar et al. 2019, CTRL.
     if "repetition_penalty" in settings.in_use:
         penalty = settings["repetition_penalty"]
         penalized = (logits / penalty).where(logits > 0, logits * penalty)
         logits = penalized.where(seen, logits)
+
+    # OpenAI's two penalties are subtracted, and the prompt's tokens do not count: a token that the reply has twice
+    # loses one presence penalty and two frequency penalties.
+    if counts is not None:
+        logits = logits - settings["frequency_penalty"] * counts - settings["presence_penalty"] * (counts > 0)
 
     # Greedy rows take the likeliest token and ignore the rest. In a mixed batch their choice is made here, before the
     # other settings change the logits, and put in place at the end.

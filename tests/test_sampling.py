@@ -25,13 +25,19 @@ EVENLY = (torch.arange(DRAWS) + 0.5)[:, None] / DRAWS  # noise without chance: c
 
 
 def draw(
-    logits: Tensor, params: list[SamplingParams], noise: Tensor, seen: Tensor | None = None, first: int = 0
+    logits: Tensor,
+    params: list[SamplingParams],
+    noise: Tensor,
+    seen: Tensor | None = None,
+    first: int = 0,
+    counts: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> list[int]:
     """One token for each row of logits; one setting may serve all rows."""
     B = len(logits)
     table = torch.tensor([RowSettings.numbers(one) for one in params]).expand(B, -1)
     seen = torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen
-    return sample(logits, RowSettings(params, table), noise, seen, first).tolist()
+    return sample(logits, RowSettings(params, table), noise, seen, first, counts, bias).tolist()
 
 
 @pytest.mark.parametrize(
@@ -79,16 +85,25 @@ def test_neighbours_change_nothing_in_a_row() -> None:
         SamplingParams(repetition_penalty=1.5),
         SamplingParams(temperature=0, repetition_penalty=3.0),
         SamplingParams(temperature=0.7, top_k=40, top_p=0.5, min_p=0.05, repetition_penalty=0.8),
+        SamplingParams(presence_penalty=1.5),
+        SamplingParams(frequency_penalty=-0.7, top_p=0.9),
     ]
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         logits = 3 * torch.randn(len(params), 200, generator=generator)
         noise = torch.rand(len(params), 1, generator=generator)
         seen = torch.rand(len(params), 200, generator=generator) < 0.3
-        together = draw(logits, params, noise, seen)
+        counts = torch.randint(0, 3, (len(params), 200), generator=generator).float()
+        bias = torch.zeros(len(params), 200)
+        bias[:3] = 5 * torch.randn(3, 200, generator=generator)
+        bias[1, 50:] = -math.inf
+        together = draw(logits, params, noise, seen, counts=counts, bias=bias)
+        assert together[1] < 50
         for row, one in enumerate(params):
             alone = slice(row, row + 1)
-            assert draw(logits[alone], [one], noise[alone], seen[alone]) == [together[row]]
+            own_counts = counts[alone] if one.presence_penalty or one.frequency_penalty else None
+            own_bias = bias[alone] if row < 3 else None
+            assert draw(logits[alone], [one], noise[alone], seen[alone], 0, own_counts, own_bias) == [together[row]]
 
 
 def test_equal_logits_are_kept_or_dropped_together() -> None:
@@ -102,6 +117,21 @@ def test_the_penalty_makes_seen_tokens_less_likely_on_both_sides_of_zero() -> No
     penalty = [SamplingParams(temperature=0, repetition_penalty=2.0)] * 2
     assert draw(logits, penalty, torch.zeros(2, 1), seen) == [1, 1]
     assert draw(logits, penalty, torch.zeros(2, 1), ~seen) == [0, 0]
+
+
+def test_openais_penalties_are_subtracted_and_the_second_by_count() -> None:
+    logits = torch.tensor([[2.0, 1.0, -0.5]])
+    counts = torch.tensor([[3.0, 1.0, 0.0]])
+    for settings, token in (
+        ({"presence_penalty": 1.4}, 0),  # 0.6, -0.4, -0.5
+        ({"frequency_penalty": 0.4}, 0),  # 0.8, 0.6, -0.5
+        ({"frequency_penalty": 0.6}, 1),  # 0.2, 0.4, -0.5
+        ({"frequency_penalty": 2.0}, 2),  # -4, -1, -0.5
+        ({"presence_penalty": 1.6, "frequency_penalty": 0.7}, 2),  # -1.7, -1.3, -0.5
+        ({"presence_penalty": -2.0}, 0),
+    ):
+        params = [SamplingParams(temperature=0, **settings)]
+        assert draw(logits, params, torch.zeros(1, 1), counts=counts) == [token], settings
 
 
 def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
@@ -122,6 +152,8 @@ def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
         ("top_p", math.nan),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
         ("seed", -1),
     ],
 )

@@ -98,7 +98,13 @@ def random_requests(count: int, seed: int) -> list[Request]:
                 "seed": draw.randint(0, 5),
             }
         settings["repetition_penalty"] = draw.choice([1.0, 1.0, 1.3])
-        requests.append(Request(prompt, room, SamplingParams(**{"temperature": 0.0, **settings})))
+        settings["presence_penalty"] = draw.choice([0.0, 0.0, 0.0, 1.2])
+        settings["frequency_penalty"] = draw.choice([0.0, 0.0, 0.0, -0.5, 0.9])
+        sampling = SamplingParams(**{"temperature": 0.0, **settings})
+        biased = draw.sample(range(260), draw.choice([0, 0, 0, 2, 30]))
+        logit_bias = {token: draw.choice([-100.0, 3.0, 8.0]) for token in biased}
+        stop_ids = frozenset(draw.sample(range(260), draw.choice([0, 0, 20])))
+        requests.append(Request(prompt, room, sampling, logit_bias=logit_bias, stop_ids=stop_ids))
     return requests
 
 
@@ -184,6 +190,42 @@ def test_a_client_learns_nothing_of_what_another_one_wrote(running: Any, monkeyp
         seen.append((tokens, of_the_guess, samples))
     assert seen[0] == seen[1]
     assert seen[0][1] and "copy" not in {name for name, _ in seen[0][1]}
+
+
+def test_a_bias_forbids_or_forces_a_token(running: Any) -> None:
+    scheduler = running(slots=2)
+    prompt = prompt_of(9)
+    forced = tokens_of(scheduler.submit(Request(prompt, 6, GREEDY, logit_bias={70: 100.0})))
+    assert forced == [70] * 6
+    free = tokens_of(scheduler.submit(Request(prompt, 12, GREEDY)))
+    without = tokens_of(scheduler.submit(Request(prompt, 12, GREEDY, logit_bias={free[0]: -100.0})))
+    assert free[0] not in without
+
+
+def test_penalties_count_the_replys_tokens_and_not_the_prompts(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens are above all others, and the likelier one, with which the prompt ends, by 1."""
+    engine = make_engine()
+    pinned = torch.zeros(engine.model.config.vocab_size)
+    pinned[70], pinned[71] = 10.0, 9.0
+    monkeypatch.setattr(engine.model, "logits", lambda hidden: pinned.expand(len(hidden), -1))
+    scheduler = running(engine, slots=2)
+    for settings, expected in (
+        ({}, [70] * 6),
+        ({"frequency_penalty": 0.8}, [70, 70, 71, 70, 71, 70]),  # 9.2 and 9, then 8.4 and 9, 8.4 and 8.2, 7.6 and 8.2
+        ({"presence_penalty": 1.2}, [70, 71, 70, 70, 70, 70]),  # 8.8 and 9, then 8.8 and 7.8
+    ):
+        sampling = SamplingParams(temperature=0, **settings)
+        assert tokens_of(scheduler.submit(Request((*prompt_of(5), 70), 6, sampling))) == expected
+
+
+def test_a_stop_id_ends_the_reply_and_is_not_in_it(running: Any) -> None:
+    scheduler = running()
+    free = tokens_of(scheduler.submit(Request(prompt_of(9), 12, GREEDY)))
+    place = next(place for place, token in enumerate(free) if token not in free[:place] and place > 2)
+    stream = scheduler.submit(Request(prompt_of(9), 12, GREEDY, stop_ids=frozenset({free[place], 300})))
+    chunks = list(stream)
+    assert [token for chunk in chunks for token in chunk.token_ids] == free[:place]
+    assert chunks[-1].finish_reason == "stop"
 
 
 # ---------------------------------------------------------------------- who leaves, and too many

@@ -377,7 +377,13 @@ def test_an_error_names_the_field(ask: Any):
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         ({"temprature": 1}, "temprature"),
         ({"model": "gpt-4"}, "model"),
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+        ({"stop_token_ids": [100_000]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
         ({"tools": [{}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -390,6 +396,8 @@ def test_an_error_names_the_field(ask: Any):
     ):
         answer = ask("POST", CHAT, json={**HELLO, **change})
         assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, change
+    allowed = {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": {"5": -100}, "stop_token_ids": [5]}
+    assert ask("POST", CHAT, json={**HELLO, "max_tokens": 1, **allowed}).status_code == 200
     assert "at most 16" in error_of(ask("POST", CHAT, json={**HELLO, "stop": ["x"] * 17}))["message"]
     assert "stream_options" in error_of(ask("POST", CHAT, json={**HELLO, "stream_options": {}}))["message"]
 

@@ -111,6 +111,12 @@ def submit(
     Raises ApiError: 400 when one does not fit the context, 429 when slots and queue are full.
     """
     sampling = body.sampling(model.sampling)
+    logit_bias = body.logit_bias or {}
+    stop_ids = frozenset(body.stop_token_ids or ())
+    for param, ids in (("logit_bias", logit_bias), ("stop_token_ids", stop_ids)):
+        if not all(0 <= token < model.tokenizer.vocab_size for token in ids):
+            message = f"{param}: token ids are 0 to {model.tokenizer.vocab_size - 1}"
+            raise ApiError(400, message, param=param, code="invalid_value")
     requests = []
     for prompt in prompts:
         room = model.context - len(prompt)
@@ -127,6 +133,8 @@ def submit(
                 stop=body.stop_strings,
                 logprobs=body.num_logprobs,
                 tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
+                logit_bias=logit_bias,
+                stop_ids=stop_ids,
             )
             requests.append(request)
     check_logprobs(requests)

@@ -20,8 +20,8 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal, cast
@@ -47,6 +47,8 @@ class Request:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
     tools: bool = True  # answer the calculator's calls inside the stream
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,10 @@ class _RequestRow(Row):
     """The engine's row of a request, with what the scheduler knows of it on its way through the states."""
 
     def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: _Group):
-        super().__init__(request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools)
+        super().__init__(
+            request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools,
+            logit_bias=request.logit_bias, stop_ids=request.stop_ids,
+        )  # fmt: skip
         self.state: Literal["waiting", "reading", "read", "running"] = "waiting"
         self.request = request
         self.stream = stream

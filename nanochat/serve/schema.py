@@ -20,6 +20,8 @@ from nanochat.shell.cli import Range
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
+MAX_BIASES = 300  # entries of logit_bias; OpenAI's limit
+MAX_STOP_IDS = 64
 SEED_BITS = 62  # the sampler's seeds are whole numbers below 2**62
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
@@ -145,10 +147,9 @@ class RequestBody(SamplingFields):
     stop: StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)  # vLLM's
     # Refused.
-    presence_penalty: Unsupported = None
-    frequency_penalty: Unsupported = None
-    logit_bias: Unsupported = None
     store: Unsupported = None
     # Ignored.
     user: str | None = None
