@@ -142,11 +142,41 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
     return Rendered(ids[:max_tokens], mask[:max_tokens], cut=True)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a model reads before its reply."""
+
+    ids: list[int]
+    oldest: int  # index of the oldest message that it reads, the system message aside
+
+
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
+    ids = _shortened(tokenizer, messages, max_tokens).ids
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
+    return ids
+
+
+def fit_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], context: int, reply_tokens: int | None = None
+) -> Prompt:
+    """The prompt of a chat of any length: half of the context stays free for the reply, or less for one of at most
+    `reply_tokens`.
+
+    The system message and the last message always stay; where they alone are longer, the reply has what is left.
+    """
+    # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
+    # (docs/measurements.md). What the model no longer reads costs less than a reply that it cannot finish.
+    room = min(reply_tokens or context, context // 2)
+    return _shortened(tokenizer, messages, context - room)
+
+
+def _shortened(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None) -> Prompt:
+    """The prompt without the oldest turns, as few as its length requires."""
     # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
     # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
     # must follow the newest question. For example:
@@ -166,24 +196,24 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens:
     question = render(tokenizer, messages[-1:]).ids[1:]  # each turn without a begin token of its own
     question += reply
     length = len(head) + len(question)
-    if max_tokens is not None and length > max_tokens:
-        raise UserError(f"the message has {length} tokens, there is room for {max_tokens}: shorten it")
 
     # As many earlier turns as fit, from the newest to the oldest. Each is a user's message and its reply. In
     # training no question is without its reply, so both stay or both are dropped. The first turn that does not fit ends
     # the search: no turn is missing from the middle.
     turns: list[list[int]] = []
+    oldest = len(messages) - 1
     for index in range(len(messages) - 3, first - 1, -2):
         turn = render(tokenizer, messages[index : index + 2]).ids[1:]
         length += len(turn)
         if max_tokens is not None and length > max_tokens:
             break
         turns.append(turn)
+        oldest = index
 
     ids = head
     for turn in reversed(turns):
         ids += turn
-    return ids + question
+    return Prompt(ids + question, oldest)
 
 
 def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:

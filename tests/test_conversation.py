@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_tokenizer
 
-from nanochat.conversation import check_messages, parse_reply, parts_of, render, render_prompt, text_of
+from nanochat.conversation import check_messages, fit_prompt, parse_reply, parts_of, render, render_prompt, text_of
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -93,6 +93,25 @@ def test_a_long_chat_forgets_its_oldest_turns_first(tokenizer):
     assert "a5" not in tokenizer.decode(render_prompt(tokenizer, turns, smallest))
     with pytest.raises(UserError, match=f"{smallest} tokens, there is room for {smallest - 1}"):
         render_prompt(tokenizer, turns, smallest - 1)
+
+
+def test_half_of_the_context_is_kept_for_the_reply(tokenizer):
+    turns = [SUM[0]]
+    for number in range(6):
+        turns += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
+    turns.append({"role": "user", "content": "last"})
+    whole = render_prompt(tokenizer, turns)
+    for context, reply_tokens, oldest in (
+        (2 * len(whole), None, 1),  # all is read
+        (2 * len(whole) - 2, None, 3),
+        (2 * len(whole) - 2, 10**6, 3),  # more than half is never kept free
+        (len(whole) + 9, 9, 1),  # and no more than the longest reply takes
+        (len(whole) + 8, 9, 3),
+        (9, None, 13),  # the question stays, however long
+    ):
+        prompt = fit_prompt(tokenizer, turns, context, reply_tokens)
+        assert prompt.oldest == oldest
+        assert prompt.ids == render_prompt(tokenizer, [turns[0], *turns[oldest:]])
 
 
 def test_a_long_chat_encodes_each_message_once_at_most(tokenizer, monkeypatch):

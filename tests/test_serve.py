@@ -148,7 +148,8 @@ class FakeScheduler:
                 replies.remove(reply)
                 self.finished[reason] = self.finished.get(reason, 0) + 1
                 self.metrics.finished.labels(reason).inc()
-                reply[1].put(Chunk(finish_reason=reason, error=error))
+                limit = reply[0].limit if reason == "length" else ""
+                reply[1].put(Chunk(finish_reason=reason, error=error, limit=limit))
 
     def close(self, grace: float = 10.0) -> None:
         self.deadline = self.deadline or time.monotonic() + grace
@@ -460,15 +461,59 @@ def test_truncation_drops_the_oldest_turns():
         assert ask("POST", CHAT, json={**auto, "max_tokens": 9999}).status_code == 200
         longest = scheduler.requests[-1]
         assert len(longest.prompt) <= CONTEXT // 2 and len(longest.prompt) + longest.max_tokens == CONTEXT
-        # No turn goes while a reply of open length has an eighth of the context; the question may take more.
-        for lengths, is_kept in (((100, 100, 240), True), ((100, 100, 241), False), ((9, 9, 480), False)):
+        # No turn goes while a reply of open length has half of the context; the question may take more. The reply names
+        # the first message of the request that the model still reads.
+        for lengths, first in (((50, 50, 148), 0), ((50, 50, 149), 2), ((9, 9, 480), 2)):
             sides = zip((*roles, "user"), lengths, "abc", strict=True)
             turns = [{"role": role, "content": letter * length} for role, length, letter in sides]
-            assert ask("POST", CHAT, json={"messages": turns, "truncation": "auto"}).status_code == 200, lengths
+            answer = ask("POST", CHAT, json={"messages": turns, "truncation": "auto"})
+            assert answer.status_code == 200, lengths
             text = tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt)
-            assert ("a" * lengths[0] in text, "c" * lengths[2] in text) == (is_kept, True), lengths
+            assert ("a" * lengths[0] in text, "c" * lengths[2] in text) == (first == 0, True), lengths
+            message = answer.json()["choices"][0]["message"]
+            assert message["nanochat"] == {"first_message_read": first, "limit": "context"}
         question = [{"role": "user", "content": "x" * 5000}]
         assert ask("POST", CHAT, json={**auto, "messages": question}).status_code == 400
+
+
+def test_what_ended_a_reply_and_what_it_no_longer_read_are_told_apart():
+    """A client that sets no limit must not read that its limit was reached."""
+    # Turns begin at messages 1, 3, 5 and 6 of the request: 200 tokens do not fit beside the last two of 100.
+    words = [("system", "s"), ("user", "a" * 100), ("user", "b" * 100), ("assistant", "c"), ("system", "t")]
+    words += [("user", "d" * 100), ("assistant", "e"), ("user", "f" * 100)]
+    long = {"messages": [{"role": role, "content": text} for role, text in words], "truncation": "auto"}
+    with client_of(make_app()) as ask:
+        for stream in (False, True):
+            for path, body, facts in (
+                (CHAT, {**HELLO, "max_tokens": 2}, {"limit": "max_tokens"}),
+                (CHAT, HELLO, {"limit": "context"}),
+                (
+                    CHAT,
+                    {**HELLO, "truncation": "auto", "max_tokens": 9999},
+                    {"first_message_read": 0, "limit": "context"},
+                ),
+                (CHAT, {**long, "max_tokens": 1}, {"first_message_read": 0, "limit": "max_tokens"}),
+                (CHAT, long, {"first_message_read": 5, "limit": "context"}),
+                (COMPLETIONS, PROMPT, {"limit": "max_tokens"}),  # without a number 16, as OpenAI's
+                (COMPLETIONS, {**PROMPT, "max_tokens": CONTEXT - 2}, {"limit": "max_tokens"}),
+            ):
+                answer = ask("POST", path, json={**body, "stream": stream})
+                if stream:
+                    *events, done = answer.text.strip().split("\n\n")
+                    assert done == "data: [DONE]"
+                    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+                    said = [choice.get("delta", choice).get("nanochat") for choice in choices]
+                    assert not any(said[:-1]), body
+                else:
+                    (choice,) = answer.json()["choices"]
+                    said = [choice.get("message", choice).get("nanochat")]
+                assert said[-1] == facts, body
+        # A message goes back as it came.
+        message = ask("POST", CHAT, json={**HELLO, "truncation": "auto", "max_tokens": 1}).json()["choices"][0][
+            "message"
+        ]
+        again = [*HELLO["messages"], message, *HELLO["messages"]]
+        assert ask("POST", CHAT, json={"messages": again, "max_tokens": 1}).status_code == 200
 
 
 def test_the_event_loop_tokenizes_nothing_long(monkeypatch: pytest.MonkeyPatch):

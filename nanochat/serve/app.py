@@ -132,28 +132,28 @@ def create_app(
 
         # 2. Check its fields and tokenize its prompts, a long body on another thread. Only one at a time is parsed
         #    there, because parsing holds Python's lock, and between two bodies the event loop must get its turn.
-        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[list[int]]]:
+        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
             body = read_body(body_type, content)
             loaded = state.ready_model()
             return loaded, body, prompts.encode_prompts(loaded, body)
 
         if len(content) <= INLINE_BYTES:
-            loaded, body, token_ids = parse()
+            loaded, body, encoded = parse()
         else:
             async with parsing:
-                loaded, body, token_ids = await asyncio.to_thread(parse)
+                loaded, body, encoded = await asyncio.to_thread(parse)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
         queue = ChunkQueue()
-        streams = prompts.submit(loaded, body, token_ids, queue.put)
+        streams = prompts.submit(loaded, body, encoded, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
         serializer_type = ChatSerializer if isinstance(body, ChatBody) else CompletionSerializer
         return Reply(
-            serializer_type(loaded),
+            serializer_type(loaded, encoded[0].first_message_read),
             queue,
             streams,
-            prompt_tokens=sum(len(ids) for ids in token_ids),
+            prompt_tokens=sum(len(prompt.ids) for prompt in encoded),
             as_events=bool(body.stream),
             include_usage=body.include_usage,
             stall_seconds=stall_seconds,

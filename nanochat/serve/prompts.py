@@ -1,21 +1,28 @@
 """From a checked body to requests for the scheduler: which tokens the model reads, and whether they fit its context."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from nanochat.conversation import Part, parts_of, render_prompt
+from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody
 from nanochat.serve.state import LoadedModel
-from nanochat.shell.cli import UserError
 
 # Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
 # many are 15 MB and take half a second to write, spread over the reply's tokens.
 MAX_LOGPROBS = 250_000
 
 
-def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[list[int]]:
-    """The token ids of each prompt of a body.
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """The tokens of a prompt."""
+
+    ids: list[int]
+    first_message_read: int | None = None  # its index in the request; None: the prompt is not to be shortened
+
+
+def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[EncodedPrompt]:
+    """Each prompt of a body.
 
     Raises ApiError: 400 or 404 when the body is not for this model, or requests more replies than there are slots.
     """
@@ -26,7 +33,7 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
         message = f"{num_prompts} x {body.num_choices} replies in one request: this server generates {slots} at once"
         raise ApiError(400, f"{message}; request fewer", param="n")
     if isinstance(body, CompletionBody):
-        return [encode_text(model, prompt) for prompt in body.prompts]
+        return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
     if not model.chats:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
     return [encode_chat(model, body)]
@@ -39,22 +46,19 @@ def check_model_name(model: LoadedModel, name: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def encode_chat(model: LoadedModel, body: ChatBody) -> list[int]:
+def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     messages = body.conversation()
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
-        return render_prompt(model.tokenizer, messages)
+        return EncodedPrompt(render_prompt(model.tokenizer, messages))
 
-    # Drop the oldest turns until there is room for the reply: for as many tokens as the client requested, but at most
-    # half the context, or for an eighth of it without a request. The system message and the last question stay.
+    # The oldest turns are dropped. The system message and the last question stay.
     question = [message for message in messages[:1] if message["role"] == "system"]
     question += messages[-2:] if messages[-1]["role"] == "assistant" else messages[-1:]
     check_length(model, [message["content"] for message in question])
-    reserved = min(body.requested_tokens or model.context // 8, model.context // 2)
-    try:
-        return render_prompt(model.tokenizer, messages, model.context - reserved)
-    except UserError:  # the question alone leaves less room; the reply gets what is left
-        return render_prompt(model.tokenizer, question)
+    prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens)
+    turn = prompt.oldest - (1 if messages[0]["role"] == "system" else 0)
+    return EncodedPrompt(prompt.ids, body.index_of_turn(turn))
 
 
 def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
@@ -103,7 +107,7 @@ def check_logprobs(requests: Sequence[Request]) -> None:
 def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[EncodedPrompt],
     on_chunk: Callable[[int, Chunk], None],
 ) -> list[Stream]:
     """Pass every choice of every prompt to the scheduler, or none of them; `n` choices have consecutive seeds.
@@ -119,16 +123,17 @@ def submit(
             raise ApiError(400, message, param=param, code="invalid_value")
     requests = []
     for prompt in prompts:
-        room = model.context - len(prompt)
+        room = model.context - len(prompt.ids)
         # `truncation: auto` also shortens the reply; otherwise what the client requested must fit.
         shortens = isinstance(body, ChatBody) and body.truncation == "auto"
         required = None if shortens else body.requested_tokens
         if room < (required or 1):
-            raise _too_long(model, str(len(prompt)), required)
+            raise _too_long(model, str(len(prompt.ids)), required)
         for number in range(body.num_choices):
             request = Request(
-                prompt=tuple(prompt),
+                prompt=tuple(prompt.ids),
                 max_tokens=min(body.requested_tokens or room, room),
+                limit="max_tokens" if (body.requested_tokens or model.context) <= room else "context",
                 sampling=replace(sampling, seed=sampling.seed + number),
                 stop=body.stop_strings,
                 logprobs=body.num_logprobs,

@@ -95,6 +95,7 @@ class WholeChoice:
     parts: list[tuple[str, list[str]]] = field(default_factory=list)  # (kind, texts), neighbours of different kinds
     logprobs: dict[str, list[bytes]] = field(default_factory=dict)  # each token's entries as JSON
     finish_reason: str | None = None
+    limit: str = ""
 
 
 class _Serializer:
@@ -103,8 +104,9 @@ class _Serializer:
     prefix = ""  # of the response's id
     object = ""  # of a reply in one piece
 
-    def __init__(self, model: LoadedModel):
+    def __init__(self, model: LoadedModel, first_message_read: int | None = None):
         self.tokenizer = model.tokenizer
+        self.first_message_read = first_message_read
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # of a reply in one piece
 
@@ -112,9 +114,18 @@ class _Serializer:
         """Lists with an entry per token. None for one that OpenAI has, and of which there is nothing here."""
         raise NotImplementedError
 
-    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """What a choice in one piece says, from (kind, text)."""
+    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
+        """What a choice in one piece says, from (kind, text), with `facts` of our own about it."""
         raise NotImplementedError
+
+    def facts(self, limit: str) -> dict[str, Any]:
+        """What OpenAI's fields leave open about a reply that has ended."""
+        facts: dict[str, Any] = {}
+        if self.first_message_read is not None:
+            facts["first_message_read"] = self.first_message_read
+        if limit:
+            facts["limit"] = limit
+        return facts
 
     def choice_object(self, number: int, chunk: Chunk, **content: Any) -> dict[str, Any]:
         """A choice of an event in a stream."""
@@ -125,6 +136,7 @@ class _Serializer:
         """Take in a chunk of a reply in one piece."""
         choice = self.choices[number]
         choice.finish_reason = chunk.finish_reason
+        choice.limit = chunk.limit
         if not choice.parts or choice.parts[-1][0] != chunk.kind:
             choice.parts.append((chunk.kind, []))
         choice.parts[-1][1].append(chunk.text)
@@ -137,7 +149,8 @@ class _Serializer:
         """The reply, when all its chunks are added; in pieces, so that nothing large is copied at every join."""
         yield _opened("choices", {**self.head, "object": self.object, "usage": usage}) + b"["
         for number, choice in sorted(self.choices.items()):
-            content = self.content([(kind, "".join(texts)) for kind, texts in choice.parts])
+            parts = [(kind, "".join(texts)) for kind, texts in choice.parts]
+            content = self.content(parts, self.facts(choice.limit))
             fields = {"index": number, **content, "finish_reason": choice.finish_reason}
             yield b"," if number else b""
             yield _opened("logprobs", fields)
@@ -170,13 +183,18 @@ class ChatSerializer(_Serializer):
             delta["content"] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
+        facts = self.facts(chunk.limit) if chunk.finish_reason else {}
+        if facts:
+            delta["nanochat"] = {**delta.get("nanochat", {}), **facts}
         return self.choice_object(number, chunk, delta=delta)
 
-    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
         written = [{"type": kind, "text": text} for kind, text in parts if text]
         message: dict[str, Any] = {"role": "assistant", "content": text_of(written), "refusal": None}
         if any(part["type"] != "text" for part in written):
-            message["nanochat"] = {"parts": written}
+            facts = {"parts": written, **facts}
+        if facts:
+            message["nanochat"] = facts
         return {"message": message}
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -194,8 +212,8 @@ class CompletionSerializer(_Serializer):
     object = "text_completion"
     stream_object = "text_completion"
 
-    def __init__(self, model: LoadedModel):
-        super().__init__(model)
+    def __init__(self, model: LoadedModel, first_message_read: int | None = None):
+        super().__init__(model, first_message_read)
         # For `text_offset`: the characters of each choice so far. A character may span several tokens.
         self._offsets: Counter[int] = Counter()
         self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
@@ -204,10 +222,11 @@ class CompletionSerializer(_Serializer):
         return None
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
-        return self.choice_object(number, chunk, text=chunk.text)
+        facts = self.facts(chunk.limit)
+        return self.choice_object(number, chunk, text=chunk.text, **({"nanochat": facts} if facts else {}))
 
-    def content(self, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        return {"text": "".join(text for _, text in parts)}
+    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
+        return {"text": "".join(text for _, text in parts), **({"nanochat": facts} if facts else {})}
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

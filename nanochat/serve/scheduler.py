@@ -49,6 +49,7 @@ class Request:
     tools: bool = True  # answer the calculator's calls inside the stream
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
+    limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # on the last chunk only: "stop", "length", "cancelled" or "error"
     error: str = ""
+    limit: str = ""  # of a reply that ended with "length": what it reached, "max_tokens" or "context"
 
 
 class Overloaded(Exception):
@@ -432,7 +434,8 @@ class Scheduler:
             with self.changed:
                 self.requests.remove(row)
                 self.changed.notify_all()
-            row.stream.put(Chunk((), row.out.flush(), row.kind, (), reason, error))
+            limit = row.request.limit if reason == "length" else ""
+            row.stream.put(Chunk((), row.out.flush(), row.kind, (), reason, error, limit))
 
 
 def log_failure(what: str, error: Exception) -> None:

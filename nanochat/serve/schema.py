@@ -91,7 +91,10 @@ class ContentPart(Strict):
 class EarlierReply(Strict):
     """The `nanochat` field of an assistant's message, which a client sends back as it received it."""
 
-    parts: Items[ContentPart]
+    parts: Items[ContentPart] | None = None
+    # Ignored: about the request that the message was the reply to.
+    first_message_read: int | None = None
+    limit: str | None = None
 
 
 class ChatMessage(Strict):
@@ -109,7 +112,7 @@ class ChatMessage(Strict):
 
     def groups(self) -> list[list[Part]]:
         """The content: texts, each a group of its own, or a reply as it was sent. See `_joined`."""
-        if self.role == "assistant" and self.nanochat is not None:
+        if self.role == "assistant" and self.nanochat is not None and self.nanochat.parts is not None:
             return [[part.model_dump() for part in self.nanochat.parts]]
         if isinstance(self.content, list):
             return [[part.model_dump()] for part in self.content]
@@ -255,6 +258,16 @@ class ChatBody(RequestBody):
             why = f"add_generation_prompt is {not continues} where the last message is by {last['role']}"
             raise ApiError(400, why.lower(), param="add_generation_prompt")
         return messages
+
+    def index_of_turn(self, number: int) -> int:
+        """The index in the request of where turn `number` of `conversation` begins; 0 for the first: all is read."""
+        starts: list[int] = []
+        role = ""
+        for index, message in enumerate(self.messages):
+            if message.role not in ("system", "developer", role):
+                role = message.role
+                starts.append(index)
+        return starts[number] if number else 0
 
 
 def _joined(groups: list[list[Part]]) -> list[Part]:
