@@ -34,6 +34,7 @@ from nanochat.gpt import GPT
 from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.shell.cli import Interrupted, UserError, check_ranges
+from nanochat.shell.screen import bar
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools.calculator import calculate
 
@@ -203,10 +204,12 @@ class Engine:
         """
         sequences: list[list[int]] = [[] for _ in prompts]
         masks: list[list[int]] = [[] for _ in prompts]
-        for new in self.stream(prompts, **settings):
-            if new.finish_reason != "stop" or keep_stop:
-                sequences[new.row.number].append(new.id)
-                masks[new.row.number].append(int(new.by_model))
+        with bar("replies", len(prompts)) as replies:
+            for new in self.stream(prompts, **settings):
+                if new.finish_reason != "stop" or keep_stop:
+                    sequences[new.row.number].append(new.id)
+                    masks[new.row.number].append(int(new.by_model))
+                replies.done += new.finish_reason is not None
         return sequences, masks
 
     def ending(self, tokens: Sequence[int], mask: Sequence[int]) -> Ending:

@@ -22,6 +22,7 @@ from nanochat.parallel.fsdp import synchronize_gradients
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.shell.cli import Interrupted
+from nanochat.shell.screen import track
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device. A sum and a
 # count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.
@@ -294,7 +295,7 @@ def mean_loss(
     """
     # A stop travels with the sums: a rank that raised alone would leave the others waiting in the collective.
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, ranks that broke off
-    for batch in batches:
+    for batch in track(batches, "evaluation"):
         if should_stop():
             totals[2] = 1
             break

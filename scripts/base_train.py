@@ -15,6 +15,7 @@ from nanochat.shell import cli
 from nanochat.shell.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
 from nanochat.shell.log import counted, print0
 from nanochat.shell.paths import tokenizer_dir
+from nanochat.shell.screen import phase, track
 
 Rate = Annotated[float, Range(0, 1e4)]
 
@@ -57,6 +58,7 @@ class Config(TrainFlags):
 
 def main(config: Config) -> None:
     began = time.time()
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     import torch
 
@@ -71,6 +73,7 @@ def main(config: Config) -> None:
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ tokenizer, data, device
+    phase("opening the data")
     tokenizer = Tokenizer.load(tokenizer_dir())
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     device, layout = open_device(config)
@@ -80,6 +83,7 @@ def main(config: Config) -> None:
         config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim, config.mlp
     )
     model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
+    phase("making the model")
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)
@@ -128,6 +132,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
     shape = (config.device_batch_size, config.max_seq_len)
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, shape)
+    phase("reading the validation text")
     val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the micro-batches of the last step; the last one knows the position that `save` stores
@@ -150,7 +155,7 @@ def main(config: Config) -> None:
 
             # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
             micro = [next(loader) for _ in range(accumulation)]
-            batches = (batch.to(device) for batch in micro)
+            batches = (batch.to(device) for batch in track(micro, "micro-batch"))
             stats = train_step(
                 # Step 0 runs eagerly, so the first loss is printed before the compiler is done. Every later step is
                 # compiled. A checkpoint is from step 1 or later, so a resumed run rounds like an uninterrupted one.
@@ -166,4 +171,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, Config, shows_progress=True)

@@ -16,6 +16,7 @@ from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
 from nanochat.shell.log import counted, print0
+from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     from collections.abc import Iterator
 
@@ -154,7 +156,7 @@ def main(config: Config) -> None:
             pairs = draw(train, step * examples, examples)
             pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
             # Both models are compiled, or neither: else the margin would hold the difference of their rounding.
-            mine = micro_batches(pairs, compiled_reference if step else reference)
+            mine = track(micro_batches(pairs, compiled_reference if step else reference), "micro-batch")
             stats = train_step(
                 compiled if step else model, optimizer, mine, functools.partial(loss_fn, stats=pair_stats),
                 device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
@@ -168,4 +170,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, Config, shows_progress=True)

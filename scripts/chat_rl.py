@@ -14,6 +14,7 @@ from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
 from nanochat.shell.log import print0
+from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     import numpy as np
     import torch
@@ -178,7 +180,9 @@ def main(config: Config) -> None:
                 minibatches.append(batches)
             lr = 1 - step / steps
             updates = [
-                train_step(policy, optimizer, batches, loss_fn, device=device, lr=lr, weight_decay=0.0)
+                train_step(
+                    policy, optimizer, track(batches, "micro-batch"), loss_fn, device=device, lr=lr, weight_decay=0.0
+                )
                 for _ in range(config.updates_per_step)
                 for batches in minibatches
             ]
@@ -210,4 +214,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, Config, shows_progress=True)

@@ -13,6 +13,7 @@ from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Fraction, Frozen, Positive, Range
 from nanochat.shell.log import counted, print0
+from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     import torch
 
@@ -109,7 +111,7 @@ def main(config: Config) -> None:
             rows, rendered = draw(train, first + step * examples, examples)
             mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
-                compiled if step else model, optimizer, mine, masked_loss, device=device,
+                compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
             )  # fmt: skip
             run.add(stats, sum(len(one.ids) for one in rendered))
@@ -127,4 +129,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, Config, shows_progress=True)

@@ -13,6 +13,7 @@ from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Positive, Range
 from nanochat.shell.log import counted, print0
+from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Config(StageFlags):
 
 
 def main(config: Config) -> None:
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     import torch
 
@@ -84,6 +86,7 @@ def main(config: Config) -> None:
         document_mask=document_mask,
     )  # fmt: skip
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
+    phase("reading the validation text")
     val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
     micro: list[Batch] = []  # the last step's; no step, no checkpoint
@@ -109,7 +112,7 @@ def main(config: Config) -> None:
 
             # ---- one step: its batch in as many micro-batches as fit the memory one by one
             micro = [next(loader) for _ in range(accumulation)]
-            batches = (batch.to(device) for batch in micro)
+            batches = (batch.to(device) for batch in track(micro, "micro-batch"))
             stats = train_step(
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
@@ -122,4 +125,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, Config, shows_progress=True)

@@ -21,6 +21,7 @@ from nanochat.data.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Documents, segme
 from nanochat.device import Device
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import Interrupted
+from nanochat.shell.screen import track
 from nanochat.tokenizer import Tokenizer
 
 
@@ -70,7 +71,7 @@ def bits_per_byte(
     mine = rows[device.rank :: device.world_size]
     # Every rank runs equally many batches: a sharded model gathers its weights from all ranks in each of them.
     rows_per_rank = math.ceil(len(rows) / device.world_size)
-    for first in range(0, rows_per_rank, batch_rows):
+    for first in track(range(0, rows_per_rank, batch_rows), "evaluation"):
         if should_stop is not None and should_stop():
             totals[2] = 1
             break

@@ -27,6 +27,7 @@ from nanochat.gpt import GPT
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import UserError
+from nanochat.shell.screen import track
 from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
 from nanochat.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ def evaluate(
     # Reply and grade, every world_size-th batch.
     graded: list[tuple[int, Graded]] = []
     cut_off = 0
-    for place in range(device.rank, len(batches), device.world_size):
+    for place in track(range(device.rank, len(batches), device.world_size), "batches"):
         batch = batches[place]
         batch_prompts = [prompts[number] for number in batch]
         replies: list[list[Part]] = []

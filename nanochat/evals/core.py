@@ -47,6 +47,7 @@ from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import duration, print0
 from nanochat.shell.paths import data_dir, open_lock
+from nanochat.shell.screen import track
 from nanochat.tokenizer import Tokenizer
 
 # The address is the one in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.
@@ -302,7 +303,7 @@ def _count_correct(
     """How many of this rank's share of the examples the model gets right, and how many were cut to the context."""
     context = model.config.sequence_len
     mine = range(device.rank, len(task.examples), device.world_size)
-    texts = (text for index in mine for text in scored_texts(task, index, tokenizer, context))
+    texts = (text for index in track(mine, "examples") for text in scored_texts(task, index, tokenizer, context))
     scores: dict[int, dict[int, tuple[float, bool]]] = defaultdict(dict)  # example -> option -> score
     cut: set[int] = set()
     for length, batch in _batches(texts, context, batch_rows):

@@ -36,6 +36,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 
 from nanochat.device import Device
 from nanochat.parallel.collectives import sum_over_ranks
+from nanochat.shell import screen
 from nanochat.shell import store as job_store
 from nanochat.shell.log import print0
 
@@ -333,7 +334,8 @@ class Faults:
     def _end(self, text: str, status: int = 1, print_it: bool = True) -> NoReturn:
         """End this process at once, whatever its other threads are doing."""
         if print_it:
-            os.write(2, f"{'stopped' if self.signal else 'error'}: {text}\n".encode())
+            begin = "\n" if screen.has_bars() else ""  # after the bar
+            os.write(2, f"{begin}{'stopped' if self.signal else 'error'}: {text}\n".encode())
         os._exit(128 + self.signal if status == 1 and self.signal else status)
 
 

@@ -49,6 +49,7 @@ from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import HOUSE, SamplingParams, saved_settings
+from nanochat.shell import screen
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
 from nanochat.shell.paths import STAGES, checkpoint_dir, lock, run_dir, safe_tag, unlock
@@ -311,8 +312,10 @@ class CompilerClock:
         if not self.noticed:
             print0(self.notice)
         self.noticed = True
+        self.bar = screen.begin("compiling")
 
     def end(self, *_: object) -> None:
+        screen.end(self.bar)
         self.meter.compiling += time.perf_counter() - self.began
 
 
@@ -497,6 +500,7 @@ class Run:
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of so many tokens over all ranks."""
         self.meter.add(stats, tokens)
+        self.logger.advance(self.progress.step)
         self.meter.clock += self.recorder.step()
         self._stats = stats
 
@@ -544,7 +548,7 @@ class Run:
         step = self.progress.step
         meta = {**self.meta, "progress": self.progress.to_dict(), **meta}
         try:
-            with self.faults.phase("saving", SAVE_SECONDS):
+            with self.faults.phase("saving", SAVE_SECONDS), screen.bar("saving"):
                 saved = checkpoint_manager.save(
                     self.folder, step, start.model, start.tokenizer, meta, self.optimizer, loader_state, self.device,
                     keep_last=self.config.keep_last, keep_every=self.config.keep_every,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from nanochat.shell import screen
 from nanochat.shell.untrusted import printable
 
 Config = TypeVar("Config")
@@ -154,8 +155,11 @@ def _without_frame(text: str) -> str:
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 
-def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
-    """Parse, run, and turn what a user can fix into one line on stderr and exit code 1."""
+def run(main: Callable[[Config], None], config_type: type[Config], *, shows_progress: bool = False) -> None:
+    """Parse, run, and turn what a user can fix into one line on stderr and exit code 1.
+
+    `shows_progress`: with bars in a terminal, and a heartbeat elsewhere (screen.py).
+    """
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -165,7 +169,8 @@ def run(main: Callable[[Config], None], config_type: type[Config]) -> None:
         main(config)
         return
     try:
-        main(config)
+        with screen.opened() if shows_progress else contextlib.nullcontext():
+            main(config)
     except SystemExit as leaving:  # a signal stopped the run, which has saved
         _leave_torchrun(leaving.code)
         raise

@@ -10,14 +10,17 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from nanochat.shell import screen
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import base_dir, naming
+from nanochat.shell.screen import duration
 from nanochat.shell.untrusted import printable
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
@@ -31,12 +34,14 @@ def print0(*values: object) -> None:
     """Print on rank 0 only, at once; texts of a model, or of files, with their control characters made visible."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(*(printable(str(value)) for value in values), flush=True)
+        screen.printed()
 
 
 def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
+        screen.printed()
 
 
 def record(stage: str, tag: str | None, began: float, device: Any = None) -> None:
@@ -72,10 +77,11 @@ def record(stage: str, tag: str | None, began: float, device: Any = None) -> Non
 
 
 class RunLog:
-    """The log of one run: `step` after each training step, `message` for anything else, `close` at the end.
+    """The log of one run: `step` with the numbers of a training step, `message` for anything else, `close` at the end.
 
     Writes `folder/metrics.jsonl`, flushed line by line; a full disk raises OSError. Ranks above 0 write and print
-    nothing.
+    nothing. `advance` after each step moves the bar of a terminal, which shows the newest numbers too. A terminal has
+    lines of only some steps, cut to its width.
 
     Raises UserError: when a tracker is unknown or not installed.
     """
@@ -98,6 +104,8 @@ class RunLog:
         self.rank = rank
         self._file: IO[str] | None = None
         self._trackers: dict[str, Any] = {}
+        self._bar = screen.begin(stage, total_steps, done=max(0, start_step), is_run=True)
+        self._next_line = 0  # the step from which on a terminal has a line again
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,14 +130,27 @@ class RunLog:
             self._file.flush()
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
-        self.message(self._line(values))
+        if not screen.has_bars():
+            self.message(self._line(values))
+            return
+        self._bar.note = self._note(values)
+        self._bar.seconds_each = self._step_seconds(values)
+        if self._is_worth_a_line(finite):
+            self._next_line = finite["step"] + self.total_steps // 10
+            self.message(self._short_line(values, shutil.get_terminal_size().columns))
+
+    def advance(self, step: int) -> None:
+        """So many steps are finished."""
+        self._bar.done = step
 
     def message(self, text: str) -> None:
         if self.rank == 0:
             print(printable(text), flush=True)
+            screen.printed()
 
     def close(self) -> None:
         """Finish the trackers. Closing twice is harmless."""
+        screen.end(self._bar)
         self._call_trackers(lambda tracker: tracker.finish())
         self._trackers = {}
         if self._file is not None:
@@ -152,6 +173,40 @@ class RunLog:
                 del self._trackers[name]
                 warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
+    def _step_seconds(self, values: Metrics) -> float | None:
+        """What a step takes; None after the first one, which takes longer than any other."""
+        speed = values["tok_per_sec"]
+        if speed and values["tokens"] and values["step"] > self.start_step:
+            return values["tokens"] / (values["step"] + 1) / speed
+        return None
+
+    def _note(self, values: Metrics) -> str:
+        """The numbers beside the bar: `loss 3.2141  12,345 tok/s`; where there is a reward, it counts more."""
+        parts = []
+        name = "reward" if values.get("reward") is not None else "loss"
+        if values[name] is not None:
+            parts.append(f"{name} {values[name]:.4f}")
+        if values["tok_per_sec"] is not None:
+            parts.append(f"{values['tok_per_sec']:,.0f} tok/s")
+        return "  ".join(parts)
+
+    def _is_worth_a_line(self, values: Metrics) -> bool:
+        """In a terminal: the first step and about ten more, evaluations, and steps that went wrong."""
+        is_evaluation = any(name.startswith(("val_", "eval_")) for name in values)
+        return is_evaluation or values["loss"] is None or values["step"] >= self._next_line
+
+    def _short_line(self, values: Metrics, width: int) -> str:
+        """`_line` without what the bar shows, evaluations first, as far as the width reaches."""
+        first, *parts = self._line(values).split(" | ")
+        parts = [part for part in parts if not part.startswith("eta ")]
+        parts.sort(key=lambda part: not part.startswith(("loss ", "val_", "eval_")))
+        line = first
+        for part in parts:
+            if len(line) + len(part) + 3 > width:
+                break
+            line += f" | {part}"
+        return line
+
     def _line(self, values: Metrics) -> str:
         """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
 
@@ -168,8 +223,8 @@ class RunLog:
             parts.append(f"{speed:,.0f} tok/s")
         if values["mfu"] is not None:
             parts.append(f"mfu {values['mfu']:.1%}")
-        if speed and values["tokens"] and step > self.start_step:  # the first step takes longer than any other
-            step_seconds = values["tokens"] / (step + 1) / speed
+        step_seconds = self._step_seconds(values)
+        if step_seconds is not None:
             parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
         further = [key for key in values if key not in REQUIRED and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
@@ -184,18 +239,6 @@ class RunLog:
 def counted(number: int, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def duration(seconds: float) -> str:
-    """`42s`, `3m12s`, `1h05m`, `3d07h`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def _keep_steps_before(path: Path, start_step: int) -> None:

@@ -1,0 +1,240 @@
+"""What a command is doing, while it does it: bars at the bottom of a terminal, a line now and then elsewhere.
+
+    for batch in track(batches, "validation"):     # a bar, as long as the loop runs
+        ...
+    with bar("replies", total=64) as replies:      # the same, where what is done is not one loop's items
+        replies.done += 1
+    phase("loading torch")                         # no bar, but words and their seconds, until the next phase
+
+`cli.run` opens a screen for the scripts that want one. Without a screen, such as in somebody's own Python or in the
+server, all of these show nothing. What is printed while bars are shown appears above them.
+
+Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports what is going on after
+HEARTBEAT_SECONDS without any other line, and again after twice and four times as long, so that a log stays short.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+REDRAWN_PER_SECOND = 5  # each takes about a millisecond of a thread of its own (docs/measurements.md)
+SHOWN_AFTER_SECONDS = 2.0  # what is over sooner would only flicker
+HEARTBEAT_SECONDS = 30.0
+LOOK_SECONDS = 1.0  # between two looks at whether a heartbeat is due
+BAR_COLUMNS = 20
+LEAST_BAR_COLUMNS = 8  # where there is room for fewer, there is no bar but its numbers
+NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
+
+
+@dataclass
+class Bar:
+    """Something that takes long. A loop sets its fields, which costs nothing: the screen reads them when it draws."""
+
+    text: str
+    total: float | None = None  # None: nobody knows how much there is to do
+    done: float = 0
+    note: str = ""  # what else there is to show, such as the loss
+    is_run: bool = False  # a training run: shown at once, and without the seconds since it began
+    seconds_each: float | None = None  # how long a run takes for one
+    began: float = field(default_factory=time.monotonic)
+
+    def count(self) -> str:
+        """`142/560`, or `142` without a total."""
+        if self.total is None:
+            return f"{self.done:,.0f}" if self.done else ""
+        return f"{min(self.done, self.total):,.0f}/{self.total:,.0f}"
+
+    def facts(self) -> str:
+        """How long it has taken, how long it still takes, and the note."""
+        elapsed = time.monotonic() - self.began
+        each = self.seconds_each
+        parts = []
+        if not self.is_run:
+            parts.append(duration(elapsed))
+            each = elapsed / self.done if self.done else None
+        if self.total and each is not None and self.done < self.total:
+            parts.append(f"eta {duration(each * (self.total - self.done))}")
+        return "  ".join(filter(None, [*parts, self.note]))
+
+
+class Screen:
+    """Shows the bars of a command from a thread of its own, the outermost bar first."""
+
+    def __init__(self, is_terminal: bool):
+        self.bars: list[Bar] = []
+        self.phase = Bar("starting")  # shown where there is no bar
+        self.printed = time.monotonic()  # when the command printed its last line
+        self._closed = threading.Event()
+        self._live: Any = self._draw() if is_terminal else None
+        if not is_terminal:
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._live is not None
+
+    def close(self) -> None:
+        """Take the bars away; what was printed above them stays."""
+        self._closed.set()
+        if self._live is not None:
+            self._live.stop()
+
+    def _shown(self) -> list[Bar]:
+        now = time.monotonic()
+        shown = [one for one in list(self.bars) if one.is_run or now - one.began >= SHOWN_AFTER_SECONDS]
+        return shown or ([self.phase] if self.phase.text else [])
+
+    # ---------------------------------------------------------------------- a terminal
+
+    def _draw(self) -> Any:
+        from rich.console import Console  # here: a pipe does without it
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        # soft_wrap: the terminal breaks long lines, so that a path that is copied from one has no line end in it.
+        self._console = console = Console(soft_wrap=True, highlight=False)
+        self._spinner = Spinner("dots" if console.encoding.startswith("utf") else "line")
+        live = Live(
+            get_renderable=self._render, console=console, refresh_per_second=REDRAWN_PER_SECOND, transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
+        live.start()
+        console.show_cursor(True)  # a process that is killed could not bring it back
+        return live
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        shown = self._shown()
+        if not shown:
+            return Group()
+        names = [" " * place + one.text for place, one in enumerate(shown)]
+        counts = [one.count() for one in shown]
+        facts = [one.facts() for one in shown]
+        # Where it is narrow, the bars go first, then the ends of the facts. A gap of one column is between any two.
+        widths = [1, max(NAME_COLUMNS if self.bars else 0, *map(len, names)), max(map(len, counts))]
+        room = self._console.width - sum(widths) - 4
+        bar_columns = min(BAR_COLUMNS, room - max(map(len, facts)) - 1)
+        has_bars = bar_columns >= LEAST_BAR_COLUMNS and any(one.total for one in shown)
+        if has_bars:
+            widths.insert(2, bar_columns)
+            room -= bar_columns + 1
+        table = Table.grid(padding=(0, 1))
+        for width in widths:
+            table.add_column(width=width, no_wrap=True)
+        table.add_column(max_width=max(1, room), no_wrap=True, overflow="ellipsis", style="cyan")
+        for place, one in enumerate(shown):
+            cells: list[Any] = [" " if place else self._spinner, names[place]]
+            if has_bars:
+                cells.append(ProgressBar(one.total, one.done) if one.total else "")
+            table.add_row(*cells, counts[place], facts[place])
+        return table
+
+    # ---------------------------------------------------------------------- a pipe, a file
+
+    def _beat(self) -> None:
+        due = HEARTBEAT_SECONDS
+        while not self._closed.wait(LOOK_SECONDS):
+            silence = time.monotonic() - self.printed
+            if silence < HEARTBEAT_SECONDS:
+                due = HEARTBEAT_SECONDS
+            elif silence >= due and self._shown():
+                due = 2 * silence
+                parts = [" ".join(filter(None, (one.text, one.count(), one.facts()))) for one in self._shown()]
+                print(" | ".join(parts), flush=True)
+
+
+_screen: Screen | None = None  # of this process, which has one terminal
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    """Show what the block does, in a process of rank 0."""
+    global _screen
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield
+        return
+    _screen = Screen(is_terminal())
+    try:
+        yield
+    finally:
+        _screen.close()
+        _screen = None
+
+
+def is_terminal() -> bool:
+    """Whether standard output may have bars."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("CI") or os.environ.get("TERM", "dumb") in ("", "dumb")
+    return sys.stdout.isatty() and not plain
+
+
+def has_bars() -> bool:
+    """Whether bars are shown at present."""
+    return _screen is not None and _screen.is_terminal
+
+
+def printed() -> None:
+    """A line was printed: there is no need for a heartbeat."""
+    if _screen is not None:
+        _screen.printed = time.monotonic()
+
+
+def phase(text: str) -> None:
+    """What the command does from here on, outside of all bars; "" for what shows itself, such as another program."""
+    if _screen is not None:
+        _screen.phase = Bar(text)
+
+
+def begin(text: str, total: float | None = None, **fields: Any) -> Bar:
+    """Show a bar until `end`; `fields` are those of Bar."""
+    one = Bar(text, total, **fields)
+    if _screen is not None:
+        _screen.bars.append(one)
+    return one
+
+
+def end(one: Bar) -> None:
+    """Ending a bar twice is harmless."""
+    if _screen is not None:
+        _screen.bars = [other for other in _screen.bars if other is not one]
+
+
+@contextlib.contextmanager
+def bar(text: str, total: float | None = None, **fields: Any) -> Iterator[Bar]:
+    """Show a bar during the block."""
+    one = begin(text, total, **fields)
+    try:
+        yield one
+    finally:
+        end(one)
+
+
+def track(items: Iterable[T], text: str, total: float | None = None) -> Iterator[T]:
+    """The items, with a bar that counts them; `total` where they have no length."""
+    if total is None and isinstance(items, Collection):
+        total = len(items)
+    with bar(text, total) as one:
+        for item in items:
+            yield item
+            one.done += 1
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m12s`, `1h05m`, `3d07h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
