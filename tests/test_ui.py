@@ -5,8 +5,10 @@ first tests skip and say so.
 """
 
 import base64
+import codecs
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +25,8 @@ from typing import Any
 import pytest
 from test_scripts import call
 
+from nanochat.tasks.conversations import Conversations
+from nanochat.tasks.preferences import Preferences
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +111,20 @@ print("<b>not bold</b>")
 ```
 
 Last \\*plain\\* line."""
+
+
+# The tokens of a reply, each with its alternatives and their probabilities. One character is spread over two tokens.
+ODDS: list[tuple[bytes, dict[bytes, float]]] = [
+    (b"The", {b"The": 0.95, b"A": 0.03}),
+    (b" dragon", {b" fox": 0.6, b" dragon": 0.3, PAYLOADS[1].encode(): 0.1}),
+    (b" caf\xc3", {b" caf\xc3": 0.5, b"\xc3": 0.4}),
+    (b"\xa9", {b"\xa9": 0.4}),
+    (b"!", {b".": 0.9, b"!": 0.0001}),
+]
+
+
+def logprob_of(token: bytes, probability: float) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": math.log(probability)}
 
 
 class Script(ThreadingHTTPServer):
@@ -212,6 +230,17 @@ class Answer(BaseHTTPRequestHandler):
             self.event({"content": rest})
             self.event({"nanochat": {"kind": "python", "text": rest}})
             self.event({"nanochat": {"kind": "python_output", "text": rest}})
+        elif word == "odds":
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            for token, likely in ODDS:
+                others = [logprob_of(*other) for other in likely.items()]
+                logprobs = {"content": [{**logprob_of(token, likely[token]), "top_logprobs": others}]}
+                text = decoder.decode(token)
+                choice = {
+                    "delta": {"content": text} if text else {},
+                    "logprobs": logprobs if body.get("logprobs") else None,
+                }
+                self.raw(json.dumps({"choices": [choice]}))
         elif word == "more":
             self.event({"content": " and more"})
         else:
@@ -265,6 +294,7 @@ def contrast(one: str, other: str) -> float:
 def test_text_stands_out():
     """WCAG AA: 4.5 to 1 for text."""
     pairs = [(ink, paper) for ink in ("text", "quiet") for paper in ("page", "side", "raised", "soft")]
+    pairs += [("text", "mark"), *(("text", f"p{colour}") for colour in (1, 2, 3, 4))]  # the tokens' probabilities
     pairs += [("on-accent", "accent"), ("accent", "page"), ("text", "softer")]
     pairs += [("quiet", "danger-soft"), ("danger", "danger-soft")]
     found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
@@ -509,6 +539,99 @@ def test_drafts_survive_a_reload(server, open_page):
     assert page.input_value("#input") == ""
     page.click("#new")
     assert page.input_value("#input") == "another one"
+
+
+def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
+    page = open_page(server)
+    send(page, "odds")
+    assert "logprobs" not in server.bodies[-1] and not page.locator("[data-act=odds]").count()
+    page.click("#open-settings")
+    page.check("#set-probabilities")
+    page.keyboard.press("Escape")
+    send(page, "odds")
+    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
+    page.reload()
+    tokens = page.locator(".token")
+    assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
+    assert [name.split()[1] for name in tokens.evaluate_all("all => all.map((one) => one.className)")] == [
+        "p0",  # 95%
+        "p2",  # 30%
+        "p1",  # 50%
+        "p2",  # 40%
+        "p4",  # 0.01%
+    ]
+    assert page.locator(".legend").count() == 1  # the first reply has none
+    tokens.nth(1).hover()
+    odds = page.locator("#odds > div").all_inner_texts()
+    assert [text.split("\n") for text in odds] == [
+        ["␣fox", "60%"],
+        ["␣dragon", "30%"],
+        [PAYLOADS[1].replace(" ", "␣"), "10%"],
+    ]
+    assert page.evaluate("window.hurt") is None
+
+    # One stop for Tab; the arrow keys move on. A screen reader hears the same as the others see.
+    page.mouse.move(0, 0)
+    last(page).locator("[data-act=copy]").focus()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.ariaLabel") == "! <0.1%; . 90%"
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.textContent") == "é" and page.locator("#odds").is_visible()
+    page.set_viewport_size({"width": 360, "height": 720})
+    page.keyboard.press("Home")
+    assert page.evaluate("$('odds').getBoundingClientRect().right <= innerWidth")
+    page.keyboard.press("Escape")
+    assert not page.locator("#odds").is_visible()
+
+    # As Markdown again, for this reply alone. A conversation keeps a bounded number of tokens.
+    last(page).locator("[data-act=odds]").click()
+    assert last(page).locator(".prose").inner_text() == "The dragon café!" and not page.locator(".legend").count()
+    kept = page.evaluate(
+        """() => {
+             const node = shownPath(current).at(-1);
+             node.parts[0].tokens = Array(9000).fill(["x", 1]);
+             return cleanTalk(current).nodes[node.id].parts[0].tokens.length;
+           }"""
+    )
+    assert kept == 4000
+
+
+def test_conversations_become_training_data(server, open_page, tmp_path):
+    page = open_page(server)
+    assert page.locator("#set-system").count() == 1
+    page.evaluate("change('system', 'You are a fox.')")
+    send(page, "sum")
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("Five.")
+    page.keyboard.press("Control+Enter")
+    send(page, "long")  # cut: nothing to learn
+    page.click("#new")
+    send(page, "break")  # a failed reply alone is no example
+    page.click("#training-open")
+    files = {}
+    for name in ("dialogues", "pairs"):
+        with page.expect_download() as download:
+            page.click("#" + name)
+        files[name] = tmp_path / f"{name}.jsonl"
+        download.value.save_as(files[name])
+
+    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    asked = [{"role": "system", "content": "You are a fox."}, {"role": "user", "content": "sum"}]
+    edited = {"role": "assistant", "content": [*call, {"type": "text", "text": "Five."}]}
+    dialogues = Conversations("train", str(files["dialogues"]))
+    assert len(dialogues) == 1
+    messages = dialogues.example(0).messages
+    assert messages[:3] == [*asked, edited] and messages[3]["content"] == "long"
+    assert messages[4]["train"] is False and len(messages) == 5
+    # The edited version against one of the model's; its two are equal, and each is a pair.
+    rows = [json.loads(line) for line in files["pairs"].read_text().splitlines()]
+    assert len(rows) == 2
+    pair = Preferences("train", str(files["pairs"])).pair(0)
+    assert pair.question == asked and pair.chosen == edited
+    assert pair.rejected["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
 
 
 def test_tool_calls_are_cards_and_are_handed_back(server, open_page):
