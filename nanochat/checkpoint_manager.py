@@ -38,6 +38,7 @@ from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
 from nanochat.shell.untrusted import read_json, require_file
+from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
@@ -210,13 +211,19 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def write_model(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, meta: dict[str, Any]) -> dict[str, Any]:
+def write_model(
+    folder: Path,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    tokenizer_name: str = TOKENIZER_NAME,
+) -> dict[str, Any]:
     """Write what a later stage or the engine needs into a folder; returns the files for its manifest."""
     about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
     return {
         "model.safetensors": storage.write_tensors(folder / "model.safetensors", weights, about),
         "meta.json": storage.write_json(folder / "meta.json", meta),
-        "tokenizer.json": storage.facts(tokenizer.save(folder)),  # `save` flushes it
+        tokenizer_name: storage.facts(tokenizer.save(folder, tokenizer_name)),  # `save` flushes it
     }
 
 

@@ -70,6 +70,9 @@ SPLIT_PATTERN = "|".join(
 )
 
 FILE_NAME = "tokenizer.json"
+EXPORTED_NAME = (
+    "nanochat_tokenizer.json"  # the same where tokenizer.json is in Hugging Face's format (scripts/export.py)
+)
 FORMAT_VERSION = 1
 TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 
@@ -154,13 +157,13 @@ class Tokenizer:
         # Training is greedy: no merge depends on a later one. So one long training gives every smaller vocabulary.
         return Tokenizer(self.tokens[: vocab_size - len(self.special_ids)], self.pattern, list(self.special_ids))
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, name: str = FILE_NAME) -> Path:
         """Write `folder/tokenizer.json`, completely or not at all."""
-        path = Path(folder) / FILE_NAME
+        path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"version": FORMAT_VERSION, "sha256": self.fingerprint(), **self._definition()}
         # Write another file and rename it: a rename is atomic, so a kill never leaves half a tokenizer.
-        unfinished = path.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
+        unfinished = path.with_name(f"{name}.{os.getpid()}.tmp")
         with unfinished.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
             file.flush()
@@ -169,11 +172,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read and verify `folder/tokenizer.json`.
+        """Read and verify `folder/tokenizer.json`, or EXPORTED_NAME where there is one.
 
         Raises UserError: when it is missing, damaged, or of another format version.
         """
-        path = Path(folder) / FILE_NAME
+        path = Path(folder) / EXPORTED_NAME
+        if not path.exists():
+            path = Path(folder) / FILE_NAME
         try:
             content = read_json(path)
             if content["version"] != FORMAT_VERSION:

@@ -1,6 +1,7 @@
 """scripts.export: a folder of its own, exact in fp32, loaded and chatted with by its path."""
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPTConfig
 from nanochat.shell import cli, paths
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import chat_cli, export
 
 
@@ -37,7 +39,8 @@ def test_an_exported_folder_is_a_model(base, capsys, dtype):
     out = base / "made" / "here"
     call(export, "--to", "safetensors", "--source", "sft", "--out", str(out), "--dtype", dtype)
     files = {path.name for path in out.iterdir()}
-    assert files == {"model.safetensors", "config.json", "tokenizer.json", "meta.json", "manifest.json"}
+    tokenizers = {"tokenizer.json", "tokenizer_config.json", "nanochat_tokenizer.json"}
+    assert files == {"model.safetensors", "config.json", "meta.json", "manifest.json", *tokenizers}
     assert not out.with_name("here.tmp").exists()
     size = sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
     assert f"{size:,} bytes" in capsys.readouterr().out
@@ -89,3 +92,46 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
     if code == 1:
         assert err.count("\n") == 1
     assert not (base / "x").exists()
+
+
+def texts(count: int) -> list[str]:
+    """English, Chinese, emoji, code, numbers, white space, broken and spelled-out special tokens."""
+    draw = random.Random(0)
+    pieces = (
+        *(
+            "the",
+            " other",
+            " Don't",
+            "we'LL",
+            "从",
+            "你好",
+            "，",
+            "🙂",
+            "👩\u200d🚀",
+            "é",
+            "e\u0301",
+            "1234567",
+            " $1,234",
+        ),
+        *("  ", "\n\n", "\t", " \r\n ", "\u00a0", "\u3000", "def f(x):\n    return x", "...", "<|", "|>", "\x00", "ß"),
+        *("ﬁ", "\u0660\u0661", "𝔘", "नमस्ते", "\ufffd", *SPECIAL_TOKENS),
+    )
+    made = ["", *pieces]
+    for _ in range(count):
+        chosen = [draw.choice(pieces) for _ in range(draw.randint(1, 12))]
+        chosen += [chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x4E00, 0x9FA5), draw.randrange(0x250)]))]
+        made.append(draw.choice(["", " "]).join(draw.sample(chosen, len(chosen))))
+    return made
+
+
+def test_the_exported_tokenizer_json_is_hugging_faces():
+    """The same ids for thousands of texts, and no special token from any of them."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `clients` brings tokenizers")
+    sample = texts(3000)
+    ours = Tokenizer.train(sample[:600], 700)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(export.hugging_face_form(ours)))
+    assert theirs.get_vocab_size() == ours.vocab_size > 600
+    for text, encoded in zip(sample, theirs.encode_batch(sample), strict=True):
+        assert encoded.ids == ours.encode(text), repr(text)
+        assert theirs.decode(encoded.ids) == text
+    assert {name: theirs.token_to_id(name) for name in SPECIAL_TOKENS} == ours.special_ids
