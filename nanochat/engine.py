@@ -45,6 +45,7 @@ NO_ANSWER = "error"  # what the model reads after a call that the calculator can
 CACHE_STEP = 64  # attended_len grows by so many tokens, so that shapes repeat
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and is no faster a token
+SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their activations
 
 
@@ -384,13 +385,34 @@ class Slots:
         tokens = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
         lengths = torch.tensor([len(piece) for piece in pieces])
 
-        # Only keys and values are wanted: the logits of a prompt's tokens are never read.
-        cache = self.cache.view(slot, slot + len(pieces))
-        cache.position.fill_(filled)
-        self._attend_up_to(cache, filled + size)
-        self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
-        cache.position.add_(self.engine.device.to_device(lengths))
+        self._read(slot, tokens, lengths, filled)  # keys and values: the logits of a prompt's tokens are not wanted
         return tokens.numel()
+
+    @torch.inference_mode()
+    def score(self, slot: int, tokens: Sequence[int], filled: int, logprobs: int) -> list[list[float]]:
+        """Read all but the last of these tokens as `prefill` does; returns numbers as in `NewToken.logprobs` for each
+        token after the first."""
+        size = _round_up(len(tokens) - 1, CHUNK_STEP)
+        piece = torch.tensor([[*tokens[:-1], *[0] * (size - len(tokens) + 1)]])
+        hidden = self._read(slot, piece, torch.tensor([len(tokens) - 1]), filled)[0]  # (size, C)
+        following = torch.zeros(size, dtype=torch.long)
+        following[: len(tokens) - 1] = torch.tensor(tokens[1:])
+        following = self.engine.device.to_device(following)
+        # A slice at a time: the logits of 256 tokens over a vocabulary of 150,000 would take 150 MB, twice.
+        rows: list[list[float]] = []
+        for begin in range(0, size, SCORED_AT_ONCE):
+            part = slice(begin, begin + SCORED_AT_ONCE)
+            rows += _logprob_table(self.engine.model.logits(hidden[part]), following[part], logprobs).tolist()
+        return rows[: len(tokens) - 1]
+
+    def _read(self, slot: int, tokens: Tensor, lengths: Tensor, filled: int) -> Tensor:
+        """Feed tokens (B, T) to the slots from `slot` on; returns hidden states (B, T, C)."""
+        cache = self.cache.view(slot, slot + len(tokens))
+        cache.position.fill_(filled)
+        self._attend_up_to(cache, filled + tokens.size(1))
+        hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
+        cache.position.add_(self.engine.device.to_device(lengths))
+        return hidden
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -518,9 +540,7 @@ class Slots:
         if logprobs < 0:
             chosen = tokens.tolist()
         else:
-            logprob = logits.log_softmax(dim=-1)
-            best = logprob.topk(min(logprobs, logprob.size(-1)), dim=-1)
-            columns = (tokens[:, None].float(), logprob.gather(1, tokens[:, None]), best.values, best.indices.float())
+            columns = (tokens[:, None].float(), _logprob_table(logits, tokens, logprobs))
             table = torch.cat(columns, dim=1).tolist()
             chosen = [int(numbers[0]) for numbers in table]
             likely = [numbers[1:] for numbers in table]
@@ -573,6 +593,13 @@ class Slots:
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return self.engine.device.to_device(torch.tensor(numbers))
+
+
+def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
+    """For each row of logits (B, V) the logprob of its token, those of the n likeliest, and their ids: (B, 1 + 2n)."""
+    logprob = logits.log_softmax(dim=-1)
+    best = logprob.topk(min(alternatives, logprob.size(-1)), dim=-1)
+    return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)
 
 
 class Recorded:

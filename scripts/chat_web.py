@@ -11,6 +11,7 @@ import contextlib
 import gc
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import sys
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 from nanochat.shell.cli import Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.shell.untrusted import printable
 
+MAX_NAME = 100  # characters of --name
 IDLE_SECONDS = 5  # a connection may wait so long for its next request
 
 
@@ -31,6 +33,7 @@ class Config:
     source: str = "auto"  # a stage, or a checkpoint's folder; auto: the furthest trained of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
+    name: str = ""  # of the model, for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
     host: str = "127.0.0.1"  # address to listen on; any but this machine's own needs a key, by default a random one
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
     api_key: str | None = None  # clients must send it; default: NANOCHAT_API_KEY; "none": no key is needed
@@ -38,6 +41,7 @@ class Config:
     # Further host names for this server, separated by commas; "*": any. By default this machine's own, or any with a
     # key where others can reach it.
     allowed_hosts: str = ""
+    allowed_origins: str = ""  # sites whose pages may use the API, separated by commas: https://chat.example.org
     slots: Positive = 16  # replies generated at once
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
@@ -108,6 +112,9 @@ def check(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.checkpoint_manager import find_source
 
+    if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
+        raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
+    allowed_origins(config)  # or raises
     find_source(config.source, config.model_tag, config.step)
     kind = devices.kind_of(config.device)
     devices.records(kind, config.graphs)  # or raises
@@ -120,7 +127,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
     def load() -> LoadedModel:
         from nanochat import device as devices
-        from nanochat.checkpoint_manager import load_model, tag_of
+        from nanochat.checkpoint_manager import load_model, tag_of, weights_sha256
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import Scheduler
@@ -153,16 +160,18 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         return LoadedModel(
             scheduler,
             tokenizer,
-            name=f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
+            name=config.name or f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
             context=model.config.sequence_len,
             chats=meta["stage"] != "base",
             created=int(time.time()),
+            fingerprint=f"fp_{weights_sha256(Path(meta['folder']))[:12]}",
             sampling=SamplingParams(**meta["sampling"]),
             about=about,
         )
 
     hosts = allowed_hosts(config, config.api_key)
-    return create_app(load, api_key=config.api_key, hosts=hosts, on_failure=on_failure)
+    origins = allowed_origins(config)
+    return create_app(load, api_key=config.api_key, hosts=hosts, origins=origins, on_failure=on_failure)
 
 
 def __getattr__(name: str) -> Any:
@@ -259,6 +268,16 @@ def allowed_hosts(config: Config, key: str | None) -> tuple[str, ...]:
     if key is None or further:
         return (*LOOPBACK, socket.gethostname().lower(), ANY_ADDRESS, *further)
     return ()
+
+
+def allowed_origins(config: Config) -> tuple[str, ...]:
+    """The sites of --allowed_origins, as browsers write them. Raises UserError: when one is no site."""
+    origins = tuple(name.strip().lower() for name in config.allowed_origins.split(",") if name.strip())
+    for origin in origins:
+        # "*" would let every page that a person opens use the server through their browser.
+        if not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", origin):
+            raise UserError(f"--allowed_origins {origin}: name each site as https://chat.example.org, without a path")
+    return origins
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import tiny
+import torch
 from test_serve import CONTEXT, KEY, error_of, serving, until
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
@@ -22,6 +23,7 @@ from nanochat.serve.state import LoadedModel
 openai = pytest.importorskip("openai", reason="the extra `dev` brings openai")
 
 MODEL = "tiny"
+KEY_HEADER = {"authorization": f"Bearer {KEY}"}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
@@ -37,7 +39,7 @@ def app(engine: Engine) -> Any:
     def load() -> LoadedModel:
         scheduler = Scheduler(engine, slots=4, queue=16)
         scheduler.start()
-        return LoadedModel(scheduler, engine.tokenizer, MODEL, CONTEXT, chats=True, created=1)
+        return LoadedModel(scheduler, engine.tokenizer, MODEL, CONTEXT, chats=True, created=1, fingerprint="fp_0123")
 
     return create_app(load, api_key=KEY)
 
@@ -290,6 +292,106 @@ def test_parts_of_a_character_have_names_and_places_of_their_own(engine: Engine)
     assert lists["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "bytes:\\xc3"]
     assert lists["text_offset"] == [0, 0, 1, 2]
     assert lists["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.0}
+
+
+def test_an_echo_measures_the_prompt(client: Any, engine: Engine):
+    """`tokens` are the client's: the begin token is added before them, and listed only where the client sent it."""
+    text = "the other then"
+    ids = engine.tokenizer.encode(text)
+    bos = engine.tokenizer.get_bos_token_id()
+    measure: Any = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = complete(client, prompt=text, **measure).choices
+    lists = choice.logprobs
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert lists.tokens == [engine.tokenizer.decode([one]) for one in ids] and "".join(lists.tokens) == text
+    assert lists.text_offset == [len(engine.tokenizer.decode(ids[:place])) for place in range(len(ids))]
+    assert lists.token_logprobs[0] is None and lists.top_logprobs[0] is None
+    assert all(logprob < 0 for logprob in lists.token_logprobs[1:])
+    assert all(len(best) == 1 for best in lists.top_logprobs[1:])
+    assert complete(client, prompt=ids, **measure).choices[0].logprobs == lists
+    begun = complete(client, prompt=[bos, *ids], **measure)
+    assert begun.choices[0].text == text and begun.choices[0].logprobs.tokens[0] == "<|bos|>"
+    assert begun.choices[0].logprobs.token_logprobs[2:] == lists.token_logprobs[1:]
+    assert begun.usage.prompt_tokens == 1 + len(ids) and begun.usage.completion_tokens == 0
+
+    # With a reply: after the prompt come the reply's own text and entries, streamed or not.
+    reply = complete(client, prompt=text, max_tokens=5, logprobs=1).choices[0]
+    whole = complete(client, prompt=text, max_tokens=5, logprobs=1, echo=True).choices[0]
+    assert whole.text == text + reply.text
+    assert whole.logprobs.token_logprobs[: len(ids)] == lists.token_logprobs
+    made = reply.logprobs.token_logprobs
+    assert whole.logprobs.token_logprobs[len(ids) :][: len(made)] == made
+    chunks = [
+        chunk.choices[0] for chunk in complete(client, prompt=text, max_tokens=5, echo=True, logprobs=1, stream=True)
+    ]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.token_logprobs]
+    assert streamed == whole.logprobs.token_logprobs
+    assert complete(client, prompt=text, max_tokens=0).choices[0].text == ""
+
+
+def test_a_prompt_as_long_as_the_context_is_measured(client: Any):
+    ids = [65] * (CONTEXT - 1)
+    lists = complete(client, prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
+    assert len(lists.token_logprobs) == CONTEXT - 1
+
+
+def test_the_requests_of_lm_eval(client: Any, engine: Engine):
+    """Its `local-completions` measures how likely a continuation is, as texts and as token ids."""
+    pairs = [("the ", "other"), ("then", " the an"), ("an ", "x")]
+    for as_ids in (False, True):
+        prompts: list[Any] = [context + continuation for context, continuation in pairs]
+        lengths = [len(engine.tokenizer.encode(context)) for context, _ in pairs]
+        encoded = [engine.tokenizer.encode(prompt) for prompt in prompts]
+        answer = complete(client, prompt=encoded if as_ids else prompts, max_tokens=1, logprobs=1, seed=1234, echo=True)
+        for choice, ids, length in zip(answer.choices, encoded, lengths, strict=True):
+            logprobs = choice.logprobs.token_logprobs[length:-1]
+            best = [max(top.values()) for top in choice.logprobs.top_logprobs[length:-1]]
+            row = [engine.tokenizer.get_bos_token_id(), *ids]
+            with torch.no_grad():
+                exact = engine.model(torch.tensor([row]))[0].log_softmax(dim=-1)
+            wanted = [float(exact[place, row[place + 1]]) for place in range(length, len(ids))]
+            assert logprobs == pytest.approx(wanted, abs=1e-4)
+            assert best == pytest.approx([float(exact[place].max()) for place in range(length, len(ids))], abs=1e-4)
+
+
+def test_tokens_of_a_prompt_that_was_read_for_another_one_are_cached(client: Any):
+    usage = complete(client, prompt=["the other"] * 2, n=2, max_tokens=2).usage
+    alone = complete(client, prompt="the other", n=2, max_tokens=2).usage
+    assert alone.prompt_tokens_details.cached_tokens == 0
+    assert usage.prompt_tokens == 2 * alone.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens == alone.prompt_tokens - 1
+
+
+def test_the_stable_name_and_the_fingerprint(client: Any):
+    for answer in (chat(client, model="nanochat"), complete(client, model="nanochat")):
+        assert (answer.model, answer.system_fingerprint) == (MODEL, "fp_0123")
+    assert {chunk.system_fingerprint for chunk in chat(client, stream=True)} == {"fp_0123"}
+    assert client.models.retrieve("nanochat").id == MODEL and len(client.models.list().data) == 1
+
+
+def test_texts_and_conversations_are_tokenized_as_the_model_reads_them(client: Any, engine: Engine):
+    def post(path: str, **body: Any) -> Any:
+        answer = httpx.post(f"{client.base_url.copy_with(path=path)}", json=body, headers=KEY_HEADER)
+        return answer.json() if answer.status_code == 200 else error_of(answer)["param"]
+
+    text = "the 从 <|bos|>"
+    plain = engine.tokenizer.encode(text)
+    bos = engine.tokenizer.get_bos_token_id()
+    answer = post("/tokenize", prompt=text, return_token_strs=True)
+    assert answer["tokens"] == [bos, *plain] and answer["count"] == 1 + len(plain)
+    assert answer["max_model_len"] == CONTEXT and answer["token_strs"][:3] == ["<|bos|>", "the", " "]
+    assert post("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == plain
+    assert post("/tokenize", prompt="<|bos|>", add_special_tokens=False)["tokens"] == [bos]
+    info = httpx.get(f"{client.base_url.copy_with(path='/tokenizer_info')}", headers=KEY_HEADER).json()
+    assert info == {"bos_token": "<|bos|>", "eos_token": "<|assistant_end|>"}
+    conversation = post("/tokenize", model="nanochat", messages=HELLO)
+    assert conversation["tokens"] == render_prompt(engine.tokenizer, HELLO) and conversation["token_strs"] is None
+    assert post("/detokenize", tokens=plain) == {"prompt": text}
+    assert post("/detokenize", tokens=[bos]) == {"prompt": "<|bos|>"}
+    assert post("/detokenize", tokens=[100_000]) == post("/detokenize", tokens=[0] * 100_001) == "tokens"
+    assert post("/tokenize", prompt="x" * 200_000) == post("/tokenize", prompt="x" * 900_000) == "prompt"
+    assert post("/tokenize", messages=[{"role": "assistant", "content": "x"}]) == "messages"
 
 
 def test_sixteen_tokens_where_none_are_named(client: Any):

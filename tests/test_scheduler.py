@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tiny import SHAPES, tiny_tokenizer
 
 from nanochat import engine as engines
 from nanochat.engine import Engine, SamplingParams
-from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut
+from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut, TokenLogprob
 
 CONTEXT = 80
 make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
@@ -216,6 +217,67 @@ def test_penalties_count_the_replys_tokens_and_not_the_prompts(running: Any, mon
     ):
         sampling = SamplingParams(temperature=0, **settings)
         assert tokens_of(scheduler.submit(Request((*prompt_of(5), 70), 6, sampling))) == expected
+
+
+def echo_of(stream: Stream) -> tuple[str, list[TokenLogprob]]:
+    chunks = list(stream)
+    return "".join(chunk.text for chunk in chunks), [one for chunk in chunks for one in chunk.logprobs]
+
+
+@torch.no_grad()
+def test_an_echo_has_the_models_logprobs_of_the_prompt(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in pieces, alone, next to running rows, and copied for a second choice: the same numbers."""
+    monkeypatch.setattr(engines, "SCORED_AT_ONCE", 5)
+    engine = make_engine()
+    scheduler = running(engine)
+    prompt = prompt_of(50)
+    request = Request(prompt, 0, GREEDY, logprobs=2, echo=47)
+    sizes = {len(chunk.logprobs) for chunk in scheduler.submit(request)}
+    assert max(sizes) == 1, "the event loop writes a few chunks at a time"
+    text, alone = echo_of(scheduler.submit(request))
+    assert text == b"".join(engine.tokenizer.tokens[token] for token in prompt[3:]).decode(errors="replace")
+    assert [one.token_id for one in alone] == list(prompt[3:]) and alone[0] == TokenLogprob(prompt[3], None)
+    exact = engine.model(torch.tensor([prompt]))[0].log_softmax(dim=-1)
+    for place, one in enumerate(alone[1:], 4):
+        assert one.logprob == pytest.approx(float(exact[place - 1, prompt[place]]), abs=1e-4)
+        assert one.alternatives[0][1] == pytest.approx(float(exact[place - 1].max()), abs=1e-4)
+        assert one.alternatives[0][0] == int(exact[place - 1].argmax())
+
+    neighbour = scheduler.submit(Request(prompt_of(9), 70, SamplingParams(seed=1)))
+    wait_until(lambda: neighbour.completion_tokens > 0)
+    streams = scheduler.submit_all([replace(request, max_tokens=3)] * 2)
+    for stream, cached in zip(streams, (0, 49), strict=True):
+        _, entries = echo_of(stream)
+        assert entries[:47] == alone and len(entries) == 50 and stream.cached_tokens == cached
+    neighbour.cancel()
+
+
+def test_an_echo_lists_the_token_that_ends_the_reply(running: Any) -> None:
+    """lm-eval measures a text with max_tokens 1 and drops the last entry: there must be one."""
+    engine = make_engine()
+    request = Request(prompt_of(9), 1, GREEDY, logprobs=0, echo=9)
+    _, entries = echo_of(running(engine).submit(request))
+    engine.stop_ids = {entries[-1].token_id}
+    _, stopped = echo_of(running(engine).submit(request))
+    assert stopped == entries and len(entries) == 10
+
+
+def test_logprobs_are_those_of_the_text_that_a_stop_string_leaves(running: Any) -> None:
+    engine = make_engine()
+    tokens = engine.tokenizer.tokens
+    words = {size: [token for token in range(len(tokens)) if len(tokens[token]) == size] for size in (1, 3)}
+    bias = {token: 12.0 for token in words[3]} | {token: 6.0 for token in words[1][97:122]}
+    free = Request(prompt_of(9), 20, SamplingParams(seed=3), logprobs=0, logit_bias=bias)
+    scheduler = running(engine)
+    text, entries = echo_of(scheduler.submit(free))
+    assert "".join(engine.tokenizer.decode([one.token_id]) for one in entries) == text
+    for begin in range(len(text) - 6):
+        stop = text[begin : begin + 5]
+        shown, kept = echo_of(scheduler.submit(replace(free, stop=(stop, "th\0"))))
+        assert shown == text[: text.index(stop)]
+        whole = "".join(engine.tokenizer.decode([one.token_id]) for one in kept)
+        last = engine.tokenizer.decode([kept[-1].token_id]) if kept else ""
+        assert whole.startswith(shown) and len(whole) - len(shown) < max(1, len(last)), stop
 
 
 def test_a_stop_id_ends_the_reply_and_is_not_in_it(running: Any) -> None:

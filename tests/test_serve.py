@@ -33,7 +33,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from nanochat.checkpoint_manager import load_model
+from nanochat.checkpoint_manager import load_model, weights_sha256
 from nanochat.engine import Engine
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
@@ -735,7 +735,7 @@ def test_a_reader_that_stops_is_dropped_and_the_others_continue():
 # ---------------------------------------------------------------------- S6: nobody uninvited
 
 
-def test_with_a_key_every_route_but_health_and_the_page_requires_it():
+def test_with_a_key_every_route_but_the_probes_and_the_page_requires_it():
     app = make_app(api_key=KEY)
     paths = {route.path for route in app.routes if isinstance(route, Route)}
     assert {"/", "/health", "/ready", "/metrics", "/v1/models", CHAT, "/openapi.json"} <= paths
@@ -743,13 +743,16 @@ def test_with_a_key_every_route_but_health_and_the_page_requires_it():
     with client_of(app) as ask:
         for path in (*paths, "/v1/models/tiny", "/nowhere"):
             for method in ("GET", "POST", "HEAD", "OPTIONS"):
-                is_open = path in ("/", "/health") and method in ("GET", "HEAD")
+                is_open = path in ("/", "/health", "/ready") and method in ("GET", "HEAD")
                 for headers in wrong:
                     assert (ask(method, path, headers=headers).status_code != 401) == is_open, (method, path, headers)
             assert ask("GET", path, headers={"authorization": f"Bearer {KEY}"}).status_code != 401
         answer = ask("GET", "/v1/models", headers={"authorization": "Bearer \xff\xfe".encode("latin-1")})
         assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
         assert ask("GET", "/v1/models", params={"key": KEY}).status_code == 401  # an address may end up in a log
+        assert ask("GET", "/ready").json() == {"status": "ready"}  # nothing of the model
+        for path in ("/tokenize", "/detokenize"):
+            assert ask("POST", path, json={}).status_code == 401
 
 
 def test_pages_elsewhere_are_refused(ask: Any, port: int):
@@ -768,6 +771,34 @@ def test_pages_elsewhere_are_refused(ask: Any, port: int):
         assert ask_any("GET", "/health", headers={"host": "anything.example"}).status_code == 200
     two_hosts = exchange(port, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n")
     assert two_hosts.startswith(b"HTTP/1.1 400 ")
+
+
+def test_pages_of_named_origins_may_use_the_api():
+    chosen = "https://chat.example.org"
+    flags = chat_web.Config(allowed_origins=f" {chosen} , http://[::1]:3000")
+    origins = chat_web.allowed_origins(flags)
+    assert origins == (chosen, "http://[::1]:3000")
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-os",
+    }
+    with client_of(make_app(api_key=KEY, origins=origins)) as ask:
+        answer = ask("OPTIONS", CHAT, headers={"origin": chosen, **preflight})  # a browser sends no key with it
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == chosen
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+        assert "access-control-allow-credentials" not in answer.headers
+        key = {"authorization": f"Bearer {KEY}"}
+        answer = ask("POST", CHAT, json={**HELLO, "max_tokens": 1}, headers={"origin": chosen, **key})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == chosen
+        assert "Origin" in answer.headers["vary"]
+        answer = ask("POST", CHAT, json=HELLO, headers={"origin": chosen})  # the page can read why
+        assert answer.status_code == 401 and answer.headers["access-control-allow-origin"] == chosen
+        for method in ("OPTIONS", "POST"):
+            answer = ask(method, CHAT, headers={"origin": "https://evil.example", **preflight, **key})
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+    for wrong in ("*", "chat.example.org", "https://chat.example.org/", "null", "https://a b"):
+        with pytest.raises(cli.UserError, match="--allowed_origins"):
+            chat_web.allowed_origins(chat_web.Config(allowed_origins=wrong))
 
 
 def test_every_response_carries_the_strict_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -1050,6 +1081,17 @@ def test_sigterm_ends_every_stream_with_a_final_event():
 # ---------------------------------------------------------------------- replies
 
 
+def test_logprobs_of_a_chat_are_those_of_its_content():
+    """A calculator call is in no content, so its tokens are in no list."""
+    serializer = ChatSerializer(loaded(FakeScheduler()))
+    call, text = TokenLogprob(50, -1.0), TokenLogprob(65, -0.5)
+    assert serializer.chunk(0, Chunk((50,), "2", kind="python", logprobs=(call,)))["logprobs"] is None
+    for chunk in (Chunk((50,), "2", kind="python", logprobs=(call,)), Chunk((65,), "A", logprobs=(text,))):
+        serializer.add(0, chunk)
+    (choice,) = json.loads(b"".join(serializer.whole({})))["choices"]
+    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"] == "A"
+
+
 def test_a_chat_reply_and_its_stream_are_the_same():
     with client_of(make_app(FakeScheduler(calls=True))) as ask:
         body = {**HELLO, "max_tokens": 4, "n": 2, "seed": 5}
@@ -1213,9 +1255,11 @@ def test_a_request_is_drawn_as_the_checkpoint_says_field_by_field():
 
 def test_the_model_list_has_the_facts_of_the_checkpoint(tmp_path: Path):
     folder = checkpoint(tmp_path, pretraining={"data": "/home/me/books"}, tasks=["stories"], sampling={"min_p": 0.2})
-    config = chat_web.Config(source=str(folder), device="cpu", slots=1)
+    config = chat_web.Config(source=str(folder), device="cpu", slots=1, name="my model")
     try:
         with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+            reply = ask("POST", COMPLETIONS, json={"model": "nanochat", "prompt": "a", "max_tokens": 0}).json()
+            assert reply["model"] == "my model" and reply["system_fingerprint"] == f"fp_{weights_sha256(folder)[:12]}"
             (shown,) = ask("GET", "/v1/models").json()["data"]
             answer = ask("GET", f"/v1/models/{shown['id']}").json()
     finally:
@@ -1270,6 +1314,8 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             ("--host 0.0.0.0 --api_key short", "--api_key"),
             ("--api_key_file /nowhere/key", "/nowhere/key"),
             (f"--source {folder} --device gpu", "--device 'gpu'"),
+            (f"--source {folder} --allowed_origins *", "--allowed_origins *"),
+            (f"--source {folder} --name " + "x" * 101, "--name"),
             (f"--source {folder} --device cpu --graphs on", "--graphs on"),
             (f"--source {folder} --port {taken.getsockname()[1]}", f"--port {taken.getsockname()[1]}"),
             (f"--source {folder} --host 192.0.2.1 --api_key none", "--host 192.0.2.1"),

@@ -21,22 +21,32 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.middleware import AccessMiddleware, error_response, load_page, read_limited
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
-from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
+from nanochat.serve.schema import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Strict,
+    TokenizeBody,
+    read_body,
+)  # fmt: skip
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
 STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
@@ -47,13 +57,15 @@ def create_app(
     *,
     api_key: str | None = None,
     hosts: Sequence[str] = LOOPBACK,
+    origins: Sequence[str] = (),
     grace: float = GRACE_SECONDS,
     stall_seconds: float = STALL_SECONDS,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> FastAPI:
     """The ASGI application. `load` runs on a thread once the server has started; until it returns, /ready responds 503.
 
-    `hosts` are the names by which a request may call this server, () for any. `on_failure` is called with the error
+    `hosts` are the names by which a request may call this server, () for any; `origins` the other sites whose pages may
+    use it. `on_failure` is called with the error
     when the model could not be loaded or its device stopped working.
     """
     state = ServerState(load, grace, on_failure)
@@ -70,7 +82,12 @@ def create_app(
     app = FastAPI(title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.nanochat = state
     app.add_middleware(
-        AccessMiddleware, state=state, api_key=api_key, hosts=tuple(hosts), content_policy=content_policy
+        AccessMiddleware,
+        state=state,
+        api_key=api_key,
+        hosts=tuple(hosts),
+        origins=tuple(origins),
+        content_policy=content_policy,
     )
 
     # ------------------------------------------------------------------ errors
@@ -93,10 +110,12 @@ def create_app(
         """The process is alive."""
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """The model is loaded and takes requests; 503 otherwise."""
-        return {"status": "ready", "model": state.ready_model().name}
+        state.ready_model()
+        return {"status": "ready"}  # not which model: this route needs no key
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
@@ -123,25 +142,50 @@ def create_app(
     async def completions(request: Request) -> Response:
         return await generate(request, CompletionBody)
 
+    @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """vLLM's: token ids of a text or of a conversation."""
+        content = await read_limited(request)
+        return await parsed(
+            content, lambda: _json(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
+        )
+
+    @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """vLLM's: the text of token ids."""
+        content = await read_limited(request)
+        return await parsed(
+            content, lambda: _json(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content)))
+        )
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str]:
+        """vLLM's, as far as lm-eval needs it: it then tokenizes with this server, and needs no tokenizer of its own."""
+        end = "<|assistant_end|>" if state.ready_model().chats else "<|bos|>"
+        return {"bos_token": "<|bos|>", "eos_token": end}
+
     parsing = asyncio.Lock()
+
+    async def parsed(content: bytes, parse: Callable[[], Result]) -> Result:
+        # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
+        # two bodies the event loop must get its turn.
+        if len(content) <= INLINE_BYTES:
+            return parse()
+        async with parsing:
+            return await asyncio.to_thread(parse)
 
     async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
         # 1. Take in the body. FastAPI could read and check it by itself, but it describes every mistake in it: a body
         #    with 100,000 unknown fields would hold the event loop for seconds.
         content = await read_limited(request)
 
-        # 2. Check its fields and tokenize its prompts, a long body on another thread. Only one at a time is parsed
-        #    there, because parsing holds Python's lock, and between two bodies the event loop must get its turn.
+        # 2. Check its fields and tokenize its prompts.
         def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
             body = read_body(body_type, content)
             loaded = state.ready_model()
             return loaded, body, prompts.encode_prompts(loaded, body)
 
-        if len(content) <= INLINE_BYTES:
-            loaded, body, encoded = parse()
-        else:
-            async with parsing:
-                loaded, body, encoded = await asyncio.to_thread(parse)
+        loaded, body, encoded = await parsed(content, parse)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
         queue = ChunkQueue()
@@ -153,7 +197,7 @@ def create_app(
             serializer_type(loaded, encoded[0].first_message_read),
             queue,
             streams,
-            prompt_tokens=sum(len(prompt.ids) for prompt in encoded),
+            prompt_tokens=[len(prompt.ids) for prompt in encoded],
             as_events=bool(body.stream),
             include_usage=body.include_usage,
             stall_seconds=stall_seconds,
@@ -165,8 +209,9 @@ def create_app(
 
     def openapi() -> dict[str, Any]:
         description = describe_routes()
-        bodies = [(ChatBody, "validation"), (CompletionBody, "validation")]
-        _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+        _, schemas = models_json_schema(
+            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+        )
         description.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         return description
 
@@ -174,7 +219,11 @@ def create_app(
     return app
 
 
-def _describe(body: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+def _json(content: dict[str, Any]) -> Response:
+    return JSONResponse(content)
+
+
+def _describe(body: type[Strict]) -> dict[str, Any]:
     """What /openapi.json says of a route that reads its body by itself."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}

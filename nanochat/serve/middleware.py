@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,7 +27,7 @@ MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
 BODY_SECONDS = 30.0  # a client has so long to send a body
 LINGER_SECONDS = 2.0  # the server discards so much of a refused body before it closes the connection
-OPEN_PATHS = ("/health", "/")  # need no key
+OPEN_PATHS = ("/health", "/ready", "/")  # need no key, and tell nothing of the model
 ANY_ADDRESS = "any address"  # among the hosts: an IP address instead of a name
 PAGE = Path(__file__).parent / "ui.html"
 SECURITY_HEADERS = {
@@ -42,16 +43,32 @@ class AccessMiddleware:
     """Checks each request before any route runs, and adds the security headers to each response.
 
     `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
-    address: a browser sends one only to the server that has it.
+    address: a browser sends one only to the server that has it. `origins` are the other sites whose pages may use the
+    server, such as "https://chat.example.org".
     """
 
     def __init__(
-        self, app: ASGIApp, state: ServerState, api_key: str | None, hosts: tuple[str, ...], content_policy: str
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        api_key: str | None,
+        hosts: tuple[str, ...],
+        origins: tuple[str, ...],
+        content_policy: str,
     ):
         self.app = app
         self.state = state
         self.api_key = api_key
         self.hosts = hosts
+        self.origins = origins
+        # Inside of it runs the check of the key: a browser sends none when it asks whether a page may send a request
+        # (preflight), and shows a page the 401 only with the headers that this adds.
+        methods = ("GET", "POST")
+        self.answer: ASGIApp = self.answer_caller
+        if origins:
+            self.answer = CORSMiddleware(
+                self.answer_caller, origins, methods, allow_headers=("*",), expose_headers=("retry-after",)
+            )
         self.response_headers = {**SECURITY_HEADERS, "content-security-policy": content_policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +90,9 @@ class AccessMiddleware:
             await send(message)
 
         try:
-            refusal = self.check(scope)
+            refusal = self.check_origin(scope)
             if refusal is None:
-                await self.app(scope, receive, send_with_headers)
+                await self.answer(scope, receive, send_with_headers)
             else:
                 await _refuse(refusal, receive, send_with_headers)
         except Exception as error:
@@ -85,8 +102,15 @@ class AccessMiddleware:
             failure = ApiError(500, "the server failed on this request; its log names the line")
             await error_response(failure)(scope, receive, send_with_headers)
 
-    def check(self, scope: Scope) -> ApiError | None:
-        """Returns the error to refuse this request with, or None to let it through."""
+    async def answer_caller(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self.check_key(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await _refuse(refusal, receive, send)
+
+    def check_origin(self, scope: Scope) -> ApiError | None:
+        """Returns the error to refuse this request with because of where it comes from, or None."""
         # The size of the head. connection.py bounds it earlier; this check also holds under gunicorn.
         lengths = [len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]]
         if len(scope["path"]) + len(scope["query_string"]) + sum(lengths) > MAX_HEAD:
@@ -104,11 +128,16 @@ class AccessMiddleware:
             message = "this server is not known by that host name: add it to --allowed_hosts"
             return ApiError(403, message, code="host_not_allowed")
 
-        # The Origin: a browser names the page that sends a request. CORS is off, so it can only be our own page.
+        # The Origin: a browser names the page that sends a request. It is our own page, or one that is allowed by name.
         origin = headers.get("origin")
-        if origin is not None and origin.lower().partition("://")[2] != host:
-            return ApiError(403, "requests from other sites' pages are refused", code="origin_not_allowed")
+        if origin is not None and origin.lower().partition("://")[2] != host and origin not in self.origins:
+            message = "requests from other sites' pages are refused: --allowed_origins names those that are not"
+            return ApiError(403, message, code="origin_not_allowed")
+        return None
 
+    def check_key(self, scope: Scope) -> ApiError | None:
+        """Returns the error to refuse this request with because of its key or size, or None."""
+        headers = Headers(scope=scope)
         # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
         is_open = scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
         if self.api_key is not None and not is_open:

@@ -1,16 +1,19 @@
 """From a checked body to requests for the scheduler: which tokens the model reads, and whether they fit its context."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
-from nanochat.serve.schema import ApiError, ChatBody, CompletionBody
+from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
 
 # Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
 # many are 15 MB and take half a second to write, spread over the reply's tokens.
 MAX_LOGPROBS = 250_000
+MAX_TOKENIZED = 100_000  # tokens of /tokenize and /detokenize
+ALIAS = "nanochat"  # a name for whatever model is loaded, so that a client's settings survive the next training
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,20 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
         raise ApiError(400, f"{message}; request fewer", param="n")
     if isinstance(body, CompletionBody):
         return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
+    check_chats(model)
+    return [encode_chat(model, body)]
+
+
+def check_chats(model: LoadedModel) -> None:
+    """Raises ApiError: 400 when the model has not learned to chat."""
     if not model.chats:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
-    return [encode_chat(model, body)]
 
 
 def check_model_name(model: LoadedModel, name: str | None) -> None:
     """Raises ApiError: 404 when a request names another model."""
-    if name is not None and name != model.name:
-        message = f"there is no such model: this server has {model.name}"
+    if name not in (None, ALIAS, model.name):
+        message = f"there is no such model: this server has {model.name}, which is also called {ALIAS}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -68,9 +76,56 @@ def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
         check_length(model, [prompt])
         return model.tokenizer.encode(prompt, prepend=bos)
     vocabulary = len(model.tokenizer.tokens)  # without the special tokens
+    prompt = prompt[_is_begun(model, prompt) :]
     if not all(0 <= token < vocabulary for token in prompt):
         raise ApiError(400, f"token ids are 0 to {vocabulary - 1}, without the special tokens", param="prompt")
     return [bos, *prompt]
+
+
+def _is_begun(model: LoadedModel, prompt: str | list[int]) -> bool:
+    """Whether a client's prompt has the begin token; clients that tokenize by themselves (lm-eval) may send it."""
+    return isinstance(prompt, list) and prompt[:1] == [model.tokenizer.get_bos_token_id()]
+
+
+def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
+    """The token ids of a text or a conversation, as `/v1/completions` and `/v1/chat/completions` read it."""
+    check_model_name(model, body.model)
+    tokenizer = model.tokenizer
+    if body.prompt is None:
+        check_chats(model)
+        tokens = encode_chat(model, body.chat()).ids
+    else:
+        if len(body.prompt) // model.longest_token > MAX_TOKENIZED:
+            raise _too_many_tokens("prompt")
+        begin = None if body.add_special_tokens is False else tokenizer.get_bos_token_id()
+        if begin is None and body.prompt == "<|bos|>":
+            tokens = [tokenizer.get_bos_token_id()]  # this is how lm-eval looks up its id
+        else:
+            tokens = tokenizer.encode(body.prompt, prepend=begin)
+    if len(tokens) > MAX_TOKENIZED:
+        raise _too_many_tokens("prompt")
+    strings = [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": model.context, "tokens": tokens, "token_strs": strings}
+
+
+def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
+    """The text of token ids; a special token gives its name."""
+    check_model_name(model, body.model)
+    if len(body.tokens) > MAX_TOKENIZED:
+        raise _too_many_tokens("tokens")
+    check_ids(model, "tokens", body.tokens)
+    return {"prompt": model.tokenizer.decode(body.tokens)}
+
+
+def check_ids(model: LoadedModel, param: str, ids: Iterable[int]) -> None:
+    """Raises ApiError: 400 when one is not in the vocabulary, special tokens included."""
+    if not all(0 <= token < model.tokenizer.vocab_size for token in ids):
+        message = f"{param}: token ids are 0 to {model.tokenizer.vocab_size - 1}"
+        raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def _too_many_tokens(param: str) -> ApiError:
+    return ApiError(400, f"{param}: more than {MAX_TOKENIZED:,} tokens in one request", param=param)
 
 
 def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> None:
@@ -96,7 +151,7 @@ def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiErro
 
 def check_logprobs(requests: Sequence[Request]) -> None:
     """Raises ApiError: 400 when the replies could have more than MAX_LOGPROBS."""
-    tokens = sum(request.max_tokens for request in requests)
+    tokens = sum(request.max_tokens + request.echo for request in requests)
     each = 1 + requests[0].logprobs
     if tokens * each > MAX_LOGPROBS:
         message = f"{len(requests)} replies of {tokens:,} tokens in all with {each} logprobs a token are over the limit"
@@ -117,26 +172,30 @@ def submit(
     sampling = body.sampling(model.sampling)
     logit_bias = body.logit_bias or {}
     stop_ids = frozenset(body.stop_token_ids or ())
-    for param, ids in (("logit_bias", logit_bias), ("stop_token_ids", stop_ids)):
-        if not all(0 <= token < model.tokenizer.vocab_size for token in ids):
-            message = f"{param}: token ids are 0 to {model.tokenizer.vocab_size - 1}"
-            raise ApiError(400, message, param=param, code="invalid_value")
+    check_ids(model, "logit_bias", logit_bias)
+    check_ids(model, "stop_token_ids", stop_ids)
     requests = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         room = model.context - len(prompt.ids)
         # `truncation: auto` also shortens the reply; otherwise what the client requested must fit.
         shortens = isinstance(body, ChatBody) and body.truncation == "auto"
         required = None if shortens else body.requested_tokens
-        if room < (required or 1):
+        if room < (1 if required is None else required):
             raise _too_long(model, str(len(prompt.ids)), required)
+        requested = model.context if body.requested_tokens is None else body.requested_tokens
+        # An echo begins with the client's own tokens: without the begin token that this server has added.
+        echo = 0
+        if isinstance(body, CompletionBody) and body.echo:
+            echo = len(prompt.ids) - (not _is_begun(model, body.prompts[place]))
         for number in range(body.num_choices):
             request = Request(
                 prompt=tuple(prompt.ids),
-                max_tokens=min(body.requested_tokens or room, room),
-                limit="max_tokens" if (body.requested_tokens or model.context) <= room else "context",
+                max_tokens=min(requested, room),
+                limit="max_tokens" if requested <= room else "context",
                 sampling=replace(sampling, seed=sampling.seed + number),
                 stop=body.stop_strings,
                 logprobs=body.num_logprobs,
+                echo=echo,
                 tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,

@@ -107,12 +107,21 @@ class _Serializer:
     def __init__(self, model: LoadedModel, first_message_read: int | None = None):
         self.tokenizer = model.tokenizer
         self.first_message_read = first_message_read
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
+        self.head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint or None,
+        }
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # of a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         """Lists with an entry per token. None for one that OpenAI has, and of which there is nothing here."""
         raise NotImplementedError
+
+    def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
+        """The logprobs of a chunk that the client gets."""
+        return chunk.logprobs
 
     def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
         """What a choice in one piece says, from (kind, text), with `facts` of our own about it."""
@@ -129,7 +138,8 @@ class _Serializer:
 
     def choice_object(self, number: int, chunk: Chunk, **content: Any) -> dict[str, Any]:
         """A choice of an event in a stream."""
-        logprobs = self.logprobs(number, chunk.logprobs) if chunk.logprobs else None
+        listed = self.listed(chunk)
+        logprobs = self.logprobs(number, listed) if listed else None
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
 
     def add(self, number: int, chunk: Chunk) -> None:
@@ -140,12 +150,13 @@ class _Serializer:
         if not choice.parts or choice.parts[-1][0] != chunk.kind:
             choice.parts.append((chunk.kind, []))
         choice.parts[-1][1].append(chunk.text)
-        if chunk.logprobs:
-            for name, entries in self.logprobs(number, chunk.logprobs).items():
+        listed = self.listed(chunk)
+        if listed:
+            for name, entries in self.logprobs(number, listed).items():
                 written = choice.logprobs.setdefault(name, [])
                 written += [_encode(entry).encode() for entry in entries or ()]
 
-    def whole(self, usage: dict[str, int]) -> Iterator[bytes]:
+    def whole(self, usage: dict[str, Any]) -> Iterator[bytes]:
         """The reply, when all its chunks are added; in pieces, so that nothing large is copied at every join."""
         yield _opened("choices", {**self.head, "object": self.object, "usage": usage}) + b"["
         for number, choice in sorted(self.choices.items()):
@@ -197,10 +208,15 @@ class ChatSerializer(_Serializer):
             message["nanochat"] = facts
         return {"message": message}
 
+    def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
+        # The tokens of `logprobs.content` are those of the message's content: a calculator call is not in it.
+        return chunk.logprobs if chunk.kind == "text" else ()
+
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         content = []
         for one in logprobs:
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
+            assert one.logprob is not None  # no prompt is echoed here
             content.append({**self.token(one.token_id, one.logprob), "top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
@@ -231,13 +247,16 @@ class CompletionSerializer(_Serializer):
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            token = self.token(one.token_id, one.logprob)
+            is_first = one.logprob is None  # of an echoed prompt: nothing precedes it
+            token = self.token(one.token_id, one.logprob or 0.0)
             alternatives = [self.token(*alternative) for alternative in one.alternatives]
+            best = {_token_name(other): other["logprob"] for other in alternatives}
             lists["tokens"].append(_token_name(token))
-            lists["token_logprobs"].append(token["logprob"])
-            lists["top_logprobs"].append({_token_name(other): other["logprob"] for other in alternatives})
+            lists["token_logprobs"].append(None if is_first else token["logprob"])
+            lists["top_logprobs"].append(None if is_first else best)
             lists["text_offset"].append(self._offsets[number])
-            self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
+            if one.token_id < len(self.tokenizer.tokens):  # a special token has a name and no text
+                self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         return lists
 
 
@@ -272,7 +291,7 @@ class Reply(Response):
     serializer: Serializer
     queue: ChunkQueue
     streams: Sequence[Stream]
-    prompt_tokens: int
+    prompt_tokens: Sequence[int]  # of each prompt, whose choices are neighbours in `streams`
     as_events: bool
     include_usage: bool
     stall_seconds: float
@@ -368,10 +387,18 @@ class Reply(Response):
                     running -= 1
             yield batch
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(self.prompt_tokens)
         generated = sum(stream.completion_tokens for stream in self.streams)
-        total = self.prompt_tokens + generated
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
+        # A prompt counts once, however many choices it has. It is cached where even its first choice did not read it.
+        first_choices = self.streams[:: len(self.streams) // len(self.prompt_tokens)]
+        cached = sum(stream.cached_tokens for stream in first_choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token

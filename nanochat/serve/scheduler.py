@@ -42,10 +42,11 @@ class Request:
     """One generation; prompt and `max_tokens` together fit the model's context."""
 
     prompt: tuple[int, ...]  # token ids, begin token first
-    max_tokens: int
+    max_tokens: int  # 0: the prompt is read, and that is all
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
+    echo: int = 0  # so many of the prompt's last tokens come before the reply, with `logprobs` as well
     tools: bool = True  # answer the calculator's calls inside the stream
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
@@ -57,7 +58,7 @@ class TokenLogprob:
     """The logprob of a token and of its likeliest alternatives."""
 
     token_id: int
-    logprob: float
+    logprob: float | None  # None: of the first token of an echoed prompt
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
@@ -86,6 +87,7 @@ class Stream:
 
     def __init__(self, wake: Callable[[], None], on_chunk: Callable[[Chunk], None] | None = None):
         self.completion_tokens = 0
+        self.cached_tokens = 0  # of the prompt, copied from an equal one instead of read
         self.cancelled = False
         self._wake = wake
         self._chunks: SimpleQueue[Chunk] = SimpleQueue()
@@ -126,7 +128,7 @@ class TextOut:
 
     def add(self, token: int) -> str:
         """The text that may be shown after this token."""
-        return self._cut(self.plain(token))
+        return self.cut(self.plain(token))
 
     def plain(self, token: int) -> str:
         """The same where stop strings do not count."""
@@ -134,11 +136,12 @@ class TextOut:
 
     def flush(self) -> str:
         """The rest, where a text ends: half a character becomes U+FFFD."""
-        text = self._cut(self.decoder.decode(b"", True)) + self.held
+        text = self.cut(self.decoder.decode(b"", True)) + self.held
         self.held = ""
         return text
 
-    def _cut(self, text: str) -> str:
+    def cut(self, text: str) -> str:
+        """Of further text, what may be shown."""
         if self.stopped:
             return ""
         text = self.held + text
@@ -180,6 +183,9 @@ class _RequestRow(Row):
         self.group = group
         self.filled = 0  # tokens of the prompt in the cache
         self.kind = "text"  # of its last token
+        self.echoed: list[TokenLogprob] = []  # of the prompt, as far as it is read
+        self.held: list[tuple[TokenLogprob, str]] = []  # with their text, of tokens that are not shown yet
+        self.shown = 0  # characters of the first of these tokens that are shown
         self.out = TextOut(tokens, request.stop)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # of its last token
@@ -315,6 +321,7 @@ class Scheduler:
         computed = 0
         if not (self.slots.rows and self._rows("read")):
             computed = self._read_prompts()
+        self._finish([row for row in self._rows("read") if not row.max_tokens], "length")
         joining = self._rows("read")
         if joining and not (self.slots.rows and computed):
             self.slots.admit(joining)
@@ -343,11 +350,36 @@ class Scheduler:
             if row is None:
                 break
             piece = row.unread[:left]
-            if piece:
+            if piece and row.request.echo and row.request.logprobs >= 0:
+                left -= self._score(row, len(piece))
+            elif piece:
                 left -= self.slots.prefill(row.slot, [piece], row.filled)
-                row.filled += len(piece)
+            row.filled += len(piece)
             row.state = "reading" if row.unread else "read"
         return budget - left
+
+    def _echo_text(self, row: _RequestRow) -> None:
+        """Put the text of the echoed prompt into the stream, and the entry of its first token."""
+        tokens = self.engine.tokenizer.tokens
+        echoed = row.prompt[-row.request.echo :]
+        text = b"".join(tokens[token] for token in echoed if token < len(tokens))  # special tokens have no text
+        row.stream.put(Chunk((), text.decode(errors="replace")))
+        if row.request.logprobs >= 0:
+            row.stream.put(Chunk(logprobs=(TokenLogprob(echoed[0], None),)))
+
+    def _score(self, row: _RequestRow, count: int) -> int:
+        """Read so many tokens of the prompt, and put the logprobs of those after them into the stream.
+
+        Returns the number of tokens computed.
+        """
+        piece = row.prompt[row.filled : row.filled + count + 1]
+        hidden = len(row.prompt) - row.request.echo  # tokens before the echoed ones
+        for place, numbers in enumerate(self.slots.score(row.slot, piece, row.filled, row.request.logprobs)):
+            if row.filled + 1 + place > hidden:
+                one = _logprob(piece[1 + place], numbers, row.request.logprobs)
+                row.echoed.append(one)
+                row.stream.put(Chunk(logprobs=(one,)))  # one by one: the event loop writes a few chunks at a time
+        return -(-count // CHUNK_STEP) * CHUNK_STEP
 
     def _next_prompt(self) -> _RequestRow | None:
         """The row to read next, with a slot; None when no row waits, or no slot is free."""
@@ -377,11 +409,17 @@ class Scheduler:
         row.slot = slot
         row.state = "reading"
         self.metrics.tokens_prompt.inc(len(row.prompt))
+        if row.request.echo:
+            self._echo_text(row)
         # Choices of one request share their prompt: copy it from one that has read it.
         for other in others:
             if other.group is row.group and other.prompt == row.prompt and not other.unread:
                 row.filled = len(row.prompt) - 1
+                row.stream.cached_tokens = row.filled
                 self.slots.copy(other.slot, slot, row.filled)
+                row.echoed = other.echoed
+                for one in row.echoed:
+                    row.stream.put(Chunk(logprobs=(one,)))
                 break
         return True
 
@@ -407,24 +445,51 @@ class Scheduler:
     def _hand_out(self, row: _RequestRow, new: NewToken) -> str | None:
         """Put a token and its text into the stream; returns the reason where the request ends with it."""
         if new.finish_reason == "stop":
+            # Who measures a text by echo (lm-eval) expects an entry for every token that the model chose.
+            if row.request.echo and row.request.logprobs >= 0:
+                row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), ""))
             return "stop"
 
         # Where one kind of text ends, what is held back of it goes first.
         if new.kind != row.kind:
             text = row.out.flush()
-            if text:
-                row.stream.put(Chunk((), text, row.kind))
+            logprobs = self._shown(row, text, is_end=True)
+            if text or logprobs:
+                row.stream.put(Chunk((), text, row.kind, logprobs))
             if row.out.stopped:
                 return "stop"
             row.kind = new.kind
 
         # Stop strings count in the reply's text only, not in a call or its answer.
-        text = row.out.add(new.id) if new.kind == "text" else row.out.plain(new.id)
+        own_text = row.out.plain(new.id)
+        text = row.out.cut(own_text) if new.kind == "text" else own_text
         logprobs: tuple[TokenLogprob, ...] = ()
         if new.by_model and row.request.logprobs >= 0:
-            logprobs = (_logprob(new, row.request.logprobs),)
+            row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))
+            logprobs = self._shown(row, text, is_end=False)
         row.stream.put(Chunk((new.id,), text, new.kind, logprobs))
         return "stop" if row.out.stopped else new.finish_reason
+
+    def _shown(self, row: _RequestRow, text: str, is_end: bool) -> tuple[TokenLogprob, ...]:
+        """The logprobs that go with a text: those of the tokens which it completes. At the end of a text they are all
+        that are left, but for the tokens that a stop string has cut off."""
+        row.shown += len(text)
+        count = 0
+        for _, own_text in row.held:
+            if len(own_text) > row.shown:
+                break
+            row.shown -= len(own_text)
+            count += 1
+        if row.out.stopped and row.shown:
+            count += 1  # of this one a part is shown
+        elif is_end and not row.out.stopped:
+            count = len(row.held)
+        logprobs = tuple(one for one, _ in row.held[:count])
+        del row.held[:count]
+        if row.out.stopped or is_end:
+            row.held.clear()
+            row.shown = 0
+        return logprobs
 
     def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "") -> None:
         """End requests, whatever state they are in; running ones have been released."""
@@ -434,8 +499,10 @@ class Scheduler:
             with self.changed:
                 self.requests.remove(row)
                 self.changed.notify_all()
+            text = row.out.flush()
+            logprobs = self._shown(row, text, is_end=True)
             limit = row.request.limit if reason == "length" else ""
-            row.stream.put(Chunk((), row.out.flush(), row.kind, (), reason, error, limit))
+            row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit))
 
 
 def log_failure(what: str, error: Exception) -> None:
@@ -448,10 +515,10 @@ def _mean(mean: float, newest: float) -> float:
     return newest if not mean else mean + SMOOTHING * (newest - mean)
 
 
-def _logprob(new: NewToken, alternatives: int) -> TokenLogprob:
-    """From a row of Slots.decode's table, which holds the most alternatives that any request wants."""
-    most = (len(new.logprobs) - 1) // 2
-    values = new.logprobs[1 : 1 + most]
-    ids = new.logprobs[1 + most :]
+def _logprob(token: int, numbers: Sequence[float], alternatives: int) -> TokenLogprob:
+    """From `NewToken.logprobs`, which has the most alternatives that any running request wants."""
+    most = (len(numbers) - 1) // 2
+    values = numbers[1 : 1 + most]
+    ids = numbers[1 + most :]
     best = tuple((int(one), value) for one, value in zip(ids, values, strict=True))
-    return TokenLogprob(new.id, new.logprobs[0], best[:alternatives])
+    return TokenLogprob(token, numbers[0], best[:alternatives])

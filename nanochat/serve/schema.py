@@ -286,10 +286,11 @@ class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
     prompt: str | Prompts[str] | TokenIds | Prompts[Items[int]]
+    max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None  # the prompt comes before the reply, with its logprobs
     best_of: Literal[1] | None = None
     # Refused.
-    echo: Unsupported = None
     suffix: Unsupported = None
 
     @property
@@ -307,10 +308,52 @@ class CompletionBody(RequestBody):
         return -1 if self.logprobs is None else self.logprobs
 
 
+class TokenizeBody(Strict):
+    """POST /tokenize, with a text or with a conversation. vLLM's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None  # the begin token before a text; a conversation always has it
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages: one of them")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: a conversation has its special tokens, leave it out")
+        return self
+
+    def chat(self) -> ChatBody:
+        """The conversation, as the body of a request for a reply."""
+        conversation = {"messages", "continue_final_message", "add_generation_prompt"}
+        return ChatBody.model_validate({name: getattr(self, name) for name in conversation})
+
+
+class DetokenizeBody(Strict):
+    """POST /detokenize. vLLM's."""
+
+    model: str | None = None
+    tokens: Items[int]
+
+
 # ---------------------------------------------------------------------- from bytes to a body
 
-Body = TypeVar("Body", bound=RequestBody)
-MODELS = (ChatBody, CompletionBody, ChatMessage, EarlierReply, ContentPart, StreamOptions, ResponseFormat)
+Body = TypeVar("Body", bound=Strict)
+MODELS = (
+    TokenizeBody,
+    DetokenizeBody,
+    ChatBody,
+    CompletionBody,
+    ChatMessage,
+    EarlierReply,
+    ContentPart,
+    StreamOptions,
+    ResponseFormat,
+)
 FIELDS = {name for model in MODELS for name in model.model_fields}
 
 

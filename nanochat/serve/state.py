@@ -27,6 +27,7 @@ class LoadedModel:
     context: int  # tokens of prompt and reply together
     chats: bool  # False: a base model, which continues text
     created: int = 0  # seconds since 1970
+    fingerprint: str = ""  # of the weights; every reply names it
     sampling: SamplingParams = SamplingParams()  # what a request's missing settings are
     # What the page shows of it: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
