@@ -93,6 +93,7 @@ class Progress:
     idle_steps: int = 0  # steps with nothing to learn: no target, or no gradient
     best_val_bpb: float | None = None
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
+    initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

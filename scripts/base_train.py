@@ -51,7 +51,7 @@ class Config(TrainFlags):
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
     warmdown_fraction: Fraction = 0.65  # last part of the run, in which the rates fall
     # evaluation, device
-    eval_every: Count = 250  # steps between evaluations; 0: only at the end
+    eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
@@ -63,7 +63,7 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import scaling
-    from nanochat.data.loader import Batch, Loader, LoaderState
+    from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import fingerprint, open_corpus
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
@@ -135,21 +135,24 @@ def main(config: Config) -> None:
     phase("reading the validation text")
     val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    micro: list[Batch] = []  # the micro-batches of the last step; the last one knows the position that `save` stores
+    position = loader.start  # in the data, after the last step; `save` stores it
 
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
+                    # An untrained model guesses alike everywhere: a batch's worth of text shows how well, and the
+                    # first loss need not wait for all of it.
+                    rows = val_rows if step else val_rows[: batch_tokens // config.max_seq_len]
                     val_bpb = bits_per_byte(
-                        model, val_rows, token_bytes, config.device_batch_size, device,
+                        model, rows, token_bytes, config.device_batch_size, device,
                         should_stop=run.should_stop, document_mask=document_mask,
                     )  # fmt: skip
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
                 pretraining["tokens"] = run.progress.tokens
-                run.save(micro[-1].state.to_tensors())
+                run.save(position.to_tensors())
             if run.should_leave:
                 break
 
@@ -163,6 +166,7 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             run.add(stats, batch_tokens)
+            position = micro[-1].state
             if run.should_log:
                 run.log(stats, lr=rates.matrix * schedule.lr(step), epoch=micro[-1].epoch)
     loader.close()

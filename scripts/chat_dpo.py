@@ -35,7 +35,7 @@ class Config(StageFlags):
     lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation, device
-    eval_every: Count = 50  # steps between evaluations; 0: only at the end
+    eval_every: Count = 50  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 256  # held-out pairs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 

@@ -136,13 +136,12 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
-            if run.should_evaluate or math.isnan(reward_before):
+            if run.should_evaluate:
                 with run.interruptible("evaluation"):
                     rewards = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
                     reward_after = float(rewards.sum()) / max(1, rewards.size)
-                    if math.isnan(reward_before):
+                    if step == 0:
                         reward_before = reward_after
-                        run.logger.message(f"held-out reward at the beginning: {reward_before:.3f}")
                     run.log_evaluation(eval_reward=reward_after)
             if run.should_save:
                 # The step's number decides which questions come next: only the two rewards need saving.
@@ -201,8 +200,6 @@ def main(config: Config) -> None:
                     "response_tokens": sum(sum(mask) for mask in samples.masks) / replies,
                     "with_advantage": with_advantage / replies,
                 }
-                if step == 0:
-                    metrics["reward_before"] = reward_before
                 if frozen is not None:
                     metrics["kl"] = rollout.mean_kl(policy, list(itertools.chain(*minibatches)), device)
                 run.log(stats, **metrics)

@@ -28,7 +28,7 @@ class Config(StageFlags):
     lr_scale: Annotated[float, Range(0, 100)] = 0.5  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 0.8  # last part of the run, in which the rates fall
     # evaluation, device
-    eval_every: Count = 150  # steps between evaluations; 0: only at the end
+    eval_every: Count = 150  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 262_144  # of held-out conversations
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
@@ -39,7 +39,7 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import scaling
-    from nanochat.data.loader import Batch, Loader, LoaderState
+    from nanochat.data.loader import Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.run.stage import Run, begin, count_micro_batches
     from nanochat.tasks.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     phase("reading the validation text")
     val_rows = validation_rows(val_corpus, tokenizer, row_tokens, config.eval_tokens)
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    micro: list[Batch] = []  # the last step's; no step, no checkpoint
+    position = loader.start  # in the data, after the last step; `save` stores it
 
     with run:
         for step in run.steps():
@@ -103,10 +103,9 @@ def main(config: Config) -> None:
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
                 # SFT continues after what was read, up to the end of the furthest shard's block.
-                position = micro[-1].state
                 blocks = 1 + max(shard.block for shard in position.shards.values())
                 start.pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
-                run.save(micro[-1].state.to_tensors())
+                run.save(position.to_tensors())
             if run.should_leave:
                 break
 
@@ -118,6 +117,7 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
             run.add(stats, batch_tokens)
+            position = micro[-1].state
             if run.should_log:
                 run.log(stats, lr=rates.matrix * schedule.lr(step))
     loader.close()

@@ -135,6 +135,7 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
         lines = metrics(start, stage)
         assert [line["step"] for line in lines] == list(range(steps))
         assert all(set(REQUIRED) <= set(line) and math.isfinite(line["loss"]) for line in lines)
+        assert f"{key}_before" in lines[0] and f"{key}_before" not in lines[1]
         assert key in lines[-1] and (start / "checkpoints" / stage / "d1" / f"step_{steps:06d}").is_dir()
         assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
     assert losses(start, "sft")[-1] < losses(start, "sft")[0]

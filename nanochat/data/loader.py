@@ -172,6 +172,8 @@ class Loader:
         first = state.row if state else 0
         self._offset = (rank - first) % world_size
         self._row = first + self._offset
+        positions = {number: shard.copy() for number, shard in self._shards.items()}
+        self.start = LoaderState(first, positions, shard_count)  # the position before the first batch
 
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: deque[Future[Batch]] = deque()

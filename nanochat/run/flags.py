@@ -14,7 +14,7 @@ class TrainFlags:
     """The flags of every training script."""
 
     # evaluation, logging, saving
-    eval_every: Count = 100  # steps between evaluations; 0: only at the end
+    eval_every: Count = 100  # steps between evaluations; 0: only at the beginning and the end
     log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
     save_every: Count = 0  # steps between checkpoints; 0: only at the end
     keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all

@@ -19,13 +19,17 @@
     run.finish()
 
 A step's log line waits for its evaluation at the top of the next turn. A run that a signal stops in between saves the
-line with its checkpoint, and the resumed run begins with the evaluation.
+line with its checkpoint, and the resumed run begins with the evaluation. The first turn evaluates the weights that the
+run starts from; its numbers are in the line of step 0, as `val_bpb_before` and the like.
 """
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -37,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager
+from nanochat import checkpoint_manager, scaling
 from nanochat import device as devices
 from nanochat.attention import Segments
 from nanochat.device import Device
@@ -49,10 +53,10 @@ from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import HOUSE, SamplingParams, saved_settings
-from nanochat.shell import screen
+from nanochat.shell import provenance, screen
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
-from nanochat.shell.paths import STAGES, checkpoint_dir, lock, run_dir, safe_tag, unlock
+from nanochat.shell.paths import STAGES, checkpoint_dir, lock, naming, run_dir, safe_tag, unlock
 from nanochat.tasks.task import Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, StepStats
@@ -250,6 +254,33 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
     return folder.with_name(name) if name else None
 
 
+def write_facts(path: Path, start: Start, stage: str) -> None:
+    """Write to `run.json` what a run trains, on what, with which versions: the report's header. Only rank 0 writes."""
+    device = start.device
+    if not device.is_main:
+        return
+    model = start.model.config
+    facts = {
+        "stage": stage,
+        "tag": start.tag,
+        "started": datetime.datetime.fromtimestamp(start.began, datetime.timezone.utc).isoformat(timespec="seconds"),
+        "parameters": scaling.parameter_counts(start.model)["total"],
+        "layers": model.n_layer,
+        "context": model.sequence_len,
+        "vocab_size": model.vocab_size,
+        "data": start.pretraining["data"],
+        "world_size": device.world_size,
+        "device": device.name,
+        "kind": device.kind,
+        "dtype": str(device.dtype).removeprefix("torch."),
+        "system": f"{platform.platform()}, {os.cpu_count()} cores",
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+    }
+    with naming(path):
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 # ---------------------------------------------------------------------- around the loop
 
 
@@ -362,6 +393,7 @@ class Run:
         self.compiles = False  # torch.compile is used in the loop
         self.stopped = False  # a signal ends the run
         self.saved_step = self.progress.step if self.loader_states else None  # of the newest checkpoint
+        self.first_step = self.progress.step  # of this process: more than 0 if it resumes
         self.resumed_step = self.saved_step
         self._stats: StepStats | None = None  # of the last step, while no log line has read it
 
@@ -390,6 +422,8 @@ class Run:
         self._stack.callback(self.recorder.close)
         if self.compiles:
             self._stack.enter_context(CompilerClock(self.meter, self.start.model.config.n_layer))
+        if self.first_step == 0:
+            write_facts(runs / "run.json", self.start, self.stage)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -456,9 +490,11 @@ class Run:
 
     @property
     def should_evaluate(self) -> bool:
-        """Whether the present weights are to be evaluated: `log` decides it, by keeping the last step's line in
-        `progress.pending`, and `log_evaluation` takes the line from there."""
-        return self.progress.pending is not None and not self.stopped
+        """Whether the present weights are to be evaluated: before the first step, and where `log` has kept the last
+        step's line in `progress.pending`, from where `log_evaluation` takes it."""
+        progress = self.progress
+        first = progress.step == 0 and progress.initial is None
+        return (first or progress.pending is not None) and not self.stopped
 
     @property
     def should_save(self) -> bool:
@@ -510,6 +546,8 @@ class Run:
         Raises UserError: when three steps in a row were not finite.
         """
         line = self._read(stats) | more
+        if self.progress.step == 1:
+            line |= self.progress.initial or {}
         # A step that is due for evaluation has one line for both: kept here, which makes `should_evaluate` true, it is
         # completed by `log_evaluation` at the top of the next turn. If a signal comes first, the line is saved with
         # `progress`, and the resumed run begins with the evaluation.
@@ -520,7 +558,9 @@ class Run:
             self.meter.restart()
 
     def log_evaluation(self, **metrics: float) -> None:
-        """Complete the line that `log` has kept for this evaluation, and log it; chat_rl's first evaluation has none.
+        """Complete the line that `log` has kept for this evaluation, and log it.
+
+        The evaluation before the first step has no line yet: `log` adds its numbers to that of step 0, as `..._before`.
 
         Raises UserError: when a validation loss in bits per byte is not finite.
         """
@@ -531,7 +571,11 @@ class Run:
                     f"validation is {val_bpb} at step {self.progress.step}, nothing more was saved: lower the rates"
                 )
             self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
-        if self.progress.pending is not None:
+        if self.progress.step == 0:
+            self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
+            numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.logger.message(f"before the first step: {numbers or 'nothing to evaluate'}")
+        elif self.progress.pending is not None:
             self.logger.step(self.progress.pending | metrics)
             self.progress.pending = None
         self.meter.restart()
@@ -565,11 +609,11 @@ class Run:
     def finish(self, summary: str = "") -> None:
         """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run."""
         devices.shutdown(self.device)
+        record(self.stage, self.start.tag, self.start.began, self.device, (self.first_step, self.progress.step))
         if self.stopped:
             self.faults.leave(checkpoint_manager.step_path(self.folder, self.progress.step))
         summary = summary or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")
-        record(self.stage, self.start.tag, self.start.began, self.device)
 
     # ------------------------------------------------------------------ details
 

@@ -44,10 +44,11 @@ def warn(message: str) -> None:
         screen.printed()
 
 
-def record(stage: str, tag: str | None, began: float, device: Any = None) -> None:
-    """Append a command that ended well to `runs/commands.jsonl`, from which the report adds up the times.
+def record(stage: str, tag: str | None, began: float, device: Any = None, steps: tuple[int, int] | None = None) -> None:
+    """Append a command that ended well, or saved and left, to `runs/commands.jsonl`: the report adds up their times.
 
-    `began` is the `time.time()` at its start. Only rank 0 writes.
+    `began` is the `time.time()` at its start. `steps` are the finished steps when a training loop began and when it
+    ended: the report sees from them what belongs to one run. Only rank 0 writes.
     """
     if device is not None and not device.is_main:
         return
@@ -62,6 +63,8 @@ def record(stage: str, tag: str | None, began: float, device: Any = None) -> Non
         "seconds": round(time.time() - began, 3),
         "started": started.isoformat(timespec="seconds"),
     }
+    if steps is not None:
+        line["first_step"], line["last_step"] = steps
     if device is not None:
         line["world_size"] = device.world_size
         line["device"] = device.name
