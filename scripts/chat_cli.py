@@ -12,12 +12,14 @@ python -m scripts.chat_cli -p "What is this about?" < story.txt
 import codecs
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -48,8 +50,11 @@ class Config:
     graphs: Literal["auto", "on", "off"] = "auto"
 
 
-COMMANDS = ["/new", "/quit"]
-HELP = "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+COMMANDS = ["/new", "/save", "/quit"]
+HELP = (
+    "/new starts a new conversation, /save FILE.jsonl keeps it to train on, /quit or Ctrl-D leaves, "
+    "Ctrl-C stops a reply"
+)
 
 
 def main(config: Config) -> None:
@@ -90,6 +95,8 @@ def main(config: Config) -> None:
                 return
             if command == "/new":
                 chat.turns = []
+            elif command.split(" ")[0] == "/save":
+                print(printable(chat.save(command.removeprefix("/save").strip())))
             elif text.startswith("/"):
                 print(f"{HELP}; a space before it makes it a text")
             elif text.strip() or not chat.has_turns:
@@ -274,6 +281,24 @@ class Chat:
             self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, made)}]
         self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
         return not stopped
+
+    def save(self, name: str) -> str:
+        """Append the conversation to a .jsonl, from which `chat_sft --tasks` learns; returns a line about it.
+
+        Raises UserError: when there is none, or it cannot be written.
+        """
+        if not self.turns:
+            raise UserError("/save: there is no conversation yet")
+        if not name.endswith(".jsonl"):
+            raise UserError(f"/save {name}: name a file that ends in .jsonl, such as /save chats.jsonl")
+        system = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        path = Path(name).expanduser()
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": [*system, *self.turns]}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"/save {name}: {error.strerror}") from error
+        return f"added to {path}; `python -m scripts.chat_sft --tasks {path}` learns from it"
 
     def prompt(self, turns: list[Message]) -> list[int]:
         """Token ids up to where the reply begins; room for `max_tokens` stays, at most half of the context."""

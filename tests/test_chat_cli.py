@@ -4,6 +4,7 @@ The models here are tables: what follows a token depends on that token alone, so
 """
 
 import io
+import json
 import os
 import pty
 import re
@@ -30,6 +31,7 @@ from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.shell import cli, paths
+from nanochat.tasks.conversations import Conversations, messages_of
 from scripts import chat_cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -392,6 +394,21 @@ def test_new(talk, prompts):
     assert output[1] == f"{reply}\n" != output[4]  # another seed
     assert " /etc" in slash
     assert [reply["seed"] for reply in prompts] == list(range(40, 44))
+
+
+def test_save_appends_the_conversation_in_the_form_that_training_reads(talk, sums, tmp_path):
+    file = tmp_path / "my chats.jsonl"
+    saved = f"/save {file}"
+    output = talk(saved, "one", saved, "two", saved, "/save", f"/save {tmp_path}/a.txt", f"/save {tmp_path}/no/b.jsonl",
+                  flags=("--system=S",))  # fmt: skip
+    assert "no conversation" in output[1] and str(file) in output[3] and str(file) in output[5]
+    assert all(line.startswith("error: /save") and line.count("\n") == 1 for line in (output[1], *output[6:9]))
+    task = Conversations("train", str(file))
+    first, second = (messages_of(json.loads(line)) for line in file.read_text().splitlines())
+    assert [message["role"] for message in second] == ["system", "user", "assistant", "user", "assistant"]
+    assert second[:3] == first == task.example(0).messages
+    call = {"type": "python", "text": "47+38"}
+    assert second[1]["content"] == "one" and call in second[2]["content"]
 
 
 def test_the_settings_are_the_flags(talk, sums, prompts):

@@ -12,11 +12,13 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from nanochat import checkpoint_manager, train
 from nanochat import device as devices
 from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.data import loader
+from nanochat.evals.bpb import bits_per_byte
 from nanochat.run.stage import _facts
 from nanochat.shell import cli
 from nanochat.shell.log import REQUIRED
@@ -287,6 +290,30 @@ def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
     resume_from(3)
     call("base_train", *flags, "--resume")  # nothing is left to do
     assert losses(base) == straight
+
+
+def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, tokenizer, data, monkeypatch):
+    flags = (*TINY, data, "--num_iterations=3", "--eval_every=0")
+    call("base_train", *flags)
+    straight = metrics(base)
+    assert [sorted(key for key in line if "bpb" in key) for line in straight] == [["val_bpb_before"], [], ["val_bpb"]]
+    assert straight[0]["val_bpb_before"] > straight[-1]["val_bpb"]
+    facts = json.loads((base / "runs/base/d1/run.json").read_text())
+    assert facts["context"] == 64 and facts["parameters"] > 1000 and facts["versions"]["torch"] and facts["commit"]
+
+    def stopped(*arguments: Any, should_stop: Any, **further: Any) -> float:
+        should_stop.__self__.faults.signal = signal.SIGTERM  # as if one had come
+        return bits_per_byte(*arguments, should_stop=should_stop, **further)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanochat.evals.bpb.bits_per_byte", stopped)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            call("base_train", *flags, "--model_tag=two")
+    call("base_train", *flags, "--model_tag=two", "--resume")
+    assert losses(base, "two") == losses(base) and sha256(base, 3, tag="two") == sha256(base, 3)
+    assert metrics(base, "two")[0]["val_bpb_before"] == straight[0]["val_bpb_before"]
+    commands = [json.loads(line) for line in (base / "runs/commands.jsonl").read_text().splitlines()]
+    assert [(one["first_step"], one["last_step"]) for one in commands] == [(0, 3), (0, 0), (0, 3)]
 
 
 def test_a_run_begun_anew_keeps_the_earlier_one(base, tokenizer, capsys, monkeypatch):
@@ -844,3 +871,27 @@ def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path) -
     assert sent["versions"]["torch"] == torch.__version__ and sent["versions"]["python"] == platform.python_version()
     assert sent["device"].startswith("1 x ") and sent["kernels"].startswith("cpu")
     assert sent["config"]["depth"] == 1 and sent["tokens_per_second"] > 0 and sent["peak_memory_bytes"] > 0
+
+
+# ---------------------------------------------------------------------- your own
+
+
+@pytest.mark.slow
+def test_the_five_commands_of_make_it_yours_work(base, tmp_path, monkeypatch, capsys):
+    """A text of one's own becomes a model with another name; what chat_cli's /save writes is in test_chat_cli.py."""
+    sections = [(ROOT / f"docs/guide{end}.md").read_text().split("\n## ") for end in ("", ".zh")]
+    (english,) = [part for part in sections[0] if part.startswith("Make it yours")]
+    commands = re.findall(r"^python -m scripts\.(\w+) (.*)$", english, re.MULTILINE)
+    assert len(commands) == 5 and any(all(flags in part for _, flags in commands) for part in sections[1])
+    monkeypatch.chdir(tmp_path)
+    Path("my_texts.txt").write_text("".join(f"Once upon a time there was boat {n}.\n" for n in range(300)))
+    turns = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am Ada."}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 2)
+    sft = ("--num_iterations=2", "--target_examples_per_step=2", "--device_batch_size=2", "--eval_examples=2")
+    tiny = {"tok_train": ("--vocab_size=320",), "base_train": (*TINY, "--num_iterations=2"), "chat_sft": sft}
+    tiny["chat_cli"] = ("--max_tokens=4",)
+    for script, flags in commands:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who are you?"))
+        call(script, *shlex.split(flags), *tiny[script])
+    assert "done: 2 steps" in capsys.readouterr().out
+    assert (base / "checkpoints/sft/ada/step_000002/meta.json").is_file()
