@@ -45,7 +45,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model, tag_of
     from nanochat.conversation import parts_of
     from nanochat.engine import Engine
-    from nanochat.evals.chat import Graded, chat_core, evaluate, graded_choices, readable
+    from nanochat.evals.chat import CHAT, Graded, chat_core, converse, evaluate, graded_choices, readable
     from nanochat.tasks.registry import open_task
 
     # ------------------------------------------------------------------ load
@@ -81,8 +81,7 @@ def main(config: Config) -> None:
     for name, graded in shown:
         print0(f"\n{name}, {'right' if graded.correct else 'wrong'}")
         for message in (*graded.messages, {"role": "assistant", "content": graded.reply}):
-            text = readable(parts_of(message["content"])).replace("\n", "\n    ")
-            print0(f"  {message['role']}: {text}")
+            print_message(message["role"], readable(parts_of(message["content"])))
 
     # ------------------------------------------------------------------ together with earlier tasks of this step
     if device.is_main:
@@ -91,6 +90,13 @@ def main(config: Config) -> None:
         path = run_dir(config.source, tag) / "chat_eval.json" if config.source in STAGES else None
         if path:
             report = merge(path, report)
+
+        # A chat of several turns for the report, drawn as users would have it; once for each step.
+        if config.show and meta["stage"] != "base" and not report.get("chat"):
+            report["chat"] = converse(engine, CHAT, SamplingParams(**meta["sampling"]), config.max_tokens)
+            print0("\na chat:")
+            for message in report["chat"]:
+                print_message(message["role"], readable(parts_of(message["content"])))
         everything = report["tasks"]
         for name in tasks:
             kept = everything[name]["settings"]
@@ -112,6 +118,11 @@ def main(config: Config) -> None:
     devices.shutdown(device)
 
 
+def print_message(role: str, text: str) -> None:
+    text = text.replace("\n", "\n    ")
+    print0(f"  {role}: {text}")
+
+
 def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """The report together with what the file has about the same step. A task that the file has with other settings
     stays as it is there: a quick look should not cost the figures of a long evaluation."""
@@ -131,7 +142,7 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
-    return {**report, "tasks": tasks, "samples": samples}
+    return {**report, "tasks": tasks, "samples": samples, "chat": earlier.get("chat", [])}
 
 
 def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:

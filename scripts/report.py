@@ -1,6 +1,8 @@
 """Write the report of a run: one page to look at, report.html, and the same to read, report.md.
 
 python -m scripts.report --model_tag cpu
+
+python -m scripts.report --model_tag new --against cpu
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from nanochat.shell.paths import base_dir, safe_tag
 @dataclass(frozen=True)
 class Config:
     model_tag: str | None = None  # default: the tag written last
+    against: str | None = None  # the tag of an earlier run to compare with: its curves, and a table of differences
 
 
 def main(config: Config) -> None:
@@ -20,10 +23,11 @@ def main(config: Config) -> None:
 
     tag = safe_tag(config.model_tag or summary.newest_tag())
     collected = summary.collect(tag)
+    against = summary.collect(config.against, "--against") if config.against else None
     folder = base_dir() / "runs" / "report" / tag
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.html", page.to_html(collected)), ("report.md", page.to_markdown(collected))):
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, write in (("report.html", page.to_html), ("report.md", page.to_markdown)):
+        (folder / name).write_text(write(collected, against), encoding="utf-8")
         print0(folder / name)
 
 

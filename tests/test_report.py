@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
-from nanochat.shell import cli
+from nanochat.shell import cli, provenance
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import STAGES
 from scripts import report as script
@@ -116,6 +116,23 @@ def write_commands(base: Path, lines: list[dict]) -> Path:
     return base / "runs" / "commands.jsonl"
 
 
+def trained(name: str, stage: str, seconds: float, first: int, last: int, **further) -> dict:
+    """The command of a training loop that began with `first` steps done and ended with `last`."""
+    return command(name, stage, seconds, **{"first_step": first, "last_step": last, **further})
+
+
+CALL = [
+    {"type": "python", "text": "47+38"},
+    {"type": "python_output", "text": "85"},
+    {"type": "text", "text": "It is 85."},
+]
+FACTS = {
+    "stage": "base", "tag": TAG, "started": "2026-01-02T03:04:05+00:00", "parameters": 5049216, "layers": 4,
+    "context": 256, "vocab_size": 4096, "data": "demo", "world_size": 8, "commit": "0123abc", "system": "Beads OS",
+    "versions": {"Python": "3.11.2", "torch": "2.9.0"},
+}  # fmt: skip
+
+
 class Whole(NamedTuple):
     base: Path
     summary: report.RunSummary
@@ -127,6 +144,8 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     """All stages, with everything that a report can hold."""
     base = tmp_path_factory.mktemp("whole")
     bpb = {"val_bpb": lambda step: 2.5 - step / 25 if step % 5 == 4 else None}
+    bpb["val_bpb_before"] = lambda step: None if step else 3.21
+    write(base, "base", "run.json", FACTS)
     write(base, "base", "metrics.jsonl", metrics(40, 400.0, **bpb))
     evaluation = {"step": 40, "train_bpb": 0.8125, "val_bpb": 0.9375, "stories": 200, "stories_passed": 137}
     write(base, "base", "eval.json", evaluation | {"samples": ["Once upon a time.", "A frog sang."], "core": 0.1771})
@@ -142,12 +161,16 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
         ("dpo", 0.6, "no"),
         ("rl", 0.9, "forty-two"),
     ):
-        write(base, stage, "chat_eval.json", chat_evaluation(accuracy, answer, accuracy / 3))  # fmt: skip
+        chat = [{"role": "user", "content": f"Hello, {stage}!"}, {"role": "assistant", "content": CALL}]
+        write(base, stage, "chat_eval.json", chat_evaluation(accuracy, answer, accuracy / 3) | {"chat": chat})
     lines = [command("tok_train", "tokenizer", 99.0, None), command("tok_train", "tokenizer", 11.0, None)]
-    lines += [command("base_train", "base", 300.0), command("base_train", "base", 200.0)]  # stopped, then resumed
-    lines += [command("base_eval", "base", 20.0), command("base_train", "base", 7777.0, "another-tag")]
-    lines += [command("mid_train", "mid", 70.0), command("chat_sft", "sft", 35.0), command("chat_eval", "sft", 5.0)]
-    write_commands(base, [*lines, command("chat_dpo", "dpo", 16.0)])  # RL is still going
+    lines.append(trained("base_train", "base", 6666.0, 0, 40, started="2026-01-01T03:04:05+00:00"))  # moved aside
+    lines += [trained("base_train", "base", 300.0, 0, 25), trained("base_train", "base", 200.0, 25, 40)]  # resumed
+    lines += [trained("base_train", "base", 3.0, 40, 40)]  # it had nothing to do
+    lines += [command("base_eval", "base", 20.0), trained("base_train", "base", 7777.0, 0, 40, tag="another-tag")]
+    lines += [trained("mid_train", "mid", 70.0, 0, 20), trained("chat_sft", "sft", 35.0, 0, 10)]
+    lines += [command("chat_eval", "sft", 5.0), trained("chat_dpo", "dpo", 16.0, 0, 5)]
+    write_commands(base, lines)  # RL is still going
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
         summary = report.collect(TAG)
@@ -165,16 +188,16 @@ def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
 
 def test_the_headline(whole):
     assert list(report_page.headline(whole.summary)) == [
-        ("0.938", "bits per byte", "base, held out; 2.34 at first"),
+        ("0.938", "bits per byte", "base, held out; 3.21 at first"),
         ("68%", "stories hold together", "base"),
         ("68%", "accuracy after rl", "mean of shared tasks; mid 15%; sft 38%; dpo 45%"),
         ("0.25 → 0.73", "RL reward", "held-out questions, first and last evaluation"),
-        ("11m47s", "in all", "9m15s of it training steps"),
+        ("11m22s", "the run", "9m15s of it training steps; evaluations of it 25s more"),
     ]
 
 
 def test_the_reward_before_training_is_the_first_evaluation(base):
-    held_out = {"reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
+    held_out = {"eval_reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
     write(base, "rl", "metrics.jsonl", metrics(40, 9.0, **held_out))
     numbers = list(report_page.headline(report.collect(TAG)))
     assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, first and last evaluation")
@@ -191,18 +214,34 @@ def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
 
 def test_times_add_up(whole):
     summary = whole.summary
-    # The newest tokenizer, both runs of base_train, no other tag; RL, not finished, by its training seconds.
-    times = {"tokenizer": 11.0, "base": 520.0, "mid": 70.0, "sft": 40.0, "dpo": 16.0, "rl": 50.0}
+    # The newest tokenizer, both parts of base_train, no other tag or earlier run; RL, not finished, by its training
+    # seconds. Evaluations are not the run's own time.
+    times = {"tokenizer": 11.0, "base": 500.0, "mid": 70.0, "sft": 35.0, "dpo": 16.0, "rl": 50.0}
+    assert [summary.evaluation_seconds(name) for name in ("base", "sft", None)] == [20.0, 5.0, 25.0]
     assert summary.seconds_by_stage() == times
     assert list(summary.seconds_by_stage()) == list(times)
     total = as_dicts(report_page.stage_table(summary))["total"]
-    assert total["training"] == "9m15s" and total["in all"] == "11m47s"
+    assert total["training"] == "9m15s" and total["in all"] == "11m22s" and total["evaluation"] == "25s"
 
 
-def test_a_resumed_stage_in_training_counts_all_its_steps(base):
+def test_an_evaluation_long_after_the_run_adds_nothing_to_it(base):
+    write(base, "base", "metrics.jsonl", metrics(10, 50.0))
+    write(base, "base", "run.json", FACTS)
+    run = [trained("base_train", "base", 60.0, 0, 10)]
+    late = {"started": "2027-05-05T05:05:05+00:00"}
+    write_commands(
+        base, [*run, command("base_eval", "base", 999.0, **late), command("tok_train", "t", 9.0, None, **late)]
+    )
+    summary = report.collect(TAG)
+    assert summary.seconds_by_stage() == {"base": 60.0} and summary.evaluation_seconds() == 999.0
+
+
+def test_steps_of_a_killed_part_count_by_their_training_seconds(base):
+    """Ten steps of 50 s. A killed part has left no command: steps 2 to 5, and what is trained now."""
     write(base, "base", "metrics.jsonl", metrics(10, 500.0))
-    write_commands(base, [command("base_train", "base", 120.0), command("base_eval", "base", 30.0)])
-    assert report.collect(TAG).seconds_by_stage() == {"base": 530.0}
+    parts = [trained("base_train", "base", 120.0, 0, 2), trained("base_train", "base", 180.0, 5, 8)]
+    write_commands(base, [*parts, command("base_eval", "base", 30.0)])
+    assert report.collect(TAG).seconds_by_stage() == {"base": 120.0 + 150.0 + 180.0 + 100.0}
 
 
 def test_the_tables_hold_what_the_files_hold(whole):
@@ -210,13 +249,13 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert list(table) == ["tokenizer", *STAGES, "total"]
     assert table["base"] == {
         "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
-        "GiB": "3", "MFU": "37.5%", "training": "6m40s", "in all": "8m40s",
+        "GiB": "3", "MFU": "37.5%", "training": "6m40s", "in all": "8m20s", "evaluation": "20s",
     }  # fmt: skip
     assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
 
     score_table = report_page.score_table(whole.summary)
     scores = {(row[0].text, row[0].detail): row[1:] for row in score_table.rows}
-    assert score_table.heads == ["", *STAGES]
+    assert score_table.heads == ["task", *STAGES]
     assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
     assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
     assert scores["stories", ""][0] == report_page.Cell("68.5%", "", 0.685)
@@ -235,18 +274,21 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
     text = report_page.to_markdown(whole.summary)
     assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
     blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
-    assert [len(block) for block in blocks] == [2 + 7, 2 + 7]  # six stages with a total; seven evaluations
+    assert [len(block) for block in blocks] == [2 + 7, 2 + 7, 2 + 4]  # six stages with a total; evaluations; answers
     rendered = MARKDOWN.render(text)
-    assert rendered.count("<table>") == 2 and rendered.count("<tr>") == 16 and rendered.count("<blockquote>") == 3
-    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6
+    assert rendered.count("<table>") == 3 and rendered.count("<tr>") == 21 and rendered.count("<blockquote>") == 3
+    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6 + 4 * 5
     assert "| base | 40 | 40K | 0.1000 |" in text
     assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
     assert "> Once upon a time." in text
-    assert "> **user** What is 6 \\* 7?\n>\n> **mid ✗** [python] 6 \\* 7 [python\\_output] 42 7\n" in text
-    assert "> **rl ✓** [python] 6 \\* 7 [python\\_output] 42 forty-two" in text
-    assert "- computed on: 8 × Abacus 9000 (beads, bfloat16)\n" in text
+    question = "| arithmetic | What is 6 \\* 7? |"
+    assert f"{question} mid | ✗ wrong | [python] 6 \\* 7 [python\\_output] 42 7 |\n" in text
+    assert f"{question} rl | ✓ right | [python] 6 \\* 7 [python\\_output] 42 forty-two |\n" in text
+    assert "> **user** Hello, rl!\n>\n> **assistant** [python] 47+38 [python\\_output] 85 It is 85.\n" in text
+    assert "- Device: 8 × Abacus 9000 (beads, bfloat16)\n" in text and "- Parameters: 5,049,216\n" in text
+    assert "- Date: 2026-01-02 03:04:05 UTC\n" in text and "- Commit: 0123abc\n" in text
     assert "\n    python -m scripts.base_train --seed 7  # 3m20s\n" in text
-    assert "7777" not in text and "2h09m" not in text
+    assert "7777" not in text and "2h09m" not in text and "1h51m" not in text
 
 
 # ---------------------------------------------------------------------- the page
@@ -255,7 +297,23 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
 def test_the_page_is_whole_and_requests_nothing(whole):
     html = whole.html
     page = Page(html)
-    for text in ("0.938", "0.25 → 0.73", "11m47s", "68.5%", "85–95", "5.12K", "37.5%", "forty-two", "A frog sang."):
+    for text in (
+        "0.938",
+        "0.25 → 0.73",
+        "11m22s",
+        "5,049,216",
+        "256 tokens",
+        "0123abc",
+        "torch 2.9.0",
+        "Hello, rl!",
+        "It is 85.",
+        "68.5%",
+        "85–95",
+        "5.12K",
+        "37.5%",
+        "forty-two",
+        "A frog sang.",
+    ):
         assert text in page.text, text
     assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
     assert not page.tags & {"script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject"}
@@ -305,11 +363,14 @@ def test_a_line_goes_where_its_values_go(base):
 
 def test_every_colour_is_defined_in_light_and_dark(whole):
     html = whole.html
-    used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone"}
-    light, dark = re.findall(r":root \{([^}]*)\}", html)[:2]
-    assert {*STAGES, "ink", "quiet", "line", "card"} <= used
-    assert used <= set(re.findall(r"--([a-z]+):", light)) and used <= set(re.findall(r"--([a-z]+):", dark))
+    used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone", "mono"}
+    defined = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", html))
+    assert {*STAGES, "text", "quiet", "line", "raised"} <= used <= set(defined)
     assert "#c0de" not in html
+    chat_page = (Path(report_page.__file__).parents[1] / "serve" / "ui.html").read_text()
+    palette = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", chat_page))
+    for name in ("page", "raised", "soft", "line", "text", "quiet", "accent", "danger"):
+        assert defined[name] == palette[name], name
 
 
 def test_the_same_run_makes_the_same_page(whole):
@@ -320,7 +381,7 @@ def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
     page = Page(whole.html)
     assert page.text.count("What is 6 * 7?") == 1
     answers = page.text.partition("What is 6 * 7?")[2]
-    places = [answers.index(text) for text in ("mid ✗", "sft ✗", "forty-one", "dpo ✗", "rl ✓", "forty-two")]
+    places = [answers.index(text) for text in ("✗ wrong", "forty-one", "✓ right", "forty-two")]
     assert places == sorted(places)
 
 
@@ -328,7 +389,7 @@ def test_a_long_run_is_thinned_out(base):
     write(base, "base", "metrics.jsonl", metrics(5000, 9000.0, loss=lambda step: step * 7919 % 1000))
     summary = report.collect(TAG)
     curve = summary.stages[0].curve("loss")
-    assert 250 < len(curve) <= 302 and curve[0] == (1.8, 0.0) and curve[-1] == (9000.0, 4999 * 7919 % 1000)
+    assert 250 < len(curve) <= 302 and curve[0] == (1, 0.0) and curve[-1] == (5000, 4999 * 7919 % 1000)
     assert len(report_page.to_html(summary)) < 150_000
 
 
@@ -339,7 +400,9 @@ def test_what_a_model_writes_stays_text(base, payload):
     for kind in ("text", "python", "python_output", payload):
         message, reply = {"role": payload, "content": payload}, {"type": kind, "text": payload}
         chats.append({"task": payload, "messages": [message], "reply": [reply], "correct": None})
-    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats})
+    chat = [{"role": "user", "content": payload}, {"role": "assistant", "content": payload}]
+    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat})
+    write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
     summary = report.collect(TAG)
@@ -350,9 +413,9 @@ def test_what_a_model_writes_stays_text(base, payload):
 
     rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
     assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
-    # The sample; a question's role and text, four replies and the kind of one; stage; device and dtype; command; and
-    # the task.
-    assert rendered.text.count(payload) == 1 + 2 + 4 + 1 + 1 + 2 + 1 + 1
+    # Commit, data and version; both turns of the chat; the sample; four rows of a task, a role, a text and a reply, one
+    # with its kind; stage; device and dtype; command; and the task's accuracy.
+    assert rendered.text.count(payload) == 3 + 2 + 1 + 4 * 4 + 1 + 1 + 2 + 1 + 1
 
 
 def test_a_command_stays_in_its_block(base):
@@ -381,7 +444,7 @@ def test_damaged_lines_are_skipped_and_counted(base):
     last = json.dumps({"step": 4, "loss": 0.0625, "seconds": 10.0, "lr": None, "tokens": "many", "mfu": True})
     lines = [last, *path.read_text().splitlines(), *torn, "\x00\x00", again]
     path.write_bytes("\n".join(lines).encode() + b'\n\xff\n{"step": 5')
-    write_commands(base, [command("base_train", "base", 12.0)]).open("a").write('{"script": "base_ev')
+    write_commands(base, [trained("base_train", "base", 12.0, 0, 5)]).open("a").write('{"script": "base_ev')
     summary = report.collect(TAG)
     assert f"runs/base/{TAG}/metrics.jsonl: damaged lines skipped: 11" in summary.notes
     assert "runs/commands.jsonl: damaged lines skipped: 1" in summary.notes
@@ -419,13 +482,13 @@ def test_any_stage_may_be_alone(base, stage):
     assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
     assert summary.seconds_by_stage() == {stage: 2.0}
     markdown = report_page.to_markdown(summary)
-    assert "Evaluation" not in markdown and "## Samples" not in markdown
+    assert "Evaluation" not in markdown and "## Questions" not in markdown and "## Texts" not in markdown
 
 
 @pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
 def test_any_file_may_be_alone(base, name):
     if name == "commands":
-        write_commands(base, [command("base_train", "base", 61.0)])
+        write_commands(base, [trained("base_train", "base", 61.0, 0, 5)])
     else:
         write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
     summary = report.collect(TAG)
@@ -470,17 +533,56 @@ def test_a_report_needs_no_torch_and_no_pyplot(whole):
         "import sys; from nanochat.report import page as report_page, summary as report; "
         "summary = report.collect(sys.argv[1]); "
         "report_page.to_markdown(summary); report_page.to_html(summary); assert 'torch' not in sys.modules; "
-        "assert 'matplotlib.pyplot' not in sys.modules; print(summary.machine['Python'])"
+        "assert 'matplotlib.pyplot' not in sys.modules; print(len(summary.stages))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, TAG], capture_output=True, text=True, cwd=Path(__file__).parent.parent
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{}.{}.{}".format(*sys.version_info) and done.stderr == ""
+    assert done.stdout.strip() == str(len(STAGES)) and done.stderr == ""
 
 
-def test_the_machine_is_named(base, monkeypatch):
-    write(base, "base", "metrics.jsonl", metrics(1, 1.0))
+def test_what_computed_is_named(monkeypatch):
+    versions = provenance.versions()
+    assert {"Python", "torch"} <= set(versions) and versions["Python"] == "{}.{}.{}".format(*sys.version_info)
     monkeypatch.setenv("PATH", "/nowhere")  # no git
-    machine = report.collect(TAG).machine
-    assert {"system", "Python", "torch"} <= set(machine) and "commit" not in machine
+    assert provenance.commit() == "unknown"
+
+
+# ---------------------------------------------------------------------- against an earlier run
+
+
+def test_against_an_earlier_run_both_curves_and_the_differences_are_shown(base):
+    for tag, steps, accuracy, bpb in ((TAG, 8, 0.75, 0.5), ("older", 6, 0.5, 1.0)):
+        write(base, "base", "metrics.jsonl", metrics(steps, 20.0 * steps, val_bpb=bpb), tag=tag)
+        write(base, "sft", "chat_eval.json", {"tasks": {"arc": {"accuracy": accuracy}}}, tag=tag)
+        write(base, "base", "run.json", FACTS | {"parameters": 1000 * steps}, tag=tag)
+    script.main(script.Config(model_tag=TAG, against="older"))
+    folder = base / "runs" / "report" / TAG
+    html, markdown = ((folder / f"report.{kind}").read_text() for kind in ("html", "md"))
+    for line in ("loss-base", "loss-base-against", "val_bpb-base", "val_bpb-base-against"):
+        assert f' id="{line}"' in html
+    assert "-against" not in report_page.to_html(report.collect(TAG))
+    rows = {
+        row[0].text: [cell.text for cell in row[1:]]
+        for row in report_page.comparison(*map(report.collect, (TAG, "older"))).rows
+    }
+    assert rows["sft: arc"] == ["75.0%", "50.0%", "+25.0 points"]
+    assert rows["base: bits per byte"] == ["0.5", "1", "−0.5 (−50.0%)"]
+    assert rows["parameters"] == ["8,000", "6,000", "+2,000 (+33.3%)"]
+    assert rows["the run, seconds"] == ["160", "120", "+40 (+33.3%)"]
+    assert "| sft: arc | 75.0% | 50.0% | +25.0 points |" in markdown and "Compared with older" in Page(html).text
+    with pytest.raises(UserError, match="--against nothing"):
+        script.main(script.Config(model_tag=TAG, against="nothing"))
+
+
+def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(base):
+    before = {"val_bpb_before": lambda step: None if step else 3.0}
+    write(base, "base", "metrics.jsonl", metrics(40, 9.0, val_bpb=lambda step: 1.0 if step == 39 else None, **before))
+    summary = report.collect(TAG)
+    assert summary.stages[0].curve("val_bpb") == [(0, 3.0), (40, 1.0)]
+    plot = (
+        report_page.to_html(summary).partition('aria-label="Bits per byte: base 3.00 → 1.00"')[2].partition("</svg>")[0]
+    )
+    ticks = [text for text in re.findall(r">([^<>]+)</text>", plot)]
+    assert {"0", "20", "40"} <= set(ticks)

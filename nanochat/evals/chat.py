@@ -191,6 +191,29 @@ def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
     return pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True, padding_value=filling)
 
 
+# ---------------------------------------------------------------------- a chat
+
+CHAT = ("Hello!", "What is 47 + 38?", "Tell me a story about a small fox.")  # what any chat model may be asked
+
+
+def converse(
+    engine: Engine, questions: Sequence[str], sampling: SamplingParams, max_tokens: int = 256
+) -> list[Message]:
+    """One conversation: each question with the first reply that the model draws, which it reads at the next one.
+
+    Up to half of the context is kept for a reply. Where it is full, the oldest turns are left out, as in chat_cli.
+    """
+    turns: list[Message] = []
+    room = min(max_tokens, engine.model.config.sequence_len // 2)
+    for number, question in enumerate(questions):
+        turns.append({"role": "user", "content": question})
+        prompt = render_prompt(engine.tokenizer, turns, engine.model.config.sequence_len - room)
+        settings = [replace(sampling, seed=seed_of(sampling.seed, number))]
+        (reply,), _ = engine.generate([prompt], max_tokens=room, sampling=settings, keep_stop=True)
+        turns.append({"role": "assistant", "content": parse_reply(engine.tokenizer, reply)})
+    return turns
+
+
 # ---------------------------------------------------------------------- reports
 
 

@@ -5,6 +5,7 @@ matplotlib draws its plots as SVG. Jinja escapes every text in the page, `_markd
 are a model's words.
 """
 
+import html
 import io
 import re
 import warnings
@@ -45,8 +46,8 @@ class Table:
 def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
     """The results in at most five numbers, each with what it is and a detail; those that are not known are left out."""
     for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
-        earlier = stage.values("val_bpb")[:-1]
-        start = f"; {earlier[0]:.2f} at first" if earlier else ""
+        earlier = stage.curve("val_bpb")[:-1]
+        start = f"; {earlier[0][1]:.2f} at first" if earlier else ""
         yield f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"
 
     shares = {stage.name: stage.scores["stories"]["accuracy"] for stage in summary.stages if "stories" in stage.scores}
@@ -66,18 +67,51 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
         yield f"{means[best]:.0%}", f"accuracy after {best}", f"mean of {'shared' if shared else 'its'} tasks{others}"
 
     rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
-    held_out = rl.values("reward_before")[:1] + rl.values("eval_reward")
+    held_out = [value for _, value in rl.curve("eval_reward")]
     if len(held_out) > 1:
         ends = f"{held_out[0]:.2f} → {held_out[-1]:.2f}"
         yield ends, "RL reward", "held-out questions, first and last evaluation"
 
     seconds = sum(summary.seconds_by_stage().values())
     if seconds:
-        yield duration(seconds), "in all", f"{duration(training_seconds(summary))} of it training steps"
+        evaluations = summary.evaluation_seconds()
+        more = f"; evaluations of it {duration(evaluations)} more" if evaluations else ""
+        yield duration(seconds), "the run", f"{duration(training_seconds(summary))} of it training steps{more}"
 
 
 def training_seconds(summary: RunSummary) -> float:
-    return sum(stage.last("seconds") or 0 for stage in summary.stages)
+    return sum(stage.training_seconds() for stage in summary.stages)
+
+
+def header(summary: RunSummary) -> dict[str, str]:
+    """What was trained, on what, when and by which code, in words; what nobody wrote down is "unknown" or left out."""
+    tokens = [f"{stage.last('tokens'):,.0f} in {stage.name}" for stage in summary.stages if stage.last("tokens")]
+    devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in summary.commands if one.device]
+    versions: dict[str, list[str]] = {}
+    for stage in summary.stages:
+        for name, version in stage.facts.get("versions", {}).items():
+            versions.setdefault(name, []).append(version)
+    words = {
+        "Parameters": [f"{count:,}" for count in summary.fact("parameters") if isinstance(count, int)],
+        "Layers": summary.fact("layers"),
+        "Vocabulary": [f"{count:,}" for count in summary.fact("vocab_size") if isinstance(count, int)],
+        "Context": [f"{count:,} tokens" for count in summary.fact("context") if isinstance(count, int)],
+        "Data": summary.fact("data"),
+        "Tokens": [", ".join(tokens)] if tokens else [],
+        "Date": [summary.began.replace("T", " ").replace("+00:00", " UTC")] if summary.began else [],
+        "Commit": summary.fact("commit") or ["unknown"],
+        "Device": devices,
+        "System": summary.fact("system"),
+        "Versions": [", ".join(f"{name} {'/'.join(dict.fromkeys(found))}" for name, found in versions.items())],
+    }
+    joined = {name: "; ".join(dict.fromkeys(map(str, values))) for name, values in words.items()}
+    return {name: text for name, text in joined.items() if text}
+
+
+def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
+    """The chat of the stage that was trained last, with its name; empty where no stage has one."""
+    chats = [(stage.name, stage.conversation) for stage in summary.stages if stage.conversation]
+    return chats[-1] if chats else ("", [])
 
 
 # ---------------------------------------------------------------------- tables
@@ -88,7 +122,8 @@ def stage_table(summary: RunSummary) -> Table:
     seconds = summary.seconds_by_stage()
     stages = {stage.name: stage for stage in summary.stages}
     rows: list[dict[str, str]] = []
-    for name in [*(name for name in seconds if name not in stages), *stages]:
+    others = [name for name in seconds if name not in stages]
+    for name in dict.fromkeys([*others, *stages, *(command.stage for command in summary.commands)]):
         stage = stages.get(name, Stage(name))
         step = stage.last("step")
         mfu = stage.values("mfu")
@@ -102,12 +137,14 @@ def stage_table(summary: RunSummary) -> Table:
             "tokens/s": in_a_word(stage, "tok_per_sec", "median"),
             "GiB": in_a_word(stage, "peak_memory_gib", "peak"),
             "MFU": f"{median(mfu):.1%}" if mfu else "",
-            "training": duration(stage.last("seconds") or 0) if stage.metrics else "",
+            "training": duration(stage.training_seconds()) if stage.metrics else "",
             "in all": duration(seconds[name]) if name in seconds else "",
+            "evaluation": duration(evaluation) if (evaluation := summary.evaluation_seconds(name)) else "",
         }
         rows.append(row)
     heads = [head for head in rows[0] if any(row[head] for row in rows)]
     total = {"stage": "total", "training": duration(training_seconds(summary))}
+    total["evaluation"] = duration(summary.evaluation_seconds())
     rows.append(total | {"in all": duration(sum(seconds.values()))})
     return Table(heads, [[Cell(row.get(head, "")) for head in heads] for row in rows])
 
@@ -128,7 +165,9 @@ def score_table(summary: RunSummary) -> Table:
         shares = [cell.share for cell in row if cell.share is not None]
         for cell in row:
             cell.best = len(shares) > 1 and cell.share == max(shares)
-    return Table(["", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])])
+    return Table(
+        ["task", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])]
+    )
 
 
 def chances(stages: list[Stage]) -> dict[str, float]:
@@ -154,12 +193,53 @@ def questions(summary: RunSummary) -> dict[tuple[str, Pairs], list[tuple[str, Ch
     return found
 
 
+def comparison(summary: RunSummary, against: RunSummary) -> Table:
+    """A row a number that both runs have: this run's, the other's, and the difference."""
+    rows = []
+    for name, (now, share) in figures(summary).items():
+        before, _ = figures(against).get(name, (None, share))
+        if before is None:
+            continue
+        if share:
+            texts = [f"{now:.1%}", f"{before:.1%}", f"{100 * (now - before):+.1f} points"]
+        else:
+            relative = f" ({now / before - 1:+.1%})" if before else ""
+            texts = [exact(now), exact(before), f"{'−' if now < before else '+'}{exact(abs(now - before))}{relative}"]
+        rows.append([Cell(name), *(Cell(text.replace("-", "−")) for text in texts)])
+    return Table(["", summary.tag, against.tag, "difference"], rows)
+
+
+def figures(summary: RunSummary) -> dict[str, tuple[float, bool]]:
+    """The numbers by which runs are compared, by name; with each whether it is a share of 1."""
+    found: dict[str, tuple[float | None, bool]] = {}
+    for name in ("parameters", "context"):
+        counts = [count for count in summary.fact(name) if isinstance(count, int)]
+        found[name] = (counts[0] if counts else None, False)
+    for stage in summary.stages:
+        found[f"{stage.name}: tokens"] = (stage.last("tokens"), False)
+        found[f"{stage.name}: bits per byte"] = (stage.val_bpb, False)
+        found[f"{stage.name}: validation loss"] = (stage.last("val_loss"), False)
+        found[f"{stage.name}: held-out reward"] = (stage.last("eval_reward"), False)
+        speeds = stage.values("tok_per_sec")
+        found[f"{stage.name}: tokens/s"] = (median(speeds) if speeds else None, False)
+        for task, score in stage.scores.items():
+            found[f"{stage.name}: {task}"] = (score["accuracy"], True)
+    found["training, seconds"] = (training_seconds(summary) or None, False)
+    found["the run, seconds"] = (sum(summary.seconds_by_stage().values()) or None, False)
+    return {name: (value, share) for name, (value, share) in found.items() if value is not None}
+
+
 # ---------------------------------------------------------------------- numbers as words
+
+
+def exact(value: float) -> str:
+    """`1,234,567` from 100 on, four digits below."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.4g}"
 
 
 def in_a_word(stage: Stage, key: str, how: str) -> str:
     """A stage's values in one word: their last, peak, median or ends; "" where there are none."""
-    values = stage.values(key)
+    values = [value for _, value in stage.curve(key)] if how == "ends" else stage.values(key)
     if not values:
         return ""
     if how == "ends":
@@ -209,7 +289,7 @@ PLOTS = (
     Plot("reward", "Reward", "line: training questions; dots: held-out questions", "ends", dots="eval_reward"),
     Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out", "ends",
          dots="val_margin"),
-    Plot("val_bpb", "Bits per byte", "held-out text of each stage", "last", from_zero=False, smooth=False),
+    Plot("val_bpb", "Bits per byte", "held-out text of each stage", "ends", from_zero=False, smooth=False),
     Plot("lr", "Learning rate", "the peak is above", "peak", smooth=False),
     Plot("tok_per_sec", "Throughput", "tokens a second; the median is above", "median"),
     Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=False),
@@ -219,18 +299,19 @@ PLOTS = (
 LOSS = Plot("loss", "", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
-COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "ink", "quiet", "line"])}
+COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "text", "quiet", "line"])}
 STYLE: Any = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 7.5, "axes.titlesize": 7.5,
-    "axes.titlecolor": COLOURS["ink"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
-    "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "xtick.labelcolor": COLOURS["quiet"], "xtick.major.size": 0,
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 8, "axes.titlesize": 8,
+    "axes.titlecolor": COLOURS["text"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
+    "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "xtick.labelcolor": COLOURS["quiet"], "xtick.major.size": 3,
+    "xtick.color": COLOURS["line"],
     "ytick.labelcolor": COLOURS["quiet"], "ytick.major.size": 0,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.spines.bottom": False,
 }  # fmt: skip
 
 
-def _svg(figure: Figure, name: str) -> str:
-    """A figure as inline SVG. The page decides on fonts, the size and the colours."""
+def _svg(figure: Figure, name: str, label: str) -> str:
+    """A figure as inline SVG, with a label for who cannot see it. The page decides on fonts, size and colours."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(
@@ -240,32 +321,42 @@ def _svg(figure: Figure, name: str) -> str:
     svg = re.sub(r' id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)  # ids that another plot has too
     for variable, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    return f"<svg{svg}"
+    return f'<svg role="img" aria-label="{html.escape(label)}"{svg}'
 
 
-def _curves(plot: Plot, stages: list[Stage], width: float = 4.2) -> str:
-    """Stages side by side, each over its training time: faint values, a bold mean."""
-    stages = [stage for stage in stages if stage.values(plot.metric)]
+def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float = 3.0) -> str:
+    """Stages side by side, each over its steps: faint values, a bold mean; dashed, the mean of an earlier run."""
+    stages = [stage for stage in stages if stage.curve(plot.metric)]
     curves = [stage.curve(plot.metric) for stage in stages]
-    seconds = [curve[-1][0] for curve in curves]
+    seconds = [stage.training_seconds() for stage in stages]
     shares = [max(part, sum(seconds) / 5) or 1 for part in seconds]  # a short stage is wider than its share
-    figure = Figure(figsize=(width, 1.2 + width / 6), layout="constrained")
+    figure = Figure(figsize=(width, 1.2 + width / 5), layout="constrained")
     panels = figure.subplots(1, len(stages), sharey=True, squeeze=False, width_ratios=shares)[0]
-    for axes, stage, curve in zip(panels, stages, curves, strict=True):
+    drawn = []  # all points
+    for axes, stage, curve, share in zip(panels, stages, curves, shares, strict=True):
+        for earlier in [one.curve(plot.metric) for one in against if one.name == stage.name]:
+            if earlier:
+                line = smooth(earlier) if plot.smooth else earlier
+                gid = f"{plot.metric}-{stage.name}-against"
+                axes.plot(*zip(*line, strict=True), color=COLOURS["quiet"], linewidth=1.3, linestyle="--", gid=gid)
+                drawn += line
         style: dict[str, Any] = {"color": COLOURS[stage.name], "markersize": 3.5}
         axes.plot(*zip(*curve, strict=True), **style, linewidth=0.8, alpha=0.35)
         style["marker"] = "o" if len(curve) < 12 else ""
         mean = smooth(curve) if plot.smooth else curve
         axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
-        if plot.dots and stage.values(plot.dots):
-            style |= {"color": COLOURS["ink"], "marker": "o", "linewidth": 0}
+        drawn += curve
+        if plot.dots and stage.curve(plot.dots):
+            style |= {"color": COLOURS["text"], "marker": "o", "linewidth": 0}
             axes.plot(*zip(*stage.curve(plot.dots), strict=True), **style, gid=f"{plot.dots}-{stage.name}")
         axes.set_title(in_a_word(stage, plot.metric, plot.word))
         axes.set_xlabel(stage.name, color=COLOURS[stage.name])
-        axes.set_xticks([])
+        room = max(1, round(width * share / sum(shares) / 0.6))  # a tick each 0.6 inches
+        axes.xaxis.set_major_locator(MaxNLocator(room, steps=[1, 2, 5, 10], integer=True))
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
     # The y axis: from zero, or logarithmic for positive values that span more than a factor of five.
-    low = min(y for curve in curves for _, y in curve)
-    high = max(y for curve in curves for _, y in curve)
+    low = min(y for _, y in drawn)
+    high = max(y for _, y in drawn)
     axes = panels[0]
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     if plot.from_zero:
@@ -275,36 +366,41 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 4.2) -> str:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    return _svg(figure, plot.metric + "-".join(stage.name for stage in stages))
+    words = [f"{stage.name} {in_a_word(stage, plot.metric, plot.word)}" for stage in stages]
+    return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
 
 
 # ---------------------------------------------------------------------- the page and the Markdown
 
 
-def to_html(summary: RunSummary) -> str:
-    """The whole page."""
+def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
+    """The whole page; with an earlier run `against` which to compare it, if there is one."""
     stages = summary.stages
+    earlier = against.stages if against else []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
-        plots = {plot: _curves(plot, stages) for plot in PLOTS if any(stage.values(plot.metric) for stage in stages)}
-        losses = [_curves(LOSS, [stage], 2.1) for stage in stages if stage.values("loss")]
-    return _render("report.html", summary, plots=plots, losses=losses, tasks=list(chances(stages).items()))
+        shown = [plot for plot in PLOTS if any(stage.curve(plot.metric) for stage in stages)]
+        plots = {plot: _curves(plot, stages, earlier) for plot in shown}
+        losses = [_curves(LOSS, [stage], earlier, 2.6) for stage in stages if stage.curve("loss")]
+    return _render("report.html", summary, against, plots=plots, losses=losses, tasks=list(chances(stages).items()))
 
 
-def to_markdown(summary: RunSummary) -> str:
-    """The report without plots: numbers, tables, some samples, machine and commands."""
-    return _render("report.md", summary)
+def to_markdown(summary: RunSummary, against: RunSummary | None = None) -> str:
+    """The report without plots: header, chat, numbers, tables, samples and commands."""
+    return _render("report.md", summary, against)
 
 
-def _render(template: str, summary: RunSummary, **plots: Any) -> str:
+def _render(template: str, summary: RunSummary, against: RunSummary | None, **plots: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=jinja2.select_autoescape(),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {"duration": duration, "markdown": _markdown}
+    speaker, chat = conversation(summary)
     text = environment.get_template(template).render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
-        questions=questions(summary), stage_names=list(STAGES), **plots,
+        questions=questions(summary), stage_names=list(STAGES), header=header(summary), speaker=speaker, chat=chat,
+        against=against, differences=comparison(summary, against) if against else None, **plots,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

@@ -4,20 +4,14 @@ Missing files and damaged lines are left out, with a note. The text is untrusted
 `page.py` escapes it where it writes it.
 """
 
-import contextlib
 import json
-import os
-import platform
-import re
-import subprocess
-from collections import defaultdict
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanochat.conversation import text_of
+from nanochat.conversation import parts_of, text_of
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import STAGES, base_dir, run_dir
 
@@ -40,7 +34,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Command:
-    """One finished command: a line that `shell.log.record` wrote."""
+    """One command: a line that `shell.log.record` wrote."""
 
     script: str
     command: str
@@ -52,6 +46,8 @@ class Command:
     device: str = ""
     kind: str = ""
     dtype: str = ""
+    first_step: int = 0  # of a training loop: the finished steps when it began
+    last_step: int = 0  # and when it ended
 
 
 @dataclass
@@ -64,6 +60,14 @@ class Stage:
     samples: list[str] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
     chats: list[Chat] = field(default_factory=list)
+    conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
+    facts: dict[str, Any] = field(default_factory=dict)  # run.json: what was trained, on what, when
+
+    def add_facts(self, values: Any) -> None:
+        """What `run.stage.write_facts` wrote."""
+        facts = {name: value for name, value in values.items() if isinstance(value, str | int)}
+        versions = {str(name): str(version) for name, version in values.get("versions", {}).items()}
+        self.facts = facts | {"versions": versions}
 
     def add_evaluation(self, values: Any) -> None:
         """What `base_eval` wrote."""
@@ -81,6 +85,9 @@ class Stage:
             reply = tuple((part["type"], part["text"]) for part in sample["reply"])
             chats.append(Chat(str(sample["task"]), messages, reply, sample["correct"]))
         scores = {task: _numbers(score) for task, score in values["tasks"].items()}
+        for message in values.get("chat", []):
+            parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
+            self.conversation.append((str(message["role"]), parts))
         self.chats = chats
         self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
         self.evaluation |= _numbers({"chatcore": values.get("chatcore")})
@@ -93,15 +100,30 @@ class Stage:
         return values[-1] if values else None
 
     def curve(self, key: str) -> Points:
-        """A metric over training seconds, thinned out."""
-        points = []
-        now = 0.0
-        for line in self.metrics:
-            now = max(now, line.get("seconds", now))
-            if key in line:
-                points.append((now, line[key]))
+        """A metric over finished steps, thinned out; at 0 what was evaluated before the first step."""
+        points = [(0.0, line[f"{key}_before"]) for line in self.metrics[:1] if f"{key}_before" in line]
+        points += [(line["step"] + 1, line[key]) for line in self.metrics if key in line]
         stride = len(points) // CURVE_POINTS + 1
         return points[:-1:stride] + points[-1:]
+
+    def training_seconds(self, steps: float = math.inf) -> float:
+        """Seconds of training until so many steps were finished."""
+        return max((line.get("seconds", 0.0) for line in self.metrics if line["step"] < steps), default=0.0)
+
+    def run_seconds(self, commands: list[Command]) -> float:
+        """How long the training commands took, however often the run was resumed.
+
+        Of steps that no command has recorded, because it was killed or is not over, the training seconds count.
+        """
+        script = STAGES[self.name]
+        trained = [one for one in commands if (one.stage, one.script) == (self.name, script)]
+        total = 0.0
+        covered = 0  # steps
+        for one in sorted((one for one in trained if one.last_step > one.first_step), key=lambda one: one.first_step):
+            total += one.seconds
+            total += max(0.0, self.training_seconds(one.first_step) - self.training_seconds(covered))
+            covered = max(covered, one.last_step)
+        return total + self.training_seconds() - self.training_seconds(covered)
 
     @property
     def val_bpb(self) -> float | None:
@@ -115,25 +137,32 @@ class RunSummary:
     tag: str
     stages: list[Stage]  # in the order of the pipeline
     commands: list[Command]  # in the order in which they finished
-    machine: dict[str, str]  # what computed, and where the report was made
     notes: list[str]  # what is missing or damaged
 
     def seconds_by_stage(self) -> dict[str, float]:
-        """The time of each stage's finished commands, in the order of the pipeline.
-
-        Training counts at least its training seconds: a run that has not finished, or was killed, has no command.
-        """
-        spent: dict[tuple[str, str], float] = defaultdict(float)  # (stage, script) -> seconds
+        """How long the run itself took, by stage, in the order of the pipeline; evaluations of it count elsewhere."""
+        seconds: dict[str, float] = {}
         for command in self.commands:
-            spent[command.stage, command.script] += command.seconds
-        for stage in self.stages:
-            training = (stage.name, STAGES[stage.name])
-            spent[training] = max(spent[training], stage.last("seconds") or 0)
-        others = [stage for stage, _ in spent if stage not in STAGES]  # such as the tokenizer, which is first
-        seconds = dict.fromkeys([*others, *STAGES], 0.0)
-        for (stage, _), value in spent.items():
-            seconds[stage] += value
+            if command.stage not in STAGES:  # such as the tokenizer
+                seconds[command.stage] = seconds.get(command.stage, 0.0) + command.seconds
+        for name in STAGES:
+            stage = next((stage for stage in self.stages if stage.name == name), Stage(name))
+            seconds[name] = stage.run_seconds(self.commands)
         return {name: total for name, total in seconds.items() if total}
+
+    def evaluation_seconds(self, stage: str | None = None) -> float:
+        """How long the evaluations took, of one stage or of all."""
+        evaluations = [one for one in self.commands if one.stage in STAGES and one.script != STAGES[one.stage]]
+        return sum(one.seconds for one in evaluations if stage in (None, one.stage))
+
+    def fact(self, name: str) -> list[Any]:
+        """What the stages say about themselves under a name, each answer once."""
+        return list(dict.fromkeys(stage.facts[name] for stage in self.stages if name in stage.facts))
+
+    @property
+    def began(self) -> str:
+        """When the first stage started, in UTC; "" where nobody wrote it down."""
+        return min(self.fact("started"), default="")
 
 
 def newest_tag() -> str:
@@ -148,8 +177,8 @@ def newest_tag() -> str:
     return max(files, key=lambda file: file.stat().st_mtime).parent.name
 
 
-def collect(tag: str) -> RunSummary:
-    """Read everything about one tag below the base folder.
+def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
+    """Read everything about one tag, which `flag` names, below the base folder.
 
     Raises UserError: when there is nothing.
     """
@@ -160,23 +189,26 @@ def collect(tag: str) -> RunSummary:
     finished = _parsed(runs / "commands.jsonl", lambda line: Command(**line), notes)
     if not stages and tag not in [command.tag for command in finished]:
         raise UserError(
-            f"--model_tag {tag}: {runs} has no run of it: run `python -m scripts.base_train --model_tag {tag}` first"
+            f"{flag} {tag}: {runs} has no run of it: run `python -m scripts.base_train --model_tag {tag}` first"
         )
-    shared = {command.script: command for command in finished if command.tag is None}  # the newest of each script
-    commands = [command for command in finished if command.tag == tag or command is shared.get(command.script)]
-
+    # An earlier run of this tag was moved aside when this one began: its commands are before `started`.
+    started = {stage.name: str(stage.facts.get("started", "")) for stage in stages}
+    commands = [one for one in finished if one.tag == tag and one.started >= started.get(one.stage, "")]
+    # Of what serves every run, such as the tokenizer: the newest that was there when the run began.
+    began = min((one for one in started.values() if one), default="")
+    before = [one for one in finished if one.tag is None and (not began or one.started <= began)]
+    shared = {one.script: one for one in before}
     missing = [stage.name for stage in read if stage not in stages]
     if missing:
         notes.append(f"no run of {', '.join(missing)}")
-    devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in commands if one.device]
-    machine = {"computed on": "; ".join(dict.fromkeys(devices))} if devices else {}
-    return RunSummary(tag, stages, commands, machine | _machine(), notes)
+    return RunSummary(tag, stages, [*shared.values(), *commands], notes)
 
 
 def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:
     stage = Stage(name)
     by_step = {line["step"]: line for line in _parsed(folder / "metrics.jsonl", _metrics, notes)}
     stage.metrics = [by_step[step] for step in sorted(by_step)]
+    _parsed(folder / "run.json", stage.add_facts, notes)
     _parsed(folder / "eval.json", stage.add_evaluation, notes)
     _parsed(folder / "chat_eval.json", stage.add_chat_evaluation, notes)
     return stage
@@ -219,22 +251,3 @@ def _numbers(values: Any) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
             numbers[key] = float(value)
     return numbers
-
-
-# ---------------------------------------------------------------------- this machine
-
-
-def _machine() -> dict[str, str]:
-    """Where the report is made; no device is touched."""
-    machine = {"system": f"{platform.platform()}, {os.cpu_count()} cores", "Python": platform.python_version()}
-    for package in metadata.distributions():
-        name = package.metadata["Name"] or ""
-        if re.split("[-_]", name)[0] in ("nanochat", "torch"):  # with the package of an accelerator
-            machine[name] = package.version
-    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
-    root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
-            commit = subprocess.run(git, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout
-            machine["commit"] = commit.strip()
-    return machine
