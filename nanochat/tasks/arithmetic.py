@@ -1,74 +1,197 @@
 """Sums through the calculator: the model writes the call, the tool answers, the model reads the answer out.
 
-Pairs of numbers that the demo corpus holds out are in the test split only.
+The test split has pairs of numbers that the demo corpus holds out, and half of its questions are asked in a way that
+the train split does not have.
 """
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out_pair, words
 from nanochat.tasks.task import Example, GeneratedTask, turn
+from nanochat.tasks.typed import as_typed
 from nanochat.tools.calculator import calculate
 
-PLUS = (
-    "What is {a} + {b}?",
-    "How much is {a} + {b}?",
-    "Add {a} and {b}.",
-    "What do you get when you add {a} and {b}?",
-    "{a} + {b} = ?",
-    "Please add {a} and {b} for me.",
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways to ask for the same thing."""
+
+    known: tuple[str, ...]
+    held_out: tuple[str, ...]  # in the test split only
+
+    def draw(self, rng: random.Random, is_test: bool) -> str:
+        return rng.choice(self.held_out if is_test and rng.random() < 0.5 else self.known)
+
+
+# Around a sum of any operation, such as "2 + 2", "2+2" or "two plus two".
+AROUND = Ways(
+    known=(
+        "What is {sum}?",
+        "How much is {sum}?",
+        "{sum} = ?",
+        "{sum} =",
+        "{sum}=?",
+        "{sum}",
+        "{sum}?",
+        "{sum} is?",
+        "Calculate {sum}.",
+        "Can you calculate {sum}?",
+        "Compute {sum}.",
+        "Please solve {sum} for me.",
+        "What does {sum} make?",
+        "What do you get for {sum}?",
+        "What is the answer to {sum}?",
+        "Do you know what {sum} is?",
+        "Hello! What is {sum}?",
+        "{sum}等于几？",
+        "{sum}是多少？",
+        "{sum}等于多少？",
+        "计算{sum}。",
+    ),
+    held_out=(
+        "What is the result of {sum}?",
+        "Tell me what {sum} is.",
+        "{sum} equals?",
+        "Work out {sum}, please.",
+        "Hi, how much is {sum}?",
+        "请问{sum}是多少？",
+    ),
 )
-MINUS = (
-    "What is {a} - {b}?",
-    "How much is {a} - {b}?",
-    "Take {b} away from {a}.",
-    "{a} - {b} = ?",
-)
-TIMES = (
-    "What is {a} * {b}?",
-    "How much is {a} times {b}?",
-    "{a} * {b} = ?",
-)
-MORE = "{name} has {a} {thing}s and gets {b} more. How many {thing}s does {name} have now?"
-FEWER = "{name} has {a} {thing}s and gives {b} away. How many {thing}s are left?"
+# Named by the operation; the same sums in other words.
+NAMED = {
+    "+": Ways(
+        known=(
+            "Add {a} and {b}.",
+            "What do you get when you add {a} and {b}?",
+            "Please add {a} and {b} for me.",
+            "What is the sum of {a} and {b}?",
+            "Sum of {a} and {b}",
+            "{a}加上{b}是多少？",
+        ),
+        held_out=("Can you add {a} to {b}?", "How much are {a} and {b} together?", "{a}和{b}的和是多少？"),
+    ),
+    "-": Ways(
+        known=(
+            "Take {b} away from {a}.",
+            "Subtract {b} from {a}.",
+            "What is {a} less {b}?",
+            "What is left of {a} without {b}?",
+            "{a}减去{b}是多少？",
+        ),
+        held_out=("What remains when you take {b} from {a}?", "What is the difference between {a} and {b}?"),
+    ),
+    "*": Ways(
+        known=(
+            "Multiply {a} by {b}.",
+            "Multiply {a} and {b}.",
+            "What is the product of {a} and {b}?",
+            "{a}乘以{b}等于几？",
+        ),
+        held_out=("What do you get when you multiply {a} by {b}?", "Product of {a} and {b}"),
+    ),
+    "/": Ways(
+        known=("Divide {a} by {b}.", "What do you get when you divide {a} by {b}?", "{a}除以{b}等于几？"),
+        held_out=("How often does {b} go into {a}?", "What is {a} split into {b} parts?"),
+    ),
+}
+# Told as a little story.
+TOLD = {
+    "+": Ways(
+        known=(
+            "{name} has {a} {thing}s and gets {b} more. How many {thing}s does {name} have now?",
+            "I have {a} {thing}s and then I find {b} more. How many {thing}s do I have now?",
+            "There are {a} {thing}s in a box and {b} in a bag. How many {thing}s are there?",
+            "{name} found {a} {thing}s on Monday and {b} on Tuesday. How many {thing}s is that?",
+            "I had {a} {thing}s. My friend gave me {b} more. How many do I have?",
+        ),
+        held_out=("{name} buys {a} {thing}s and then {b} more. How many {thing}s did {name} buy?",),
+    ),
+    "-": Ways(
+        known=(
+            "{name} has {a} {thing}s and gives {b} away. How many {thing}s are left?",
+            "I have {a} {thing}s and lose {b} of them. How many {thing}s do I have now?",
+            "{name} had {a} {thing}s and sold {b} of them. How many {thing}s does {name} have left?",
+        ),
+        held_out=("There were {a} {thing}s, and {name} took {b} of them. How many {thing}s are left?",),
+    ),
+}
+THINGS = ("egg", "coin", "book", "cookie", "pencil", "orange", "flower", "marble", "dollar", "card", "banana", "pear")
+SIGNS = {"+": ("+",), "-": ("-", "-", "−"), "*": ("*", "*", "x", "×"), "/": ("/", "/", "÷")}
+SPOKEN = {"+": ("plus",), "-": ("minus",), "*": ("times", "multiplied by"), "/": ("divided by", "over")}
+SPOKEN_CHINESE = {"+": "加", "-": "减", "*": "乘", "/": "除以"}
+NUMBER_WORDS = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+]
+# Both numbers are below one of these, or each is below one of its own.
+SIZES = (*(10,) * 6, *(13,) * 2, *(21,) * 2, *(100,) * 5, *(1000,) * 4, *(10_000,) * 2)
 
 
 class Arithmetic(GeneratedTask):
-    """Two- and three-digit sums, differences and products, some of them as a little story."""
+    """Sums, differences, products and whole quotients of any size in many spellings, some of them as a little story."""
 
     name = "arithmetic"
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        a, b = self.draw(rng)
+        operator, a, b = self.draw(rng)
         while held_out_pair(a, b) != (self.split == "test"):
-            a, b = self.draw(rng)
-        question, call = self.question(rng, a, b)
+            operator, a, b = self.draw(rng)
+        question, call = self.question(rng, operator, a, b)
         return sum_example(question, call)
 
-    def draw(self, rng: random.Random) -> tuple[int, int]:
-        size = rng.choice((100, 1000))
-        return rng.randrange(10, size), rng.randrange(10, size)
+    def draw(self, rng: random.Random) -> tuple[str, int, int]:
+        """An operator and two numbers."""
+        operator = rng.choice("++++---**//")
+        size = rng.choice(SIZES)
+        is_mixed = rng.random() < 0.3
+        a = number_below(rng, size)
+        b = number_below(rng, rng.choice(SIZES) if is_mixed else size)
+        if operator == "-" and rng.random() < 0.9:
+            a, b = max(a, b), min(a, b)  # a difference below zero is rare
+        if operator == "*":
+            a, b = a % 1000, b % 1000
+        if operator == "/":
+            b = b % 100 or 1
+            a = a % 1000 * b  # the quotient is whole
+        return operator, a, b
 
-    def question(self, rng: random.Random, a: int, b: int) -> tuple[str, str]:
-        """A question about two numbers, and the call that answers it."""
-        story_words = {"name": rng.choice(words("hero")), "thing": rng.choice(words("object"))}
-        operation = rng.random()
-        if operation < 0.4:
-            return rng.choice((*PLUS, MORE)).format(a=a, b=b, **story_words), f"{a}+{b}"
-        if operation < 0.8:
-            a, b = max(a, b), min(a, b)
-            return rng.choice((*MINUS, FEWER)).format(a=a, b=b, **story_words), f"{a}-{b}"
-        return rng.choice(TIMES).format(a=a, b=b), f"{a}*{b}"
+    def question(self, rng: random.Random, operator: str, a: int, b: int) -> tuple[str, str]:
+        """A question about two numbers, sometimes three, and the call that answers it."""
+        is_test = self.split == "test"
+        call = f"{a}{operator}{b}"
+        form = rng.random()
+        if form < 0.2 and operator in TOLD and a >= b > 1:
+            told = TOLD[operator].draw(rng, is_test)
+            thing = rng.choice((*words("object"), *THINGS))
+            return told.format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), call
+        if form < 0.4:
+            named = NAMED[operator].draw(rng, is_test)
+            in_words = named.isascii() and rng.random() < 0.15
+            return as_typed(rng, named.format(a=spelled(a, in_words), b=spelled(b, in_words))), call
+        around = AROUND.draw(rng, is_test)
+        if form < 0.44 and operator != "/":
+            third = rng.randrange(1, rng.choice((10, 100)))
+            second_operator = rng.choice("+-*")
+            call = f"{a}{operator}{b}{second_operator}{third}"
+            spacing = rng.choice(("", " "))
+            text = f"{a}{spacing}{operator}{spacing}{b}{spacing}{second_operator}{spacing}{third}"
+            return as_typed(rng, around.format(sum=text)), call
+        return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
 
     def wrong(self, index: int) -> list[Part]:
         """The sum with one digit of its call changed, and the tool's answer to that."""
         call = self.example(index).messages[-1]["content"][0]["text"]
         rng = self.rng(index, "/wrong")
-        place = rng.choice([place for place, character in enumerate(call) if character.isdigit()])
-        digit = rng.choice([d for d in "123456789" if d != call[place]])
-        return sum_example("", call[:place] + digit + call[place + 1 :]).messages[-1]["content"]
+        places = [place for place, character in enumerate(call) if character.isdigit()]
+        changed = call
+        while calculate(changed) == calculate(call):
+            place = rng.choice(places)
+            changed = call[:place] + rng.choice("123456789") + call[place + 1 :]
+        return sum_example("", changed).messages[-1]["content"]
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Right if the tool gave the answer, and the reply's own statement is true: `47+38 = 85.`"""
@@ -79,15 +202,43 @@ class Arithmetic(GeneratedTask):
 
 
 class Addition(Arithmetic):
-    """Two-digit addition."""
+    """Two-digit addition, asked in ways that the train split has: its test split has new numbers alone."""
 
     name = "addition"
 
-    def draw(self, rng: random.Random) -> tuple[int, int]:
-        return rng.randrange(10, 100), rng.randrange(10, 100)
+    def draw(self, rng: random.Random) -> tuple[str, int, int]:
+        return "+", rng.randrange(10, 100), rng.randrange(10, 100)
 
-    def question(self, rng: random.Random, a: int, b: int) -> tuple[str, str]:
-        return rng.choice(PLUS).format(a=a, b=b), f"{a}+{b}"
+    def question(self, rng: random.Random, operator: str, a: int, b: int) -> tuple[str, str]:
+        if rng.random() < 0.3:
+            question = rng.choice(NAMED["+"].known).format(a=a, b=b)
+        else:
+            around = rng.choice(AROUND.known)
+            question = around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))
+        return as_typed(rng, question), f"{a}+{b}"
+
+
+def number_below(rng: random.Random, size: int) -> int:
+    """A number below `size`, sometimes a round one: 20, 500, 1000."""
+    if rng.random() < 0.1 and size >= 100:
+        return rng.randint(1, 10) * (size // 10)
+    return rng.randrange(size)
+
+
+def spelled(number: int, in_words: bool) -> str:
+    """A number in digits, or in letters if it is small."""
+    return NUMBER_WORDS[number] if in_words and number < len(NUMBER_WORDS) else str(number)
+
+
+def spelled_sum(rng: random.Random, operator: str, a: int, b: int, in_chinese: bool) -> str:
+    """`2 + 2`, `2+2`, `2 plus two`, or `2加2`."""
+    if in_chinese and rng.random() < 0.7:
+        return f"{a}{SPOKEN_CHINESE[operator]}{b}"
+    if not in_chinese and rng.random() < 0.3:
+        in_words = rng.random() < 0.4
+        return f"{spelled(a, in_words)} {rng.choice(SPOKEN[operator])} {spelled(b, in_words)}"
+    spacing = rng.choice(("", " "))
+    return f"{a}{spacing}{rng.choice(SIGNS[operator])}{spacing}{b}"
 
 
 def sum_example(question: str, call: str) -> Example:
