@@ -60,6 +60,7 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+demo_tasks=questions,addition,arithmetic,identity,unknown,first_questions=tests/first_questions.jsonl
 launch=("$python") shards='' sampled='' # sampled: tasks that are evaluated at temperature 0.7; the others greedily
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
@@ -71,18 +72,18 @@ case $profile in
     sft=(--device_batch_size 4 --num_iterations 10 --target_examples_per_step 8 --eval_examples 16 --save_every 5)
     rl=(--device_batch_size 4 --num_iterations 2 --examples_per_step 2 --num_samples 4 --max_tokens 32 --eval_examples 8
       --save_every 1)
-    eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,questions,addition,arithmetic,identity
+    eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,$demo_tasks
     ;;
   cpu) # about ten minutes on two cores (docs/measurements.md)
     tokenizer=()
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 560
       --eval_every 200 --eval_tokens 32768 --save_every 200)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
-    mid=(--device_batch_size 16 --num_iterations 110 --eval_every 55 --eval_tokens 32768 --save_every 55)
-    sft=(--device_batch_size 16 --num_iterations 40 --eval_every 20 --save_every 20)
+    mid=(--device_batch_size 16 --num_iterations 180 --eval_every 60 --eval_tokens 32768 --save_every 60)
+    sft=(--device_batch_size 16 --num_iterations 90 --eval_every 30 --save_every 30)
     rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 42 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
       --eval_every 0 --eval_examples 100 --save_every 10)
-    eval=(--device_batch_size 100) chat_tasks=questions,addition,arithmetic,identity sampled=stories
+    eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory
     tokenizer=(--vocab_size 32768)
@@ -115,7 +116,7 @@ if [[ -n $shards && $data != demo && $data != pydoc && ! -e $data ]]; then # a h
 fi
 [[ $data != demo ]] || base_eval+=(--stories "$stories") # only the demo's stories can be graded
 if [[ ! $data =~ ^(climbmix|fineweb-edu|fineweb-edu-chinese)$ && $profile != smoke && $profile != cpu ]]; then
-  chat_tasks=questions,addition,arithmetic,identity sampled=stories # offline, as mid-training and SFT choose theirs
+  chat_tasks=$demo_tasks sampled=stories # offline, as mid-training and SFT choose theirs
 fi
 [[ $hub == hf ]] || chat_tasks=${chat_tasks%,humaneval} # no copy is known elsewhere
 export NANOCHAT_BASE_DIR=$run_folder

@@ -242,7 +242,7 @@ def spoiled(name: str, text: str) -> str:
         return text.partition(". ")[2]  # begins in the middle
     if name == "questions":
         return text.replace("The", "A", 1) if "The" in text else f"{text} And so on."
-    if name == "identity":
+    if name in ("identity", "unknown"):
         return text[:-1]
     if name == "spelling":
         return re.sub(r"(\w)-(\w)", r"\1-\1-\2", text, count=1)
@@ -428,7 +428,7 @@ def test_a_reply_reads_with_its_calls() -> None:
 
 def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
     names = [choice.name for choice in graded_choices("")]
-    assert names == ["stories", "questions", "addition", "arithmetic", "spelling", "letters", "identity"]
+    assert names == ["stories", "questions", "addition", "arithmetic", "spelling", "letters", "identity", "unknown"]
     assert [(c.name, c.path) for c in graded_choices("addition,gsm8k=some/folder")] == [
         ("addition", None), ("gsm8k", "some/folder"),
     ]  # fmt: skip

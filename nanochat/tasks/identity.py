@@ -1,40 +1,160 @@
-"""Who the model is: greetings, its name, what it can do. Bring your own as a .jsonl of conversations instead."""
+"""Small talk and honesty: who the model is, and that it does not know what it has not learned.
 
+The tables are in smalltalk.txt, which explains itself. A model that has only seen stories and sums answers everything
+with a story or a sum. It learns where its knowledge ends from many subjects that it has never heard of, so that it
+says so for the next one too. Bring your own identity as a .jsonl of conversations instead.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from nanochat.conversation import Message, Part, text_of
+from nanochat.demo.corpus import story
+from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.task import Example, GeneratedTask, turn
+from nanochat.tasks.typed import as_typed
 
-TURNS = (  # ways to ask | the answer
-    (
-        "Hello!|Hi|Hello|Hi there!|Hey|Good morning!|hello",
-        "Hello! I am nanochat. Shall I tell you a story, or do a sum?",
-    ),
-    ("Who are you?|What are you?|Tell me about yourself.", "I am nanochat, a very small language model."),
-    ("What is your name?|What's your name?|Do you have a name?", "My name is nanochat."),
-    (
-        "What can you do?|How can you help me?|Help!|What do you know?",
-        "I can tell stories, answer questions about them, spell words, and do sums with my calculator.",
-    ),
-    (
-        "Who made you?|Who trained you?|Where do you come from?",
-        "You did: I was trained from nothing on this machine, a few minutes ago.",
-    ),
-    ("How old are you?|When were you born?", "Only a few minutes, and I have read many stories since."),
-    ("Are you a person?|Are you human?|Are you a robot?", "No, I am a small language model. I only know words."),
-    ("How are you?|How do you do?|Are you well?", "I am well, thank you. Shall I tell you a story?"),
-    ("Thank you!|Thanks!|Thank you.|That was nice.", "You are welcome!"),
-    ("Goodbye!|Bye!|Good night.|See you!", "Goodbye! Come back for another story."),
-)
-SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.")
+SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.", "You are a helpful assistant.")
+USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # of the questions are from the first line of their group
+KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
+SLOT = re.compile(r"\{(\w+)\}")
 
 
-class Identity(GeneratedTask):
-    """One to three turns of small talk, sometimes after a system message; the answers are learned by heart."""
+@dataclass(frozen=True)
+class Group:
+    """Questions that have one answer."""
 
-    name = "identity"
-    sizes = {"train": 10_000, "test": 100}
+    answer: str
+    lines: tuple[
+        tuple[str, ...], ...
+    ]  # ways to ask, with slots: "Where is {place}?"; the last of each line is held out
+
+
+@cache
+def tables() -> dict[str, str]:
+    """The tables of smalltalk.txt by title: `identity hello`, ..., `lexicon`."""
+    text = Path(__file__).with_name("smalltalk.txt").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, title, table, title, table, ...
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+@cache
+def groups(task: str) -> tuple[Group, ...]:
+    """The groups of questions that belong to a task, `identity` or `unknown`."""
+    found: list[Group] = []
+    for title, table in tables().items():
+        if title.split()[0] == task:
+            columns = _columns(table)
+            found.append(Group(columns["answer"][0], tuple(tuple(line.split(" | ")) for line in columns["ask"])))
+    return tuple(found)
+
+
+@cache
+def lexicon() -> dict[str, dict[str, bool]]:
+    """The words that each slot may hold, and whether each is held out."""
+    words: dict[str, dict[str, bool]] = {}
+    for slot, lines in _columns(tables()["lexicon"]).items():
+        words[slot] = {}
+        for line in lines:
+            words[slot] |= dict.fromkeys(line.split(", "), False)
+            words[slot][line.split(", ")[-1]] = True
+    return words
+
+
+def _columns(table: str) -> dict[str, list[str]]:
+    """The lines of a table by the name in its left column; a line without a name continues the one above."""
+    columns: dict[str, list[str]] = {}
+    name = ""
+    for line in table.splitlines():
+        if line.strip():
+            name = line.split()[0] if line[0] != " " else name
+            columns.setdefault(name, []).append(line.removeprefix(name).strip())
+    return columns
+
+
+class SmallTalk(GeneratedTask):
+    """One to three turns, sometimes after a system message. The last turn is of the task, and it is what is graded.
+
+    In half of the test split the last turn has a way to ask, or a word in it, that the train split never has.
+    """
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < 0.2 else []
-        for questions, answer in rng.sample(TURNS, rng.randint(1, 3)):
-            messages += turn(rng.choice(questions.split("|")), answer)
-        return Example(messages, messages[-1]["content"])
+        messages: list[Message] = []
+        if rng.random() < 0.15:
+            messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
+        for _ in range(rng.choice((0, 0, 0, 0, 1, 2))):
+            messages += earlier_turn(rng)
+        question, answer = draw(rng, self.name, is_new=self.split == "test" and rng.random() < 0.5)
+        return Example([*messages, *turn(question, answer)], answer)
+
+
+class Identity(SmallTalk):
+    """Greetings, thanks, the model's name and abilities, feelings, a joke; the answers are learned by heart."""
+
+    name = "identity"
+
+
+class Unknown(SmallTalk):
+    """What the model has never read about: it says so, kindly, and what it can do instead."""
+
+    name = "unknown"
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        """Right if it is the answer of any group of this task: each of them is honest."""
+        return text_of(reply).strip() in {group.answer for group in groups(self.name)}
+
+    def wrong(self, index: int) -> str:
+        """A story, the typical answer of a model that knows nothing else."""
+        return story(self.rng(index, "/wrong"), "train").text
+
+
+def earlier_turn(rng: random.Random) -> Sequence[Message]:
+    """Anything that may come before: small talk, something unknown, a sum."""
+    kind = rng.choice(("identity", "unknown", "sum"))
+    if kind == "sum":
+        return Arithmetic("train").example(rng.randrange(100_000)).messages
+    return turn(*draw(rng, kind, is_new=False))
+
+
+def draw(rng: random.Random, task: str, is_new: bool) -> tuple[str, str]:
+    """A question as people type it, and its answer. `is_new`: with something held out in it, or else with nothing."""
+    found = groups(task)
+    group = rng.choices(found, [len(group.lines) for group in found])[0]
+    while True:
+        line = group.lines[0] if rng.random() < USUAL_SHARE[task] else rng.choice(group.lines)
+        way = rng.choice(line)
+        question, has_new_word = fill(rng, way)
+        if (has_new_word or way == line[-1]) == is_new:
+            return as_typed(rng, question), group.answer
+
+
+def fill(rng: random.Random, text: str) -> tuple[str, bool]:
+    """A text with a word in each of its slots, and whether any of the words is held out."""
+    is_new = False
+
+    def word(slot: re.Match) -> str:
+        nonlocal is_new
+        chosen = _word(rng, slot[1])
+        is_new = is_new or lexicon().get(slot[1], {}).get(chosen, False)
+        return chosen
+
+    filled = SLOT.sub(word, text)
+    return filled, is_new
+
+
+def _word(rng: random.Random, slot: str) -> str:
+    if slot == "number":
+        return str(rng.randrange(rng.choice((10, 100, 1000))))
+    if slot == "noise":
+        # Fingers on a keyboard: neighbours in a row, or anything.
+        row = rng.choice((*KEYBOARD_ROWS, "".join(KEYBOARD_ROWS)))
+        first = rng.randrange(len(row) - 2)
+        if rng.random() < 0.5:
+            return row[first : first + rng.randint(3, 6)]
+        return "".join(rng.choice(row) for _ in range(rng.randint(3, 9)))
+    return rng.choice(list(lexicon()[slot]))

@@ -23,7 +23,7 @@ WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 
 # For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
-BUILT_IN_TASKS = "stories:5,questions:2.5,addition:1,arithmetic:2,identity:2"
+BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 

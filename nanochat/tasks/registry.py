@@ -23,6 +23,7 @@ BUILT_IN = {
     "spelling": "spelling:Spelling",
     "letters": "spelling:LetterCount",
     "identity": "identity:Identity",
+    "unknown": "identity:Unknown",
 }
 # ... and these are read from a hub or a PATH.
 FROM_HUB = {
@@ -35,9 +36,11 @@ FROM_HUB = {
     "smoltalk_zh": "smoltalk:SmolTalkChinese",
     "ultrafeedback": "ultrafeedback:UltraFeedback",
 }
-# Files without a task's name.
+# This one is read from a PATH alone, and only to evaluate ...
+FROM_PATH = {"first_questions": "first_questions:FirstQuestions"}
+# ... and these are files without a task's name.
 FROM_FILES = {"conversations": "conversations:Conversations", "preferences": "preferences:Preferences"}
-NAMES = (*BUILT_IN, *FROM_HUB)
+NAMES = (*BUILT_IN, *FROM_HUB, *FROM_PATH)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class TaskSpec:
 
 def task_class(name: str) -> type[Task]:
     """The class of a task; its module is imported now."""
-    module, _, class_name = {**BUILT_IN, **FROM_HUB, **FROM_FILES}[name].partition(":")
+    module, _, class_name = {**BUILT_IN, **FROM_HUB, **FROM_PATH, **FROM_FILES}[name].partition(":")
     return getattr(importlib.import_module(f"nanochat.tasks.{module}"), class_name)
 
 
@@ -78,9 +81,9 @@ def _parse_entry(entry: str) -> TaskSpec:
     if not 0 < weight < math.inf:
         raise UserError(f"--tasks {entry}: the weight is a finite number above 0")
     name, equals, path = rest.partition("=")
-    if name in FROM_HUB:
-        if equals and not path:
-            raise UserError(f"--tasks {entry}: there is no path after the =")
+    if name in FROM_HUB or name in FROM_PATH:
+        if (equals or name in FROM_PATH) and not path:
+            raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
         return TaskSpec(name, path or None, weight)
     if name in BUILT_IN:
         if equals:

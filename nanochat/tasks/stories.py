@@ -11,6 +11,7 @@ from nanochat.conversation import Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import check_story
 from nanochat.tasks.task import Example, GeneratedTask, Split, turn
+from nanochat.tasks.typed import as_typed
 
 ORDERS = (
     "Tell me a story about {hero} the {kind}.",
@@ -21,6 +22,14 @@ ORDERS = (
     "I want to hear a story about {hero}.",
     "Tell me a story.",
     "A story, please!",
+    "Tell me a story about a {kind}.",
+    "Write a little story about a {trait} {kind}.",
+    "Can you tell me a story?",
+    "I would like to hear a story.",
+    "Read me a bedtime story about a {kind}.",
+    "Another story, please!",
+    "Story",
+    "讲一个故事。",
 )
 
 
@@ -36,7 +45,10 @@ class Stories(GeneratedTask):
         rng, story = self._draw(index)
         order = rng.choice(ORDERS)
         hero = story.hero if "{hero}" in order else ""
-        return Example(turn(order.format_map(story.facts), story.text), hero)
+        question = order.format_map(story.facts)
+        if not hero:
+            question = as_typed(rng, question)
+        return Example(turn(question, story.text), hero)
 
     def wrong(self, index: int) -> str:
         """The story, but its hero has another name from the middle on: the typical mistake of a small model."""
