@@ -355,6 +355,30 @@ def test_the_requests_of_lm_eval(client: Any, engine: Engine):
             assert best == pytest.approx([float(exact[place].max()) for place in range(length, len(ids))], abs=1e-4)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_lm_eval_itself(port: int, engine: Engine, as_ids: bool, monkeypatch: pytest.MonkeyPatch):
+    """Unmodified, and with this server's tokenizer."""
+    lm_eval = pytest.importorskip("lm_eval.models.openai_completions", reason="the extra `clients` brings lm-eval")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    client = lm_eval.LocalCompletionsAPI(
+        f"http://127.0.0.1:{port}/v1/completions", model="nanochat", auth_token=KEY, tokenized_requests=as_ids,
+        max_length=CONTEXT, batch_size=2,
+    )  # fmt: skip
+    pairs = [("the", " other"), ("then", " the an"), ("an", " x")]
+    requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    found = client.loglikelihood(requests, disable_tqdm=True)
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
+        ids = engine.tokenizer.encode(context + continuation, prepend="<|bos|>")
+        first = len(engine.tokenizer.encode(context)) + 1
+        with torch.no_grad():
+            exact = engine.model(torch.tensor([ids]))[0].log_softmax(dim=-1)
+        wanted = sum(float(exact[place - 1, ids[place]]) for place in range(first, len(ids)))
+        assert logprob == pytest.approx(wanted, abs=1e-3)
+        assert is_greedy == all(exact[place - 1].argmax() == ids[place] for place in range(first, len(ids)))
+
+
 def test_tokens_of_a_prompt_that_was_read_for_another_one_are_cached(client: Any):
     usage = complete(client, prompt=["the other"] * 2, n=2, max_tokens=2).usage
     alone = complete(client, prompt="the other", n=2, max_tokens=2).usage
