@@ -18,11 +18,12 @@ The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the ro
 Legend: B rows, T tokens, C width, V vocab.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +57,18 @@ Ending = Literal["complete", "cut off", "broken"]
 # ---------------------------------------------------------------------- a row and its tokens
 
 
+class Grammar(Protocol):
+    """What one reply may contain (serve/grammar.py)."""
+
+    def allowed(self) -> Tensor:
+        """The tokens that may come next, (V,) of bool on the host."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take in the token that the row has drawn."""
+        ...
+
+
 @dataclass(eq=False)
 class Row:
     """One reply that is being generated."""
@@ -67,6 +80,7 @@ class Row:
     answers_calls: bool = True  # False: a tool call gets no answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: Collection[int] = ()  # further tokens that end the reply
+    grammar: Grammar | None = None  # what its tokens must follow
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
     tool_call: list[int] | None = None  # the tokens of an open call
@@ -517,6 +531,7 @@ class Slots:
 
         # 1. Forward: each row's last token joins the cache and yields the logits of the next.
         logits, noise = self._step()  # (B, V), (B, 1)
+        allowed = self._masked(logits)
 
         # 2. Sample. The new token stays on the device as the next one to feed.
         seen = self.seen[:B]
@@ -530,7 +545,7 @@ class Slots:
         if self.bias is not None and any(row.logit_bias for row in self.rows):
             bias = self.bias[:B]
         top_p_first = self.engine.model.kernels.top_p_first
-        tokens = sample(logits, self._settings, noise, seen, top_p_first, counts, bias)  # (B,)
+        tokens = sample(allowed, self._settings, noise, seen, top_p_first, counts, bias)  # (B,)
         self.last[:B] = tokens
 
         # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs
@@ -553,10 +568,27 @@ class Slots:
                 token = row.forced_tokens.popleft()
                 forced[row.slot] = token
             kind, finish_reason = self.engine.advance_row(row, token, row.slot in forced)
+            if row.grammar is not None:
+                row.grammar.accept(token)
             new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
         if forced:
             self.last[self._index(list(forced))] = self._index(list(forced.values()))
         return new_tokens
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        """The logits (B, V) with -inf where a row's grammar does not allow the token; other rows keep every bit."""
+        grammars = {row.slot: row.grammar for row in self.rows if row.grammar is not None}
+        if not grammars:
+            return logits
+        # The host computes the masks while the device computes the logits.
+        allowed = torch.zeros(len(grammars), logits.size(1), dtype=torch.bool)
+        for place, grammar in enumerate(grammars.values()):
+            tokens = grammar.allowed()
+            allowed[place, : len(tokens)] = tokens  # the output layer may be wider than the vocabulary
+        slots = self._index(list(grammars))
+        masked = logits.clone()  # logprobs are read from the unmasked ones
+        masked[slots] = logits[slots].masked_fill(~self.engine.device.to_device(allowed), -math.inf)
+        return masked
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the next ones."""

@@ -3,11 +3,13 @@ description allows makes the server fail. A tiny model of random weights answers
 
 import asyncio
 import json
+import typing
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
+import pydantic
 import pytest
 import tiny
 import torch
@@ -243,6 +245,232 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(client: Any, app
     until(lambda: not app.state.nanochat.model.scheduler.requests)
 
 
+# ---------------------------------------------------------------------- replies that follow a schema
+
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "maximum": 99, "minimum": 0}, "sure": {"type": "boolean"}},
+    "required": ["sum", "sure"],
+    "additionalProperties": False,
+}
+AS_SUM: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM, "strict": True}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "n": 3, "seed": 5}])
+def test_a_reply_follows_the_schema(client: Any, settings: dict[str, Any]):
+    answer = chat(client, response_format=AS_SUM, max_tokens=80, **settings)
+    for choice in answer.choices:
+        assert set(json.loads(choice.message.content)) == {"sum", "sure"} and choice.finish_reason == "stop"
+    chunks = list(chat(client, response_format=AS_SUM, max_tokens=80, stream=True, **{**settings, "n": 1}))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == answer.choices[0].message.content
+
+
+def test_an_object_of_any_form(client: Any):
+    answer = chat(client, response_format={"type": "json_object"}, max_tokens=6, seed=1, temperature=1)
+    text = answer.choices[0].message.content
+    assert text.startswith("{") and answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_completion_follows_a_schema_too(client: Any):
+    answer = complete(client, max_tokens=80, extra_body={"response_format": AS_SUM})
+    assert set(json.loads(answer.choices[0].text)) == {"sum", "sure"}
+
+
+def test_the_clients_own_types_are_schemas(client: Any):
+    class Point(pydantic.BaseModel):
+        x: typing.Literal[1, 2]
+        label: typing.Literal["a", "b"] | None
+
+    answer = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Point, max_tokens=80)
+    assert isinstance(answer.choices[0].message.parsed, Point)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ({"type": "json_schema"}, "json_schema"),
+        ({"type": "json_object", "json_schema": {"name": "a"}}, "json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}, "strin"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}, "not"),
+        ({"type": "xml"}, "response_format"),
+    ],
+)
+def test_formats_that_cannot_be_followed_are_refused(client: Any, bad: Any, why: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, response_format=bad)
+    assert why in refused.value.message and refused.value.param.startswith("response_format")
+
+
+def test_a_begun_reply_follows_no_schema(client: Any):
+    with pytest.raises(openai.BadRequestError, match="begun"):
+        chat(client, messages=[*HELLO, {"role": "assistant", "content": "{"}], response_format=AS_SUM)
+
+
+# ---------------------------------------------------------------------- tools
+
+PLACE: dict[str, Any] = {
+    "type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+ROLL = {"type": "object", "properties": {"die": {"$ref": "#/$defs/Die"}}, "required": ["die"],
+        "additionalProperties": False, "$defs": {"Die": {"type": "integer", "minimum": 1, "maximum": 6}}}  # fmt: skip
+EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+
+
+def tool(name: str, parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+
+
+TOOLS = [tool("weather", PLACE), tool("roll", ROLL), tool("calculator", EXPRESSION)]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "roll"}}])
+def test_a_required_call_follows_the_tools_schema(client: Any, choice: Any):
+    settings = {"tools": TOOLS[:2], "tool_choice": choice, "max_tokens": 80, "temperature": 1, "seed": 3, "n": 2}
+    answer = chat(client, **settings)
+    for one in answer.choices:
+        (call,) = one.message.tool_calls
+        assert one.finish_reason == "tool_calls" and one.message.content is None and call.id.startswith("call_")
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather" and choice == "required":
+            assert arguments in ({"city": "Bern"}, {"city": "Rome"})
+        else:
+            assert call.function.name == "roll" and 1 <= arguments["die"] <= 6
+    # Streamed, the same comes in fragments.
+    fragments: list[Any] = []
+    for chunk in chat(client, stream=True, **{**settings, "n": 1}):
+        fragments += chunk.choices[0].delta.tool_calls or ()
+        reason = chunk.choices[0].finish_reason
+    whole = answer.choices[0].message.tool_calls[0].function
+    assert reason == "tool_calls" and fragments[0].function.name == whole.name
+    assert "".join(one.function.arguments for one in fragments) == whole.arguments
+
+
+def test_a_call_that_is_cut_off_says_so(client: Any):
+    answer = chat(client, tools=TOOLS[:1], tool_choice="required", max_tokens=30).choices[0]
+    assert answer.finish_reason == "length" and answer.message.tool_calls[0].function.name == "weather"
+    assert '{"city":"Rome"}'.startswith(answer.message.tool_calls[0].function.arguments[:2])
+
+
+def test_the_calculators_call_goes_to_the_client(client: Any, engine: Engine):
+    named = {"type": "function", "function": {"name": "calculator"}}
+    answer = chat(client, tools=TOOLS, tool_choice=named, max_tokens=60, temperature=1, seed=1).choices[0]
+    (call,) = answer.message.tool_calls
+    prompt = [*render_prompt(engine.tokenizer, HELLO), engine.call_start]
+    (made,), _ = engine.generate([prompt], max_tokens=60, sampling=SamplingParams(temperature=1, seed=1))
+    ends = [place for place, token in enumerate(made) if token in engine.stop_ids or token == engine.call_end]
+    expected = engine.tokenizer.decode(made[: ends[0]] if ends else made)
+    if answer.finish_reason == "tool_calls":
+        assert json.loads(call.function.arguments) == {"expression": expected}
+    assert call.function.name == "calculator" and call.function.arguments.startswith('{"expression":"')
+
+
+def test_results_of_tools_are_read_where_the_model_learned_to_read_them(client: Any, engine: Engine):
+    call = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2+3"}'}}
+    other = {"id": "b", "type": "function", "function": {"name": "roll", "arguments": '{"die":1}'}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call, other]}
+    results = [{"role": "tool", "tool_call_id": one, "content": text} for one, text in (("b", "six"), ("a", "5"))]
+    parts = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"},
+             {"type": "python", "text": '{"name":"roll","arguments":{"die":1}}'},
+             {"type": "python_output", "text": "six"}]  # fmt: skip
+    expected = render_prompt(engine.tokenizer, [*HELLO, {"role": "assistant", "content": parts}])
+    answer = chat(client, messages=[*HELLO, turn, *results], tools=TOOLS)
+    assert answer.usage.prompt_tokens == len(expected)
+    for wrong in ([*HELLO, turn, results[0]], [*HELLO, results[0]], [*HELLO, turn, *HELLO]):
+        with pytest.raises(openai.BadRequestError, match="call"):
+            chat(client, messages=wrong)
+
+
+def test_without_its_calculator_tools_leave_a_free_reply_as_it_is(client: Any):
+    plain = chat(client).choices[0].message.content
+    for settings in ({"tools": TOOLS[:2]}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        answer = chat(client, parallel_tool_calls=True, **settings).choices[0]
+        assert answer.message.content == plain and answer.message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [TOOLS[0], TOOLS[0]]},
+        {"tools": [tool("f", {"type": "strin"})], "tool_choice": "required"},
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(client: Any, settings: dict[str, Any]):
+    with pytest.raises(openai.BadRequestError, match="tool|strin"):
+        chat(client, **settings)
+
+
+# ---------------------------------------------------------------------- responses
+
+IN_SHORT: dict[str, Any] = {"model": MODEL, "input": "hello", "instructions": "be brief", "temperature": 0}
+
+
+def test_a_response_is_the_chats_reply(client: Any):
+    answer = client.responses.create(**IN_SHORT, max_output_tokens=24)
+    same = chat(client, messages=[{"role": "system", "content": "be brief"}, *HELLO])
+    assert answer.output_text == same.choices[0].message.content and answer.model == MODEL
+    assert answer.usage.input_tokens == same.usage.prompt_tokens
+    assert answer.usage.output_tokens == same.usage.completion_tokens
+    reasons = {"completed": "stop", "incomplete": "length"}
+    assert reasons[answer.status] == same.choices[0].finish_reason
+
+
+def test_the_events_of_a_response_add_up_to_it(client: Any):
+    settings = {**IN_SHORT, "text": {"format": {"type": "json_schema", "name": "sum", "schema": SUM}}}
+    whole = client.responses.create(**settings)
+    assert whole.status == "completed" and set(json.loads(whole.output_text)) == {"sum", "sure"}
+    events = list(client.responses.create(**settings, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if not event.type.endswith("delta")]
+    item, part = "response.output_item", "response.content_part"
+    assert kinds == [
+        *("response.created", "response.in_progress", f"{item}.added", f"{part}.added"),
+        *("response.output_text.done", f"{part}.done", f"{item}.done", "response.completed"),
+    ]
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage == whole.usage
+
+
+def test_a_response_may_be_a_call(client: Any):
+    tools = [{"type": "function", "name": "weather", "parameters": PLACE, "strict": True}]
+    settings = {**IN_SHORT, "tools": tools, "tool_choice": "required"}
+    (call,) = client.responses.create(**settings).output
+    *_, last = events = list(client.responses.create(**settings, stream=True))
+    assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Bern", "Rome")
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments == last.response.output[0].arguments
+    # Sent back with its result, it is what the chat route reads.
+    history = [*HELLO, call, {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+    answer = client.responses.create(model=MODEL, input=history, tools=tools, max_output_tokens=4)
+    function = {"name": "weather", "arguments": call.arguments}
+    turn = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    same = chat(client, messages=[*HELLO, turn, {"role": "tool", "tool_call_id": "a", "content": "rain"}])
+    assert answer.usage.input_tokens == same.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "message", "role": "user"}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "response_format"),
+    ],
+)
+def test_what_a_response_cannot_be_is_refused_by_name(client: Any, change: dict[str, Any], param: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**{**IN_SHORT, **change})
+    assert refused.value.param == param
+
+
 # ---------------------------------------------------------------------- completions
 
 
@@ -443,7 +671,7 @@ def test_errors_are_the_clients_own_exceptions(client: Any, port: int):
     with pytest.raises(openai.BadRequestError):
         chat(client, messages=[])
     with pytest.raises(openai.BadRequestError):
-        chat(client, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+        chat(client, tools=[{"type": "function", "function": {"name": "no spaces", "parameters": {}}}])
 
 
 def test_overload_is_the_clients_rate_limit_error(client: Any):
@@ -475,7 +703,15 @@ def test_the_asynchronous_client(port: int, client: Any):
 
 def test_the_description_names_every_route(port: int):
     described = httpx.get(f"http://127.0.0.1:{port}/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()
-    paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/health", "/ready"}
+    paths = {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+        "/ready",
+    }
     assert paths <= set(described["paths"]) and "messages" in json.dumps(described["components"]["schemas"]["ChatBody"])
 
 

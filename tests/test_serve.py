@@ -385,7 +385,7 @@ def test_an_error_names_the_field(ask: Any):
         ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
         ({"stop_token_ids": [100_000]}, "stop_token_ids"),
         ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"function_call": {"name": "f"}}, "function_call"),

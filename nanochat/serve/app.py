@@ -4,7 +4,8 @@
       connection.py   bounds the headers, in size and time
       middleware.py   checks host, origin and key; refuses with 4xx before the body is read
       app.py          the route reads the body (`read_limited`), at most 1 MiB
-      schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked
+      schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked (responses.py: -> `ChatBody`)
+      grammar.py      where the reply follows a JSON schema: schema -> which tokens may come next
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
       scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
       engine.py       decodes one token for all slots at once
@@ -21,7 +22,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
@@ -33,6 +34,7 @@ from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.middleware import AccessMiddleware, error_response, load_page, read_limited
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
+from nanochat.serve.responses import ResponsesBody, ResponsesReply, ResponseWriter
 from nanochat.serve.schema import (
     ApiError,
     ChatBody,
@@ -45,7 +47,8 @@ from nanochat.serve.schema import (
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
@@ -142,6 +145,10 @@ def create_app(
     async def completions(request: Request) -> Response:
         return await generate(request, CompletionBody)
 
+    @app.post("/v1/responses", openapi_extra=_describe(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        return await generate(request, ResponsesBody)
+
     @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """vLLM's: token ids of a text or of a conversation."""
@@ -165,6 +172,7 @@ def create_app(
         return {"bos_token": "<|bos|>", "eos_token": end}
 
     parsing = asyncio.Lock()
+    compiling = asyncio.Lock()
 
     async def parsed(content: bytes, parse: Callable[[], Result]) -> Result:
         # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
@@ -174,27 +182,41 @@ def create_app(
         async with parsing:
             return await asyncio.to_thread(parse)
 
-    async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
+    async def generate(request: Request, body_type: BodyType) -> Response:
         # 1. Take in the body. FastAPI could read and check it by itself, but it describes every mistake in it: a body
         #    with 100,000 unknown fields would hold the event loop for seconds.
         content = await read_limited(request)
 
         # 2. Check its fields and tokenize its prompts.
-        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
-            body = read_body(body_type, content)
+        def parse() -> tuple[LoadedModel, Any, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
+            received = read_body(body_type, content)
+            body = received.chat() if isinstance(received, ResponsesBody) else received
             loaded = state.ready_model()
-            return loaded, body, prompts.encode_prompts(loaded, body)
+            return loaded, received, body, prompts.encode_prompts(loaded, body)
 
-        loaded, body, encoded = await parsed(content, parse)
+        loaded, received, body, encoded = await parsed(content, parse)
+
+        # A schema becomes a grammar, one at a time too: compiling one takes a core.
+        grammar = None
+        if body.reply_schema is not None:
+            async with compiling:
+                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
         queue = ChunkQueue()
-        streams = prompts.submit(loaded, body, encoded, queue.put)
+        streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        serializer_type = ChatSerializer if isinstance(body, ChatBody) else CompletionSerializer
-        return Reply(
-            serializer_type(loaded, encoded[0].first_message_read),
+        reply_type = Reply
+        if isinstance(received, ResponsesBody):
+            reply_type = ResponsesReply
+            serializer: Any = ResponseWriter(loaded, received, cast(ChatBody, body))
+        elif isinstance(body, ChatBody):
+            serializer = ChatSerializer(loaded, encoded[0].first_message_read, body.calls)
+        else:
+            serializer = CompletionSerializer(loaded, encoded[0].first_message_read)
+        return reply_type(
+            serializer,
             queue,
             streams,
             prompt_tokens=[len(prompt.ids) for prompt in encoded],

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
+from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
@@ -38,13 +39,30 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
     if isinstance(body, CompletionBody):
         return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
     check_chats(model)
-    return [encode_chat(model, body)]
+    prompt = encode_chat(model, body)
+    if body.calls in ("calculator", "schema"):  # the reply is a call: its mark is given
+        prompt = replace(prompt, ids=[*prompt.ids, model.tokenizer.encode_special("<|python_start|>")])
+    return [prompt]
 
 
 def check_chats(model: LoadedModel) -> None:
     """Raises ApiError: 400 when the model has not learned to chat."""
     if not model.chats:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
+
+
+def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody) -> Grammar | None:
+    """What the reply must follow; None: anything. It takes milliseconds, for a hostile schema half a second.
+
+    Raises ApiError: 400 when the schema cannot be followed.
+    """
+    if body.reply_schema is None:
+        return None
+    try:
+        return model.vocabulary.compile(body.reply_schema, is_compact=body.calls == "schema")
+    except SchemaError as error:
+        param = "tools" if body.calls == "schema" else "response_format"
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
 def check_model_name(model: LoadedModel, name: str | None) -> None:
@@ -163,6 +181,7 @@ def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
     prompts: Sequence[EncodedPrompt],
+    grammar: Grammar | None,
     on_chunk: Callable[[int, Chunk], None],
 ) -> list[Stream]:
     """Pass every choice of every prompt to the scheduler, or none of them; `n` choices have consecutive seeds.
@@ -193,12 +212,14 @@ def submit(
                 max_tokens=min(requested, room),
                 limit="max_tokens" if requested <= room else "context",
                 sampling=replace(sampling, seed=sampling.seed + number),
-                stop=body.stop_strings,
+                stop=body.stop_strings if body.calls != "schema" else (),  # they would break the call
                 logprobs=body.num_logprobs,
                 echo=echo,
                 tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
+                calls=body.calls,
+                grammar=None if grammar is None else grammar.copy(),
             )
             requests.append(request)
     check_logprobs(requests)

@@ -29,6 +29,7 @@ from nanochat.conversation import text_of
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
+from nanochat.serve.tools import Calls, CallWriter
 from nanochat.shell.log import print0
 
 CHUNKS_AT_ONCE = 64  # written before the event loop's other clients get their turn; 3 ms with 20 logprobs each
@@ -123,8 +124,13 @@ class _Serializer:
         """The logprobs of a chunk that the client gets."""
         return chunk.logprobs
 
-    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
-        """What a choice in one piece says, from (kind, text), with `facts` of our own about it."""
+    def content(
+        self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
+    ) -> dict[str, Any]:
+        """What a choice in one piece says, from (kind, text), with `facts` of our own about it.
+
+        It may replace the finish_reason.
+        """
         raise NotImplementedError
 
     def facts(self, limit: str) -> dict[str, Any]:
@@ -154,15 +160,15 @@ class _Serializer:
         if listed:
             for name, entries in self.logprobs(number, listed).items():
                 written = choice.logprobs.setdefault(name, [])
-                written += [_encode(entry).encode() for entry in entries or ()]
+                written += [encode(entry).encode() for entry in entries or ()]
 
     def whole(self, usage: dict[str, Any]) -> Iterator[bytes]:
         """The reply, when all its chunks are added; in pieces, so that nothing large is copied at every join."""
         yield _opened("choices", {**self.head, "object": self.object, "usage": usage}) + b"["
         for number, choice in sorted(self.choices.items()):
             parts = [(kind, "".join(texts)) for kind, texts in choice.parts]
-            content = self.content(parts, self.facts(choice.limit))
-            fields = {"index": number, **content, "finish_reason": choice.finish_reason}
+            content = self.content(parts, self.facts(choice.limit), choice.finish_reason)
+            fields = {"index": number, "finish_reason": choice.finish_reason, **content}
             yield b"," if number else b""
             yield _opened("logprobs", fields)
             opening = b"{"
@@ -179,18 +185,40 @@ class _Serializer:
 
 
 class ChatSerializer(_Serializer):
-    """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`."""
+    """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`.
+
+    Calls for the client are in `tool_calls` instead: `calls` says which those are (tools.py).
+    """
 
     prefix = "chatcmpl"
     object = "chat.completion"
     stream_object = "chat.completion.chunk"
 
+    def __init__(self, model: LoadedModel, first_message_read: int | None = None, calls: Calls = "own"):
+        super().__init__(model, first_message_read)
+        self.calls: Calls = calls
+        self.call_kind = {"own": "", "schema": "text"}.get(calls, "python")  # of the chunks that are a client's call
+        self._writers: dict[int, CallWriter] = {}  # by choice
+
     def opening(self, number: int) -> dict[str, Any]:
         return self.choice_object(number, Chunk(), delta={"role": "assistant", "content": ""})
 
+    def call(self, number: int, chunk: Chunk) -> dict[str, Any] | None:
+        """The next fragment of a client's call, if there is one in this chunk."""
+        if not chunk.text and number not in self._writers and chunk.finish_reason != "tool_calls":
+            return None
+        writer = self._writers.setdefault(number, CallWriter(self.calls))
+        return writer.add(chunk.text, chunk.finish_reason)
+
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if chunk.text and chunk.kind == "text":
+        if chunk.kind == self.call_kind:
+            fragment = self.call(number, chunk)
+            if fragment is not None:
+                delta["tool_calls"] = [fragment]
+            if number in self._writers and chunk.finish_reason == "stop":
+                chunk = replace(chunk, finish_reason="tool_calls")
+        elif chunk.text and chunk.kind == "text":
             delta["content"] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
@@ -199,9 +227,22 @@ class ChatSerializer(_Serializer):
             delta["nanochat"] = {**delta.get("nanochat", {}), **facts}
         return self.choice_object(number, chunk, delta=delta)
 
-    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
+    def content(
+        self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
+    ) -> dict[str, Any]:
         written = [{"type": kind, "text": text} for kind, text in parts if text]
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(written), "refusal": None}
+        calls = [part["text"] for part in written if part["type"] == self.call_kind]
+        if calls or finish_reason == "tool_calls":  # also a call of nothing
+            before = text_of([part for part in written if part["type"] != self.call_kind])
+            message: dict[str, Any] = {"role": "assistant", "content": before or None, "refusal": None}
+            fragment = CallWriter(self.calls).add("".join(calls), finish_reason)
+            if fragment is not None:
+                del fragment["index"]
+                message["tool_calls"] = [fragment]
+            if facts:
+                message["nanochat"] = facts
+            return {"message": message, "finish_reason": "length" if finish_reason == "length" else "tool_calls"}
+        message = {"role": "assistant", "content": text_of(written), "refusal": None}
         if any(part["type"] != "text" for part in written):
             facts = {"parts": written, **facts}
         if facts:
@@ -241,7 +282,9 @@ class CompletionSerializer(_Serializer):
         facts = self.facts(chunk.limit)
         return self.choice_object(number, chunk, text=chunk.text, **({"nanochat": facts} if facts else {}))
 
-    def content(self, parts: Sequence[tuple[str, str]], facts: dict[str, Any]) -> dict[str, Any]:
+    def content(
+        self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
+    ) -> dict[str, Any]:
         return {"text": "".join(text for _, text in parts), **({"nanochat": facts} if facts else {})}
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -381,6 +424,8 @@ class Reply(Response):
                 last = chunks[-1]
                 if last.finish_reason == "cancelled":
                     raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
+                if last.finish_reason == "error" and last.is_clients_error:
+                    raise ApiError(400, last.error, param="response_format", code="invalid_value")
                 if last.finish_reason == "error":
                     raise ApiError(500, last.error or "the reply failed", code="generation_failed")
                 if last.finish_reason is not None:
@@ -401,13 +446,13 @@ class Reply(Response):
         }
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
 
 
 def _opened(name: str, fields: dict[str, Any]) -> bytes:
     """An object as JSON, up to where the value of one more field begins."""
-    return f'{_encode(fields)[:-1]},"{name}":'.encode()
+    return f'{encode(fields)[:-1]},"{name}":'.encode()
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(body).encode() + b"\n\n"
+    return b"data: " + encode(body).encode() + b"\n\n"

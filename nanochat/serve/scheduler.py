@@ -28,7 +28,9 @@ from typing import Literal, cast
 
 from nanochat.engine import CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
 from nanochat.sampling import SamplingParams
+from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics
+from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as so many of them
 SMOOTHING = 0.2  # weight of the newest value in a running mean
@@ -51,6 +53,8 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
+    grammar: Grammar | None = None  # what the reply must follow; of this request alone
+    calls: Calls = "own"  # see serve/tools.py; "own": answered here, if `tools`
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,11 @@ class Chunk:
     text: str = ""  # complete characters only; what may be the start of a stop string is held back
     kind: str = "text"  # "text", "python" (a call's code) or "python_output" (the tool's answer to it)
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # on the last chunk only: "stop", "length", "cancelled" or "error"
+    # On the last chunk only: "stop", "tool_calls", "length", "cancelled" or "error".
+    finish_reason: str | None = None
     error: str = ""
     limit: str = ""  # of a reply that ended with "length": what it reached, "max_tokens" or "context"
+    is_clients_error: bool = False  # the request was wrong, not the server
 
 
 class Overloaded(Exception):
@@ -177,6 +183,11 @@ class _RequestRow(Row):
             request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools,
             logit_bias=request.logit_bias, stop_ids=request.stop_ids,
         )  # fmt: skip
+        self.grammar = request.grammar
+        if request.calls != "own":
+            self.answers_calls = False
+        if request.calls == "calculator":
+            self.tool_call = []  # the prompt ends with the mark of a call
         self.state: Literal["waiting", "reading", "read", "running"] = "waiting"
         self.request = request
         self.stream = stream
@@ -434,13 +445,17 @@ class Scheduler:
             times = self.metrics.first_token if row.last_time == row.submitted else self.metrics.per_token
             times.observe(now - row.last_time)
             row.last_time = now
-            reason = self._hand_out(row, new)
+            failed = row.request.grammar is not None and row.request.grammar.error
+            reason = "error" if failed else self._hand_out(row, new)
             if reason:
                 ended[row] = reason
         self.metrics.tokens_generated.inc(sum(new.finish_reason != "stop" for new in new_tokens))
         self.slots.release(ended)
         for row, reason in ended.items():
-            self._finish([row], reason)
+            if reason == "error" and row.request.grammar is not None:
+                self._finish([row], reason, f"the schema is too complex: {row.request.grammar.error}", is_clients=True)
+            else:
+                self._finish([row], reason)
 
     def _hand_out(self, row: _RequestRow, new: NewToken) -> str | None:
         """Put a token and its text into the stream; returns the reason where the request ends with it."""
@@ -468,6 +483,8 @@ class Scheduler:
             row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))
             logprobs = self._shown(row, text, is_end=False)
         row.stream.put(Chunk((new.id,), text, new.kind, logprobs))
+        if new.id == self.engine.call_end and new.kind == "python" and row.request.calls != "own":
+            return "tool_calls"  # the client answers it
         return "stop" if row.out.stopped else new.finish_reason
 
     def _shown(self, row: _RequestRow, text: str, is_end: bool) -> tuple[TokenLogprob, ...]:
@@ -491,7 +508,7 @@ class Scheduler:
             row.shown = 0
         return logprobs
 
-    def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "") -> None:
+    def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "", *, is_clients: bool = False) -> None:
         """End requests, whatever state they are in; running ones have been released."""
         for row in rows:
             self.metrics.finished.labels(reason).inc()
@@ -502,7 +519,7 @@ class Scheduler:
             text = row.out.flush()
             logprobs = self._shown(row, text, is_end=True)
             limit = row.request.limit if reason == "length" else ""
-            row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit))
+            row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
 
 
 def log_failure(what: str, error: Exception) -> None:

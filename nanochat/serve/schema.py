@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from starlette.exceptions import HTTPException
 
-from nanochat.conversation import Message, Part, check_messages
+from nanochat.conversation import Message, Part, check_messages, text_of
 from nanochat.sampling import SamplingParams
+from nanochat.serve.tools import Calls, call_schema, call_text, is_calculator
 from nanochat.shell.cli import Range
 
 MAX_CHOICES = 128
@@ -56,6 +57,7 @@ Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Prompts = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
@@ -97,10 +99,26 @@ class EarlierReply(Strict):
     limit: str | None = None
 
 
+class CalledFunction(Strict):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(Strict):
+    """A call in an assistant's message that a client sends back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a streamed call; ignored
+
+
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: whose result it is
     # Refused.
     name: Unsupported = None
     function_call: Unsupported = None
@@ -108,7 +126,11 @@ class ChatMessage(Strict):
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=128)
     audio: None = None
-    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return text_of(_joined(self.groups()))
 
     def groups(self) -> list[list[Part]]:
         """The content: texts, each a group of its own, or a reply as it was sent. See `_joined`."""
@@ -116,13 +138,59 @@ class ChatMessage(Strict):
             return [[part.model_dump() for part in self.nanochat.parts]]
         if isinstance(self.content, list):
             return [[part.model_dump()] for part in self.content]
+        if not self.content and self.role == "tool":  # of an empty part there would be nothing in the prompt
+            return [[{"type": "text", "text": "no result"}]]
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"a message of the {self.role} has no content", param="messages")
         return [[{"type": "text", "text": self.content}]] if self.content else []
 
 
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None  # ignored, as the model does not read it
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments always follow the schema
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: FunctionName
+    description: str | None = None  # ignored, as the model does not read it
+    content: dict[str, Any] | None = Field(None, alias="schema")  # None: any object
+    strict: bool | None = None  # every schema is followed strictly
+
+
 class ResponseFormat(Strict):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+        return self
+
+    @property
+    def schema_object(self) -> dict[str, Any] | None:
+        """The schema that a reply follows; None: it is text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.content is None:
+            return {"type": "object"}
+        return self.json_schema.content
 
 
 OPENAI_RANGES = {"temperature": Range(0, 2), "seed": Range(-(2**63), 2**64 - 1)}
@@ -152,6 +220,7 @@ class RequestBody(SamplingFields):
     stream_options: StreamOptions | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
     stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)  # vLLM's
+    response_format: ResponseFormat | None = None
     # Refused.
     store: Unsupported = None
     # Ignored.
@@ -166,6 +235,16 @@ class RequestBody(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
+
+    @property
+    def reply_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the reply follows; None: it is free."""
+        return self.response_format.schema_object if self.response_format is not None else None
+
+    @property
+    def calls(self) -> Calls:
+        """The tool calls that a reply may contain."""
+        return "own"
 
     @property
     def num_choices(self) -> int:
@@ -194,18 +273,17 @@ class ChatBody(RequestBody):
     truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest turns of a conversation too long
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     modalities: Items[Literal["text"]] | None = None
-    # Refused: the model has a calculator and no other tools.
-    tools: Unsupported = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto
+    # Refused.
     functions: Unsupported = None
     # vLLM's. Both follow from who has the last message, and are refused where they contradict it.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    # Ignored: without tools, the model calls none.
-    tool_choice: Literal["none", "auto"] | None = None
+    # Ignored.
     function_call: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # a reply has one call at most
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
@@ -213,6 +291,39 @@ class ChatBody(RequestBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatBody":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "tools: two have one name", param="tools", code="invalid_value")
+        needed = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else "any"
+        if (self.tool_choice == "required" and not names) or (needed != "any" and needed not in names):
+            message = f"tool_choice requires a call of {needed} tool, which is not among the tools"
+            raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        return self
+
+    @property
+    def candidates(self) -> list[Function]:
+        """The tools that a reply may call."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            return [one for one in functions if one.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else functions
+
+    @property
+    def calls(self) -> Calls:
+        candidates = self.candidates
+        natives = [is_calculator(one.name, one.parameters) for one in candidates]
+        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+            return "calculator" if natives == [True] else "schema"
+        return "client" if any(natives) else "own"
+
+    @property
+    def reply_schema(self) -> dict[str, Any] | None:
+        if self.calls == "schema":
+            return call_schema([(one.name, one.parameters) for one in self.candidates])
+        return None if self.calls == "calculator" else super().reply_schema
 
     @property
     def requested_tokens(self) -> int | None:
@@ -233,13 +344,27 @@ class ChatBody(RequestBody):
         """
         system: list[list[Part]] = []
         turns: list[tuple[str, list[list[Part]]]] = []
+        unanswered: dict[str, list[Part]] = {}  # calls by id, each with the group that its result joins
         for message in self.messages:
+            if message.role == "tool":
+                if message.tool_call_id not in unanswered:
+                    why = f"no call before it has the tool_call_id {_shortened(str(message.tool_call_id))}"
+                    raise ApiError(400, why, param="messages")
+                unanswered.pop(message.tool_call_id).append({"type": "python_output", "text": message.text})
+                continue
+            _check_answered(unanswered)
+            groups = message.groups()
+            for call in message.tool_calls or ():
+                group = [{"type": "python", "text": call_text(call.function.name, call.function.arguments)}]
+                unanswered[call.id] = group
+                groups.append(group)
             if message.role in ("system", "developer"):
-                system += message.groups()
+                system += groups
             elif turns and turns[-1][0] == message.role:
-                turns[-1][1].extend(message.groups())
+                turns[-1][1].extend(groups)
             else:
-                turns.append((message.role, message.groups()))
+                turns.append((message.role, groups))
+        _check_answered(unanswered)
         messages: list[Message] = [{"role": "system", "content": _joined(system)}] if system else []
         messages += [{"role": role, "content": _joined(groups)} for role, groups in turns]
         try:
@@ -248,9 +373,11 @@ class ChatBody(RequestBody):
             raise ApiError(400, str(error), param="messages") from error
 
         last = messages[-1]
-        continues = last["role"] == "assistant"
-        if continues and last["content"] and last["content"][-1]["type"] == "python":
+        if last["role"] == "assistant" and last["content"] and last["content"][-1]["type"] == "python":
             raise ApiError(400, "the last message ends with a call that has no result", param="messages")
+        continues = self.messages[-1].role == "assistant"  # after a tool's result the reply resumes as well
+        if continues and super().reply_schema is not None:
+            raise ApiError(400, "a reply that is begun cannot follow a schema", param="response_format")
         if self.continue_final_message not in (None, continues):
             why = f"continue_final_message is {continues} where the last message is by {last['role']}"
             raise ApiError(400, why.lower(), param="continue_final_message")
@@ -264,10 +391,16 @@ class ChatBody(RequestBody):
         starts: list[int] = []
         role = ""
         for index, message in enumerate(self.messages):
-            if message.role not in ("system", "developer", role):
+            if message.role not in ("system", "developer", "tool", role):  # a result belongs to the turn of its call
                 role = message.role
                 starts.append(index)
         return starts[number] if number else 0
+
+
+def _check_answered(unanswered: Mapping[str, Any]) -> None:
+    for call_id in unanswered:
+        why = f"the call {_shortened(call_id)} has no result: a message of the role tool follows it"
+        raise ApiError(400, why, param="messages")
 
 
 def _joined(groups: list[list[Part]]) -> list[Part]:
@@ -344,15 +477,9 @@ class DetokenizeBody(Strict):
 
 Body = TypeVar("Body", bound=Strict)
 MODELS = (
-    TokenizeBody,
-    DetokenizeBody,
-    ChatBody,
-    CompletionBody,
-    ChatMessage,
-    EarlierReply,
-    ContentPart,
-    StreamOptions,
-    ResponseFormat,
+    *(ChatBody, CompletionBody, ChatMessage, EarlierReply, ContentPart, StreamOptions, ResponseFormat, JsonSchema),
+    *(Tool, Function, NamedTool, ToolCall, CalledFunction),
+    *(TokenizeBody, DetokenizeBody),
 )
 FIELDS = {name for model in MODELS for name in model.model_fields}
 
@@ -365,10 +492,11 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
     try:
         return body_type.model_validate_json(content)
     except ValidationError as error:
-        raise _first_mistake(error) from None  # the error itself quotes what the user wrote
+        raise first_mistake(error, body_type) from None  # the error itself quotes what the user wrote
 
 
-def _first_mistake(error: ValidationError) -> ApiError:
+def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiError:
+    """The mistake in a body that its author most probably needs to know of."""
     if error.error_count() > MAX_ERRORS:
         return ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value")
     # Where a field may have several types, pydantic reports an error for each. The client most probably meant the type
@@ -381,7 +509,8 @@ def _first_mistake(error: ValidationError) -> ApiError:
     if mistake["type"] == "extra_forbidden":
         name = _shortened(str(mistake["loc"][-1]))
         return ApiError(400, f"{name}: this server has no such field", param=name, code="unknown_parameter")
-    path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in FIELDS]  # without names of types
+    names = FIELDS | set(body_type.model_fields)
+    path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in names]  # without names of types
     param = ".".join(path) or None
     message = mistake["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")

@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from nanochat.sampling import SamplingParams
+from nanochat.serve.grammar import Vocabulary
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.schema import ApiError
 from nanochat.shell.cli import UserError
@@ -36,6 +37,13 @@ class LoadedModel:
     def longest_token(self) -> int:
         """Bytes of the tokenizer's longest token."""
         return max(map(len, self.tokenizer.tokens))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens for grammars; made at first use, which takes a second for a large vocabulary."""
+        return Vocabulary(
+            self.tokenizer, self.tokenizer.encode_special("<|assistant_end|>" if self.chats else "<|bos|>")
+        )
 
 
 class ServerState:

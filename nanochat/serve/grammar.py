@@ -1,0 +1,133 @@
+"""Replies that follow a JSON schema: which tokens may come next, computed by llguidance.
+
+The decoder (engine.py) asks a row's grammar before each token, and gives every other token the logit -inf. So even a
+model that has never seen JSON writes what the schema allows; what it writes there is its own. The reply ends where the
+schema is complete, or is cut off by `max_tokens`.
+
+Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded: by the
+limits below, and by llguidance's own, which count steps of work.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.shell.cli import UserError
+from nanochat.tokenizer import Tokenizer
+
+MAX_SCHEMA = 16_384  # characters of JSON
+MAX_REPEATS = 1_000  # of minItems and its like: llguidance writes out every repetition
+COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+# Compact JSON with one optional space, as models write it. With free white space a weak model writes nothing else.
+# `oneOf` means `anyOf`: to check that no two alternatives both hold is not possible while writing.
+OPTIONS: Any = {
+    "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "coerce_one_of": True,
+    "lenient": False,
+}  # fmt: skip
+COMPACT: Any = {**OPTIONS, "item_separator": ",", "key_separator": ":"}
+
+
+class SchemaError(UserError):
+    """A schema that cannot be followed."""
+
+
+class Vocabulary:
+    """A tokenizer's tokens as llguidance needs them. `end` is the token that ends a reply."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int):
+        try:
+            import llguidance  # here, because few requests need it
+        except ImportError as error:
+            raise SchemaError("replies that follow a schema need llguidance: pip install llguidance") from error
+        self._library = llguidance
+        # No text becomes a special token: llguidance takes a token that begins with the byte 0xff for one.
+        names = [b"\xff" + name.encode() for name in tokenizer.special_ids]
+        # The attributes that llguidance's wrapper reads.
+        self.tokens = [*tokenizer.tokens, *names]
+        self.special_token_ids = list(tokenizer.special_ids.values())
+        self.eos_token_id = end
+        self.bos_token_id = None
+        self._encode = tokenizer.encode
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=end
+        )
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000,
+            max_grammar_size=50_000, verbose_errors=False,
+        )  # fmt: skip
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text: what a schema leaves no choice about is written as the model has learned it."""
+        if not isinstance(text, str):
+            raise TypeError("this tokenizer takes texts")  # llguidance tries bytes first
+        return self._encode(text)
+
+    def compile(self, schema: dict[str, Any] | bool, *, is_compact: bool = False) -> "Grammar":
+        """Raises SchemaError: when the schema is wrong, too large, or uses a keyword that llguidance does not know."""
+        _check_counts(schema)
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA:
+            raise SchemaError(f"the schema has {len(text):,} characters of JSON: at most {MAX_SCHEMA:,}")
+        try:
+            source = self._library.LLMatcher.grammar_from_json_schema(
+                text, overrides=COMPACT if is_compact else OPTIONS
+            )
+        except ValueError as error:
+            raise SchemaError(f"the schema cannot be followed: {_one_line(str(error))}") from error
+        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        grammar = Grammar(matcher, len(self.tokens))
+        grammar.allowed()  # some schemas turn out to be too complex, or impossible, at the first token
+        if grammar.error:
+            raise SchemaError(f"the schema cannot be followed: {grammar.error}")
+        return grammar
+
+
+def _check_counts(schema: Any) -> None:
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            stack += value.values()
+            for name in COUNTS:
+                count = value.get(name)
+                if isinstance(count, int | float) and count > MAX_REPEATS:
+                    raise SchemaError(f"the schema has {name} {count:g}: at most {MAX_REPEATS:,}")
+
+
+class Grammar:
+    """Where one reply is in its schema."""
+
+    def __init__(self, matcher: Any, width: int):
+        self._matcher = matcher
+        self._width = width  # tokens of the vocabulary
+
+    def copy(self) -> "Grammar":
+        """For another reply of the same request."""
+        return Grammar(self._matcher.deep_copy(), self._width)
+
+    @property
+    def error(self) -> str:
+        """Why the schema can be followed no further; empty: it can."""
+        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next, (V,) of bool on the host."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
+        if not allowed.any():  # an error: the row ends, whatever it draws
+            allowed[:] = True
+        return torch.from_numpy(allowed)
+
+    def accept(self, token: int) -> None:
+        """Take in the token that the row has drawn."""
+        self._matcher.consume_token(token)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    return line if len(line) <= 200 else line[:200] + "..."

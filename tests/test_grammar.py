@@ -1,0 +1,134 @@
+"""Replies follow their schema whatever the model wants to write, rows without one keep every bit, and what a hostile
+schema costs is bounded."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+import tiny
+
+from nanochat.engine import Row, Slots
+from nanochat.sampling import SamplingParams
+from nanochat.serve.grammar import MAX_REPEATS, MAX_SCHEMA, SchemaError, Vocabulary
+from nanochat.serve.scheduler import Request, Scheduler
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return tiny.make_engine(stops=True, sequence_len=256)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(engine: Any) -> Vocabulary:
+    return Vocabulary(engine.tokenizer, engine.reply_end)
+
+
+def decode(engine: Any, rows: list[Row]) -> list[str]:
+    """The texts of rows that run together until all have ended."""
+    slots = Slots(engine, len(rows))
+    slots.fill(rows)
+    texts: dict[Row, list[int]] = {row: [] for row in rows}
+    while slots.rows:
+        new_tokens = slots.decode()
+        for new in new_tokens:
+            if new.finish_reason != "stop":
+                texts[new.row].append(new.id)
+        slots.release({new.row for new in new_tokens if new.finish_reason})
+    return [engine.tokenizer.decode(tokens) for tokens in texts.values()]
+
+
+def row(engine: Any, grammar: Any, seed: int, temperature: float = 1.0) -> Row:
+    prompt = engine.tokenizer.encode(f"the {seed}", prepend="<|bos|>")
+    return Row(prompt, 200, SamplingParams(temperature=temperature, seed=seed), grammar=grammar)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_every_reply_follows_the_schema(engine: Any, vocabulary: Vocabulary, temperature: float):
+    grammar = vocabulary.compile(PERSON)
+    rows = [row(engine, grammar.copy(), seed, temperature) for seed in range(4)]
+    for text in decode(engine, rows):
+        person = json.loads(text)
+        assert list(person) == ["name", "age", "likes"] and len(person["name"]) <= 5
+        assert 0 <= person["age"] <= 150 and set(person["likes"]) <= {"tea", "coffee"}
+
+
+def test_batched_is_alone_and_neighbours_keep_their_replies(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile(PERSON)
+
+    def rows() -> list[Row]:
+        return [row(engine, grammar.copy() if seed % 2 else None, seed) for seed in range(5)]
+
+    together = decode(engine, rows())
+    assert together == [decode(engine, [one])[0] for one in rows()]
+    assert together[::2] == decode(engine, [row(engine, None, seed) for seed in (0, 2, 4)])
+
+
+def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile({"type": "string"})
+    text = len(engine.tokenizer.tokens)
+    for token in engine.tokenizer.encode('"a<|user_end|>"'):
+        assert not grammar.allowed()[text:].any()
+        grammar.accept(token)
+    assert grammar.allowed().nonzero().tolist() == [[engine.reply_end]]
+
+
+def test_what_is_given_is_written_as_the_tokenizer_writes_it(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile({"const": "the other"})
+    for token in engine.tokenizer.encode('"the other"'):  # " the" is one token, and not four of a byte each
+        assert grammar.allowed().nonzero().tolist() == [[token]]
+        grammar.accept(token)
+
+
+HOSTILE = {
+    "huge": {"enum": [str(number) for number in range(MAX_SCHEMA)]},
+    "repeats": {"type": "array", "minItems": MAX_REPEATS + 1, "items": {"type": "integer"}},
+    "a reference to itself": {"$ref": "#"},
+    "a reference to another host": {"$ref": "https://example.com/schema.json"},
+    "many branches": {"anyOf": [{"type": "object", "properties": {f"a{n}": {}}} for n in range(400)]},
+    "a product of choices": {"allOf": [{"anyOf": [{"enum": [[n, m]]} for n in range(9)]} for m in range(30)]},
+    "impossible": {"enum": []},
+    "no such type": {"type": "strin"},
+    "no such keyword": {"type": "array", "uniqueItems": True},
+    "look-around": {"type": "string", "pattern": "(?=a)b"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_in_a_line_and_a_moment(vocabulary: Vocabulary, name: str):
+    began = time.process_time()  # of this process alone: the machine may be busy
+    with pytest.raises(SchemaError) as refused:
+        vocabulary.compile(HOSTILE[name])
+    assert time.process_time() - began < 1 and "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(engine: Any, vocabulary: Vocabulary):
+    class Failing:
+        error = ""
+
+        def allowed(self) -> Any:
+            return vocabulary.compile({"type": "string"}).allowed()
+
+        def accept(self, token: int) -> None:
+            self.error = "too many items"
+
+    scheduler = Scheduler(engine, slots=2)
+    scheduler.start()
+    prompt = tuple(engine.tokenizer.encode("the", prepend="<|bos|>"))
+    failing: Any = Failing()
+    streams = scheduler.submit_all([Request(prompt, 5, grammar=failing), Request(prompt, 5)])
+    failed, fine = ([chunk for chunk in stream][-1] for stream in streams)
+    scheduler.close()
+    assert failed.finish_reason == "error" and failed.is_clients_error and "too many items" in failed.error
+    assert fine.finish_reason in ("stop", "length")
