@@ -1115,7 +1115,7 @@ def test_a_chat_reply_and_its_stream_are_the_same():
             assert "".join(one["delta"].get("content", "") for one in own) == choice["message"]["content"]
             shown = [one["delta"]["nanochat"] for one in own if "nanochat" in one["delta"]]
             for call in calls:
-                assert "".join(one["text"] for one in shown if one["kind"] == call["type"]) == call["text"]
+                assert "".join(one["text"] for one in shown if one.get("kind") == call["type"]) == call["text"]
 
 
 def test_settings_reach_the_scheduler():
