@@ -16,8 +16,9 @@ import tyro
 
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Count, Positive, UserError, run
-from nanochat.shell.log import print0, record
+from nanochat.shell.log import print0, print_table, record
 from nanochat.shell.paths import STAGES, run_dir
+from nanochat.shell.screen import phase
 
 if TYPE_CHECKING:
     from nanochat.engine import Engine
@@ -49,6 +50,7 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
+    phase("loading torch")
     # The heavy imports are here so that --help answers at once.
     import torch
 
@@ -89,11 +91,13 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ bits per byte
     token_bytes = torch.tensor(tokenizer.token_bytes())
     document_mask = meta.get("pretraining", {}).get("document_mask", False)  # as it was trained
+    scores: list[list[str]] = []  # what is measured, the number, on how much
     for split, corpus in zip(("train", "val"), corpora, strict=True):
+        phase(f"reading the {split} text")
         rows = validation_rows(corpus, tokenizer, context, config.eval_tokens)
         bits = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)
         results[f"{split}_bpb"] = bits
-        print0(f"{split}: {bits:.4f} bits per byte on {rows[:, 1:].numel():,} tokens of {corpus.name}")
+        scores.append([f"bits per byte, {split}", f"{bits:.4f}", f"{rows[:, 1:].numel():,} tokens of {corpus.name}"])
 
     # ------------------------------------------------------------------ CORE
     if tasks:
@@ -101,7 +105,7 @@ def main(config: Config) -> None:
         results["core"] = measured.core
         results["core_tasks"] = measured.tasks
         part = f", on {config.core_examples} examples of each at most" if config.core_examples else ""
-        print0(f"CORE: {measured.core:.4f}, the mean of {len(tasks)} tasks{part}")
+        scores.append(["CORE", f"{measured.core:.4f}", f"the mean of {len(tasks)} tasks{part}"])
 
     # ------------------------------------------------------------------ samples and stories, on rank 0
     if device.is_main:
@@ -119,7 +123,11 @@ def main(config: Config) -> None:
             results["stories"] = stories
             results["stories_passed"] = stories - len(problems)
             first_problem = f"; the first problem: {problems[0]}" if problems else ""
-            print0(f"\nstories: {results['stories_passed']} of {stories} hold together{first_problem}")
+            passed = results["stories_passed"]
+            scores.append(
+                ["stories that hold together", f"{passed / stories:.1%}", f"{passed} of {stories}{first_problem}"]
+            )
+    print_table(("measure", "score", "on"), scores)
     if config.source in STAGES:
         if device.is_main:
             path = run_dir(config.source, tag) / "eval.json"
@@ -140,4 +148,4 @@ def continue_text(engine: "Engine", prompts: list[str], max_tokens: int, samplin
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, shows_progress=True)

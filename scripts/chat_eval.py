@@ -15,8 +15,9 @@ import tyro
 
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Count, Positive, UserError, run
-from nanochat.shell.log import counted, print0, record, warn
+from nanochat.shell.log import counted, print0, print_table, record, warn
 from nanochat.shell.paths import STAGES, run_dir
+from nanochat.shell.screen import bar, has_bars, phase
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Config:
     device_batch_size: Positive = 32  # rows a device computes at once
     max_tokens: Positive = 512  # of a reply, as far as the context reaches
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.0)
-    show: Count = 2  # replies of each task to print and to keep
+    show: Count = 2  # replies of each task to keep for the report; the first one is printed
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
@@ -40,6 +41,7 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
+    phase("loading torch")
     # The heavy imports are here so that --help responds at once.
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model, tag_of
@@ -58,27 +60,36 @@ def main(config: Config) -> None:
     tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
 
-    # ------------------------------------------------------------------ a line for each task
+    # ------------------------------------------------------------------ each task, then a table of them all
     sizes = {"max_examples": config.max_examples, "samples": config.samples, "max_tokens": config.max_tokens}
-    width = max(len(name) for name in (*tasks, "task"))
-    print0(f"\n{'task':{width}}  accuracy    95% interval  guessing  questions  too long  cut off  seconds")
     results: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, Graded]] = []
-    for name, task in tasks.items():
-        result, replies = evaluate(
-            task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=config.sampling,
-            keep=config.show,
-        )  # fmt: skip
-        interval = f"{result.low:.1%} - {result.high:.1%}"
-        print0(
-            f"{name:{width}}  {result.accuracy:8.1%}  {interval:>14}  {result.baseline:8.1%}  {result.questions:9,}"
-            f"  {result.too_long:8,}  {result.cut_off:7,}  {result.seconds:7.1f}"
-        )
-        results[name] = {**asdict(result), "settings": {**sizes, **asdict(config.sampling)}}
-        shown += [(name, reply) for reply in replies]
+    rows: list[list[str]] = []
+    with bar("tasks", len(tasks)) as finished:
+        for name, task in tasks.items():
+            finished.note = name
+            result, replies = evaluate(
+                task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=config.sampling,
+                keep=config.show,
+            )  # fmt: skip
+            finished.done += 1
+            if not has_bars():  # a log shows how far it is
+                print0(f"task {len(results) + 1}/{len(tasks)} {name}: {result.accuracy:.1%}, {result.seconds:.1f} s")
+            interval = f"{result.low:.1%} - {result.high:.1%}"
+            counts = [f"{count:,}" for count in (result.questions, result.too_long, result.cut_off)]
+            rows.append(
+                [name, f"{result.accuracy:.1%}", interval, f"{result.baseline:.1%}", *counts, f"{result.seconds:.1f}"]
+            )
+            results[name] = {**asdict(result), "settings": {**sizes, **asdict(config.sampling)}}
+            shown += [(name, reply) for reply in replies]
+    columns = ("task", "accuracy", "95% interval", "guessing", "questions", "too long", "cut off", "seconds")
+    print_table(columns, rows, optional=("guessing", "too long", "cut off"))
 
-    # ------------------------------------------------------------------ some replies, as a reader sees them
-    for name, graded in shown:
+    # ------------------------------------------------------------------ a reply of each task, as a reader sees it
+    for name in tasks:
+        graded = next((reply for task, reply in shown if task == name), None)  # the others are in the report
+        if graded is None:
+            continue
         print0(f"\n{name}, {'right' if graded.correct else 'wrong'}")
         for message in (*graded.messages, {"role": "assistant", "content": graded.reply}):
             print_message(message["role"], readable(parts_of(message["content"])))
@@ -151,4 +162,4 @@ def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, shows_progress=True)

@@ -13,6 +13,7 @@ from typing import Literal
 from nanochat.shell.cli import Positive, Size, UserError, run
 from nanochat.shell.log import print0, record
 from nanochat.shell.paths import base_dir, tokenizer_dir
+from nanochat.shell.screen import begin, end
 
 VOCAB_SIZE = 32_768
 SMALL_VOCAB_SIZE = 1024
@@ -60,18 +61,24 @@ def main(config: Config) -> None:
 
     # ---------------------------------------------------------------------- read and train
     characters = 0
+    reading = begin("reading characters")
+    merging = reading
 
     def counted_texts() -> Iterator[str]:
-        nonlocal characters
+        nonlocal characters, merging
         for text in read_texts(train, max_chars):
             if (characters + len(text)) // REPORT_CHARS > characters // REPORT_CHARS:
                 print0(f"read {characters // 1_000_000:,} million characters in {time.time() - began:.0f} s")
             characters += len(text)
+            reading.done = characters
             yield text
+        end(reading)
+        merging = begin("learning merges")
 
     vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size
     print0(f"training a tokenizer of at most {vocab_size:,} tokens on {config.data}")
     tokenizer = Tokenizer.train(counted_texts(), vocab_size)
+    end(merging)
 
     # Little text supports a small vocabulary only. Its size is known after reading, and the first merges are what
     # training for fewer tokens would have given.
@@ -105,4 +112,4 @@ def needed_tokenizer(folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, shows_progress=True)

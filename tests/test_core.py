@@ -5,6 +5,7 @@ import io
 import json
 import math
 import random
+import re
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -590,7 +591,10 @@ def test_the_command_writes_core_with_the_rest(bundle, base, tiny_tokenizer, cap
     assert written["core_tasks"]["endings"]["examples"] == 3
     centered = [one["centered"] for one in written["core_tasks"].values()]
     assert written["core"] == pytest.approx(sum(centered) / 3) and not math.isnan(written["core"])
-    assert f"CORE: {written['core']:.4f}, the mean of 3 tasks, on 3 examples of each at most\n" in out
+    table = out[out.index("measure ") :]  # all numbers in one place, after the samples
+    assert re.search(rf"^CORE +{written['core']:.4f}  the mean of 3 tasks, on 3 examples of each at most$", table, re.M)
+    assert re.search(rf"^bits per byte, val +{written['val_bpb']:.4f}  \d+ tokens of ", table, re.M)
+    assert re.search(r"^stories that hold together +(0|100)\.0%  [01] of 1", table, re.M)
     assert len(written["samples"]) == 1 and written["stories"] == 1 and "skipped" not in out
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.shell.cli import UserError
-from nanochat.shell.log import REQUIRED, RunLog, duration, print0, record, warn
+from nanochat.shell.log import REQUIRED, RunLog, duration, print0, print_table, record, warn
 
 
 def metrics(step: int, **further) -> dict:
@@ -146,6 +146,16 @@ def test_a_line_has_no_zero_counts_and_no_estimate_from_the_first_step(tmp_path,
     assert "| eta 46s | reward 0.0000" in second
     assert third.endswith("| skipped_steps 1 | idle_steps 2 | epoch 3")
     assert read_lines(tmp_path)[0]["skipped_steps"] == 0  # the file has everything
+
+
+def test_a_table_is_aligned_and_without_columns_of_nothing(capsys):
+    columns = ("task", "accuracy", "guessing", "cut off", "on")
+    rows = [["stories", "0.0%", "0.0%", "0", "200 of them"], ["sums", "100.0%", "0.0%", "12", "two digits"]]
+    print_table(columns, rows, optional=("guessing", "cut off"))
+    assert capsys.readouterr().out.splitlines() == [
+        *("", "task     accuracy  cut off  on", "-" * 39),
+        *("stories      0.0%        0  200 of them", "sums       100.0%       12  two digits"),
+    ]
 
 
 def test_duration():

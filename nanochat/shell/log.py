@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +30,9 @@ Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 REQUIRED = ("step", "loss", "lr", "tokens", "tok_per_sec", "mfu", "seconds", "peak_memory_bytes")
 
 
+NOTHING = ("", "0", "0.0%")
+
+
 def print0(*values: object) -> None:
     """Print on rank 0 only, at once; texts of a model, or of files, with their control characters made visible."""
     if int(os.environ.get("RANK", "0")) == 0:
@@ -42,6 +45,27 @@ def warn(message: str) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
         screen.printed()
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Collection[str] = ()) -> None:
+    """An aligned table, on rank 0: numbers to the right, the first column and a last one called "on" to the left.
+
+    A column of `optional` is left out where no row has anything in it.
+    """
+    kept = []
+    for place, column in enumerate(columns):
+        if column not in optional or any(row[place] not in NOTHING for row in rows):
+            kept.append(place)
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in kept]
+    lines = []
+    for row in (columns, *rows):
+        cells = []
+        for place, width in zip(kept, widths, strict=True):
+            is_text = place == 0 or columns[place] == "on"
+            cells.append(f"{row[place]:{'<' if is_text else '>'}{width}}")
+        lines.append("  ".join(cells).rstrip())
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    print0("\n".join(["", lines[0], rule, *lines[1:]]))
 
 
 def record(stage: str, tag: str | None, began: float, device: Any = None, steps: tuple[int, int] | None = None) -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-REDRAWN_PER_SECOND = 5  # each takes about a millisecond of a thread of its own (docs/measurements.md)
+REDRAWN_PER_SECOND = 5  # each takes about 2 ms of a thread of its own (docs/measurements.md)
 SHOWN_AFTER_SECONDS = 2.0  # what is over sooner would only flicker
 HEARTBEAT_SECONDS = 30.0
 LOOK_SECONDS = 1.0  # between two looks at whether a heartbeat is due
