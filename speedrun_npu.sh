@@ -61,7 +61,7 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 demo_tasks=questions,addition,arithmetic,identity,unknown,first_questions=tests/first_questions.jsonl
-launch=("$python") shards='' sampled='' # sampled: tasks that are evaluated at temperature 0.7; the others greedily
+launch=("$python") shards='' sampled='' # sampled: tasks that are evaluated as users get replies; the others greedily
 case $profile in
   smoke) # small enough for a minute, large enough for the loss to fall
     tokenizer=(--vocab_size 512 --max_chars 500000)
@@ -130,8 +130,8 @@ printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data
 again=(--model_tag "$profile" --resume)
 evaluate() { # stage, further flags
   local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
-  "${call[@]}" --tasks "$chat_tasks"
-  [[ -z $sampled ]] || "${call[@]}" --tasks "$sampled" --temperature 0.7
+  "${call[@]}" --tasks "$chat_tasks" --temperature 0
+  [[ -z $sampled ]] || "${call[@]}" --tasks "$sampled"
 }
 title 'tasks of all stages'
 "$python" -m scripts.fetch --data "$data" --hub "$hub" --tasks "$tasks" --eval_tasks "$chat_tasks"

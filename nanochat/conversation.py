@@ -221,8 +221,9 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
     # "It is " <|python_start|> "2+3" <|python_end|> <|output_start|> "5" <|output_end|> "5." <|assistant_end|> becomes
     # the parts text "It is ", python "2+3", python_output "5" and text "5.".
     #
-    # A model can generate anything, so nothing here raises. A mark in the wrong place is dropped, and a call that was
-    # not closed is still a call.
+    # A model can generate anything, so nothing here raises. A mark in the wrong place is dropped. A call that was not
+    # closed, because the reply was cut off there, is text: a reader would see nothing of it, and rendered again it
+    # would be a call without a result.
     opening = {tokenizer.encode_special(start): kind for kind, (start, _) in MARKS.items() if start}
     closing = {tokenizer.encode_special(end) for _, end in MARKS.values() if end}
     end = tokenizer.encode_special("<|assistant_end|>")
@@ -240,5 +241,7 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
         elif token not in special:  # a role's mark in the middle of a reply is no text
             _, tokens = runs[-1]
             tokens.append(token)
+    if runs[-1][0] == "python":
+        runs[-1] = ("text", runs[-1][1])
     # Decoded once per part and not per token: a character may be spread over several tokens.
     return [{"type": kind, "text": tokenizer.decode(tokens)} for kind, tokens in runs if tokens]

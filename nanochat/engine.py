@@ -37,7 +37,7 @@ from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, unif
 from nanochat.shell.cli import Interrupted, UserError, check_ranges
 from nanochat.shell.screen import bar
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools.calculator import calculate
+from nanochat.tools.calculator import calculate, can_continue
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]
 
@@ -240,8 +240,8 @@ class Engine:
         """`num_samples` continuations of one prompt: whole sequences, the prompt included, and masks with a 1 under
         every token that the model chose.
 
-        `sampling` names fields of SamplingParams, such as temperature=0.7. Sample i draws by `seed` + i, as choice i of
-        a request to the server does.
+        `sampling` names fields of SamplingParams, such as temperature=0.7; `**meta["sampling"]` of `load_model` draws
+        as the checkpoint's server does. Sample i draws by `seed` + i, as choice i of a request to the server does.
         """
         params = SamplingParams(**sampling)
         # With one seed for all, the samples would be copies of each other.
@@ -263,6 +263,11 @@ class Engine:
         #     <|python_end|>    None        <|output_start|> 5 <|output_end|>      python
         #
         # The next three steps take the queued tokens instead of what the model chooses.
+        #
+        # A call that the model does not close itself is closed for it: where it ends its turn inside the call (see
+        # `Slots.decode`), and where what it has written can no longer become an expression. Of 4 to 7% of the demo's
+        # replies nothing but an open call was there (docs/measurements.md). The model reads the mark, but has not
+        # chosen it: it is of the kind of the answer.
         kind = "text"
         if forced:
             kind = "python_output"
@@ -274,16 +279,24 @@ class Engine:
             row.tool_call = []
         elif row.tool_call is not None:
             kind = "python"
-            if token != self.call_end:
+            is_closed = token == self.call_end
+            if not is_closed:
                 row.tool_call.append(token)
-            else:
-                if row.answers_calls:
-                    text = calculate(self.tokenizer.decode(row.tool_call)) or NO_ANSWER
-                    answer = self.tokenizer.encode(text, prepend=self.answer_start, append=self.answer_end)
-                    row.forced_tokens.extend(answer)
-                row.tool_call = None
+            if not row.answers_calls:
+                row.tool_call = None if is_closed else row.tool_call
+            elif is_closed or not can_continue(self.tokenizer.decode(row.tool_call)):
+                self.answer_call(row, is_closed)
         row.made += 1
         return kind, "length" if row.made >= row.max_tokens else None
+
+    def answer_call(self, row: Row, is_closed: bool) -> None:
+        """End a row's call and queue the tool's answer to it, after the call's end mark where that is missing."""
+        assert row.tool_call is not None
+        text = calculate(self.tokenizer.decode(row.tool_call)) or NO_ANSWER
+        if not is_closed:
+            row.forced_tokens.append(self.call_end)
+        row.forced_tokens.extend(self.tokenizer.encode(text, prepend=self.answer_start, append=self.answer_end))
+        row.tool_call = None
 
 
 @torch.no_grad()
@@ -564,6 +577,8 @@ class Slots:
         forced: dict[int, int] = {}  # by slot
         new_tokens = []
         for row, token, numbers in zip(self.rows, chosen, likely, strict=True):
+            if row.tool_call is not None and row.answers_calls and token in self.engine.stop_ids:
+                self.engine.answer_call(row, is_closed=False)  # and not end its reply with an open call
             if row.forced_tokens:
                 token = row.forced_tokens.popleft()
                 forced[row.slot] = token

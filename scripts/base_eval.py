@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from nanochat.run.flags import SamplingFlags
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Count, Positive, UserError, run
 from nanochat.shell.log import print0, print_table, record
@@ -43,7 +44,7 @@ class Config:
     prompt: str = ""  # what every sample begins with; default: openings of held-out demo stories, or nothing
     stories: Count = 0  # demo stories to sample and grade with the story checker
     max_tokens: Positive = 256  # of a sample
-    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.7)
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
 
@@ -71,6 +72,7 @@ def main(config: Config) -> None:
     tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
     results: dict[str, Any] = {"step": meta["step"]}
+    sampling = config.sampling.over(meta["sampling"])
 
     # Prompts that do not fit the context are found before the slow part.
     begin = tokenizer.get_bos_token_id()
@@ -111,14 +113,14 @@ def main(config: Config) -> None:
     if device.is_main:
         engine = Engine(model, tokenizer, device)
         if prompts:
-            results["samples"] = continue_text(engine, prompts, config.max_tokens, config.sampling)
+            results["samples"] = continue_text(engine, prompts, config.max_tokens, sampling)
             for text in results["samples"]:
                 print0(f"\n{text}")
         if stories:
             problems = []
             for first in range(0, stories, STORIES_AT_ONCE):
                 some = openings[first : min(first + STORIES_AT_ONCE, stories)]
-                for text in continue_text(engine, some, config.max_tokens, config.sampling):
+                for text in continue_text(engine, some, config.max_tokens, sampling):
                     problems += check_story(text).problems[:1]
             results["stories"] = stories
             results["stories_passed"] = stories - len(problems)

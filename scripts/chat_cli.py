@@ -24,7 +24,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.conversation import Message, parse_reply, render_prompt
+from nanochat.conversation import Message, fit_prompt, parse_reply
+from nanochat.run.flags import SamplingFlags
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Positive, UserError, run
 from nanochat.shell.log import warn
@@ -42,7 +43,7 @@ class Config:
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
     system: str = ""  # system message, before the conversation
     max_tokens: Positive = 256  # of a reply
-    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.7)
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     stats: bool = False  # print tokens and tokens/s after each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -50,10 +51,10 @@ class Config:
     graphs: Literal["auto", "on", "off"] = "auto"
 
 
-COMMANDS = ["/new", "/save", "/quit"]
+COMMANDS = ["/continue", "/new", "/save", "/quit"]
 HELP = (
-    "/new starts a new conversation, /save FILE.jsonl keeps it to train on, /quit or Ctrl-D leaves, "
-    "Ctrl-C stops a reply"
+    "/continue goes on with a reply, /new starts a new conversation, /save FILE.jsonl keeps it to train on, "
+    "/quit or Ctrl-D leaves, Ctrl-C stops a reply"
 )
 
 
@@ -67,10 +68,11 @@ def main(config: Config) -> None:
 
         device = devices.init(config.device, config.dtype)
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    stage = meta.get("stage", "unknown stage")
+    stage = meta["stage"]
+    sampling = config.sampling.over(meta["sampling"])
     if config.system and stage == "base":
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
-    chat = Chat(Engine(model, tokenizer, device, config.graphs), config, has_turns=stage != "base")
+    chat = Chat(Engine(model, tokenizer, device, config.graphs), config, sampling, has_turns=stage != "base")
 
     # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -95,6 +97,8 @@ def main(config: Config) -> None:
                 return
             if command == "/new":
                 chat.turns = []
+            elif command == "/continue" and chat.turns:
+                chat.go_on()
             elif command.split(" ")[0] == "/save":
                 print(printable(chat.save(command.removeprefix("/save").strip())))
             elif text.startswith("/"):
@@ -216,13 +220,14 @@ class WordWrap:
 class Chat:
     """A conversation with a model. A base model has no turns: it continues each text by itself."""
 
-    def __init__(self, engine: Any, config: Config, has_turns: bool):
+    def __init__(self, engine: Any, config: Config, sampling: SamplingParams, has_turns: bool):
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.config = config
         self.has_turns = has_turns
-        self.sampling = config.sampling
+        self.sampling = sampling
         self.turns: list[Message] = []
+        self.reply: list[int] = []  # the tokens of the last one
         self.is_cut = False  # the last prompt lacked the oldest turns
         on_terminal = sys.stdout.isatty()
         colours = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -242,18 +247,32 @@ class Chat:
         The next reply draws by the next seed.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
-        ids = self.prompt(turns)
-        lead = "" if self.has_turns else text  # a base model's text is read with its beginning
+        # A base model's text is read with its beginning.
+        self.reply, stopped = self.stream(self.prompt(turns), lead="" if self.has_turns else text)
+        if self.has_turns:
+            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}]
+        return not stopped
+
+    def go_on(self) -> None:
+        """Stream what follows the last reply, and add it to that reply."""
+        more, _ = self.stream(self.prompt(self.turns))
+        self.reply += more
+        self.turns[-1] = {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}
+
+    def stream(self, ids: list[int], lead: str = "") -> tuple[list[int], bool]:
+        """Show what follows a prompt as it comes, after `lead`; the new tokens, and whether Ctrl-C ended it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
         made: list[int] = []
         in_call = False
         stopped = False
+        finish_reason = None
         began = time.perf_counter()
         try:
             for new in self.engine.stream([ids], max_tokens=self.config.max_tokens, sampling=self.sampling):
                 self.show(lead)
                 lead = ""
-                if new.finish_reason == "stop":
+                finish_reason = new.finish_reason
+                if finish_reason == "stop":
                     break
                 made.append(new.id)
                 if new.id in self.marks:
@@ -274,13 +293,13 @@ class Chat:
         if stopped:
             self.show(" [stopped]", aside=True)
         self.show("\n")
+        if finish_reason == "length" and self.has_turns:
+            at = "--max_tokens" if len(made) == self.config.max_tokens else "the end of the context"
+            self.show(f"(cut off at {at}: /continue goes on)\n", aside=True)
         if self.config.stats:
             print(f"({len(made)} tokens, {len(made) / seconds:,.1f} tokens/s)", file=sys.stderr)
-
-        if self.has_turns:
-            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, made)}]
         self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
-        return not stopped
+        return made, stopped
 
     def save(self, name: str) -> str:
         """Append the conversation to a .jsonl, from which `chat_sft --tasks` learns; returns a line about it.
@@ -308,16 +327,14 @@ class Chat:
         if self.config.system:
             system = [{"role": "system", "content": replace_surrogates(self.config.system)}]
         context = self.engine.model.config.sequence_len
-        room = min(self.config.max_tokens, context // 2)
-        try:
-            ids = render_prompt(self.tokenizer, [*system, *turns], context - room)
-        except UserError as error:
-            raise UserError(f"{error}, or lower --max_tokens: {room} tokens are kept free for the reply") from error
+        prompt = fit_prompt(self.tokenizer, [*system, *turns], context, self.config.max_tokens)
+        if len(prompt.ids) >= context:
+            raise UserError(f"that is {len(prompt.ids)} tokens, the model's context {context}: shorten the message")
         was_cut = self.is_cut
-        self.is_cut = len(ids) < len(render_prompt(self.tokenizer, [*system, *turns]))
+        self.is_cut = prompt.oldest > len(system)
         if self.is_cut and not was_cut:
             self.show(f"(the model reads {context:,} tokens: the oldest turns are left out from here)\n", aside=True)
-        return ids
+        return prompt.ids
 
     def show(self, text: str, aside: bool = False) -> None:
         """Print without the characters that a terminal obeys; what is not text of the reply is dim."""

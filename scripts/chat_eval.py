@@ -1,5 +1,7 @@
 """Evaluate a chat model on tasks: accuracy with its interval, ChatCORE, and some of the replies.
 
+Replies are drawn as users get them, by the checkpoint's settings; --temperature 0 is greedy.
+
 python -m scripts.chat_eval --source sft --tasks stories,addition
 
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_eval -- --tasks gsm8k,mmlu,arc_easy --max_examples 1000
@@ -13,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from nanochat.run.flags import SamplingFlags
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Count, Positive, UserError, run
 from nanochat.shell.log import counted, print0, print_table, record, warn
@@ -31,7 +34,7 @@ class Config:
     samples: Positive = 1  # replies to each question; the accuracy is their mean
     device_batch_size: Positive = 32  # rows a device computes at once
     max_tokens: Positive = 512  # of a reply, as far as the context reaches
-    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = SamplingParams(temperature=0.0)
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     show: Count = 2  # replies of each task to keep for the report; the first one is printed
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -51,11 +54,12 @@ def main(config: Config) -> None:
     from nanochat.tasks.registry import open_task
 
     # ------------------------------------------------------------------ load
-    if config.samples > 1 and config.sampling.is_greedy:
-        raise UserError(f"--samples {config.samples}: greedy replies are all the same; set --temperature, such as 0.7")
     tasks = {choice.name: open_task(choice, "test", config.hub) for choice in graded_choices(config.tasks)}
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    sampling = config.sampling.over(meta["sampling"])
+    if config.samples > 1 and sampling.is_greedy:
+        raise UserError(f"--samples {config.samples}: greedy replies are all the same; set --temperature, such as 0.7")
     engine = Engine(model, tokenizer, device, config.graphs)
     tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
@@ -69,7 +73,7 @@ def main(config: Config) -> None:
         for name, task in tasks.items():
             finished.note = name
             result, replies = evaluate(
-                task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=config.sampling,
+                task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=sampling,
                 keep=config.show,
             )  # fmt: skip
             finished.done += 1
@@ -80,7 +84,7 @@ def main(config: Config) -> None:
             rows.append(
                 [name, f"{result.accuracy:.1%}", interval, f"{result.baseline:.1%}", *counts, f"{result.seconds:.1f}"]
             )
-            results[name] = {**asdict(result), "settings": {**sizes, **asdict(config.sampling)}}
+            results[name] = {**asdict(result), "settings": {**sizes, **asdict(sampling)}}
             shown += [(name, reply) for reply in replies]
     columns = ("task", "accuracy", "95% interval", "guessing", "questions", "too long", "cut off", "seconds")
     print_table(columns, rows, optional=("guessing", "too long", "cut off"))

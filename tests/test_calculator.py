@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from nanochat.tools.calculator import MAX_LENGTH, calculate
+from nanochat.tools.calculator import MAX_LENGTH, calculate, can_continue
 
 ANSWERS = {
     "2+3": "5",
@@ -274,3 +274,18 @@ def test_deep_in_the_stack_it_still_does_not_raise():
             return [calculate("1+1"), calculate("(" * 90 + "1" + "+1)" * 90)]
 
     assert descend()[0] in ("2", None)
+
+
+def test_every_beginning_of_an_expression_can_continue() -> None:
+    for whole in (
+        "47 + 38", "1,234.5*2", "(2+3)**2 // 7 % 3 =", ".5e-3", "2E+10/4", "12,345,678-9", '"a b, =c é".count("é")',
+        "'it is \"so\"'.count('\"')", " \t2+3 \n",
+    ):  # fmt: skip
+        assert calculate(whole) is not None, whole
+        assert all(can_continue(whole[:end]) for end in range(len(whole) + 1)), whole
+
+
+def test_prose_in_a_call_is_noticed_at_once() -> None:
+    for text, end in (("What", 1), ("2+3 is", 5), ("1\n2", 3), ("2=3", 3), ("1,2345", 6), ('"a".length', 5), ("é", 1)):
+        assert not can_continue(text[:end]) and all(can_continue(text[:least]) for least in range(end)), text
+    assert can_continue("1+" * 200) and not can_continue("1+" * 200 + "1") and calculate("1+" * 200 + "1") is None

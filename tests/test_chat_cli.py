@@ -77,6 +77,9 @@ def table_model(*rows: list[int], anything: bool = False, context: int = 512) ->
     return model
 
 
+CUT = "(cut off at --max_tokens: /continue goes on)\n"
+
+
 def add_checkpoint(stage: str, model: GPT, tag: str = "tiny", step: int = 3) -> Path:
     return save_checkpoint(paths.checkpoint_dir(stage, tag), step, model, TOKENIZER, {"stage": stage})
 
@@ -222,8 +225,9 @@ def test_only_what_is_not_text_is_dim(talk, sums, monkeypatch):
 
 
 def test_a_call_at_the_beginning_and_one_without_an_answer(talk):
-    add_checkpoint("sft", table_model(ids("assistant_start", "python_start", b"1+"), ids(b"+", "assistant_end")))
-    assert talk("x")[1] == " [1+]\n"  # it never closed its call
+    begun = ids("assistant_start", "python_start", b"1+", "assistant_end")
+    add_checkpoint("sft", table_model(begun, ids("output_end", "assistant_end")))
+    assert talk("x")[1] == " [1+ -> error] \n"  # it never closed its call
     add_checkpoint("sft", table_model(ids("assistant_start", "python_end", b"ok", "assistant_end")), step=4)
     assert talk("x")[1] == "ok\n"
 
@@ -281,16 +285,15 @@ def test_the_oldest_turns_are_left_out_and_that_is_printed_once(talk, prompts):
 
 def test_a_message_too_long_is_one_line_and_the_chat_continues(talk, prompts, capsys):
     add_checkpoint("sft", table_model(ids("assistant_start", b"ok.", "assistant_end"), context=64))
-    long = "x" * 40
-    output = talk("hello", long, "hi")
-    assert re.match("error: .* 44 tokens, .* 32: .* --max_tokens", output[2])
-    assert output[1] == output[3] == "ok.\n"
+    long = "x" * 70
+    output = talk("hello", long, "hi", "x" * 40)
+    assert re.match("error: that is 74 tokens, .* context 64: ", output[2])
+    assert output[1] == output[3] == "ok.\n" and output[4].endswith("ok.\n")  # 20 tokens are left for the last one
     assert "hello" in TOKENIZER.decode(prompts[1]["prompt"]) and "xx" not in TOKENIZER.decode(prompts[1]["prompt"])
-    assert talk(long, flags=("--max_tokens=8",))[1] == "ok.\n"
     with pytest.raises(SystemExit) as leaving:
         run("-p", long)
     assert leaving.value.code == 1
-    assert capsys.readouterr().err.startswith("error: the message has 44 tokens")
+    assert capsys.readouterr().err.startswith("error: that is 74 tokens")
 
 
 # ---------------------------------------------------------------------- what is typed
@@ -368,11 +371,12 @@ def test_lines_break_between_words(capsys, text, expected):
 
 
 def test_a_reply_breaks_between_words(talk, monkeypatch):
-    add_checkpoint("sft", table_model(ids("assistant_start", b"one tw", "python_start", b"8", "assistant_end")))
+    begun = ids("assistant_start", b"one tw", "python_start", b"8", "python_end")
+    add_checkpoint("sft", table_model(begun, ids("output_end", "assistant_end")))
     monkeypatch.setenv("COLUMNS", "20")
-    assert talk("x")[1] == "one tw [8]\n"
+    assert talk("x")[1] == "one tw [8 -> 8] \n"
     monkeypatch.setenv("COLUMNS", "8")
-    assert talk("x")[1] == "one tw \n[8]\n"
+    assert talk("x")[1].rstrip() == "one tw \n[8 -> 8]"
 
 
 # ---------------------------------------------------------------------- commands
@@ -391,7 +395,7 @@ def test_new(talk, prompts):
     assert second == f"{begin}first<|user_end|><|assistant_start|>{reply}<|assistant_end|><|user_start|>second" + (
         "<|user_end|><|assistant_start|>"
     )
-    assert output[1] == f"{reply}\n" != output[4]  # another seed
+    assert output[1] == f"{reply}\n{CUT}" != output[4]  # another seed
     assert " /etc" in slash
     assert [reply["seed"] for reply in prompts] == list(range(40, 44))
 
@@ -415,11 +419,30 @@ def test_the_settings_are_the_flags(talk, sums, prompts):
     flags = ("--temperature=0.5", "--top_k=3", "--top_p=0.9", "--max_tokens=7", "--seed=11")
     output = talk("one", "two", flags=flags)
     settings = [{key: reply[key] for key in ("max_tokens", *asdict(SamplingParams()))} for reply in prompts]
-    assert settings[0] == {**asdict(SamplingParams(0.5, 3, 0.9, seed=11)), "max_tokens": 7}
+    # Those that are not set are the checkpoint's.
+    assert settings[0] == {**asdict(SamplingParams(0.5, 3, 0.9, min_p=0.05, seed=11)), "max_tokens": 7}
     assert settings[1] == {**settings[0], "seed": 12}
-    assert output[1] == output[2] == "S= [47+3]\n"  # 7 tokens: the call is cut off
+    assert output[1] == output[2] == f"S= [47+3]\n{CUT}"  # 7 tokens: the call is cut off
     talk("one")
-    assert prompts[2]["max_tokens"] == 256 and prompts[2]["temperature"] == 0.7
+    assert prompts[2]["max_tokens"] == 256 and (prompts[2]["temperature"], prompts[2]["min_p"]) == (0.8, 0.05)
+    folder = paths.checkpoint_dir("rl", "tiny")
+    own = {"stage": "rl", "sampling": {"temperature": 0.3, "top_k": 7}}
+    save_checkpoint(folder, 3, table_model(SUM, SUM_ANSWERED), TOKENIZER, own)
+    talk("one", flags=("--temperature=0.6",))
+    assert {**prompts[3], **asdict(SamplingParams(0.6, 7))} == prompts[3]
+
+
+def test_a_reply_that_was_cut_off_goes_on(talk, prompts):
+    add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end")))
+    output = talk("/continue", "x", "/continue", "/continue", "y", flags=("--max_tokens=4",))
+    assert output[1].count("\n") == 1 and "/continue" in output[1]  # there is no reply yet
+    assert output[2:5] == [f"abcd\n{CUT}", f"efgh\n{CUT}", ".\n"]
+    prompt = TOKENIZER.decode(prompts[2]["prompt"])
+    assert prompt.endswith("x<|user_end|><|assistant_start|>abcdefgh")
+    assert f"{prompt}.<|assistant_end|><|user_start|>y<" in TOKENIZER.decode(prompts[3]["prompt"])
+    # The context's end is another limit than the user's.
+    add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end"), context=8))
+    assert talk("x")[1] == "abc\n(cut off at the end of the context: /continue goes on)\n"
 
 
 @pytest.mark.parametrize("line", ["/help", "/frobnicate", "/quit now"])
@@ -436,9 +459,7 @@ def test_ctrl_c_keeps_the_reply_so_far(talk, sums, prompts, ctrl_c_after):
     ctrl_c_after.append(5)
     output = talk("one", "two")
     assert output[1] == "S= [47] [stopped]\n" and output[2] == "S= [47+38 -> 85] .\n"
-    assert "S=<|python_start|>47<|python_end|><|assistant_end|><|user_start|>two" in TOKENIZER.decode(
-        prompts[1]["prompt"]
-    )
+    assert "S=47<|assistant_end|><|user_start|>two" in TOKENIZER.decode(prompts[1]["prompt"])  # an open call is text
 
 
 def test_ctrl_c_before_the_first_token(talk, sums, prompts, ctrl_c_after):

@@ -497,7 +497,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert list(first["tasks"]) == ["addition", "spelling"]
     assert {field.name for field in dataclasses.fields(Result)} | {"settings"} == set(first["tasks"]["addition"])
     settings = first["tasks"]["addition"]["settings"]
-    assert settings["temperature"] == 0 and settings["max_examples"] == 5
+    assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.05, 5)  # the checkpoint's
     assert first["tasks"]["addition"]["questions"] == 5
     assert first["chatcore"] == 0.0
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
@@ -570,7 +570,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         *("--tasks=addition", "--max_examples=3", "--samples=2", "--temperature=0.5", "--top_k=7", "--top_p=0.9"),
         *("--seed=11", "--device_batch_size=4"),
     )
-    sampling = [SamplingParams(0.5, 7, 0.9, seed=seed_of(11, row)) for row in range(6)]
+    sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
     assert seen[:2] == [
         {"rows": 4, "max_tokens": 6, "sampling": sampling[:4], "keep_stop": True},
         {"rows": 2, "max_tokens": 6, "sampling": sampling[4:], "keep_stop": True},
@@ -583,7 +583,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     [
         (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer"),
         (["--tasks=nosuch"], "--tasks nosuch: no such task"),
-        (["--samples=4"], "--samples 4: greedy replies are all the same; set --temperature"),
+        (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature"),
         (["--samples=0"], "--samples 0: at least 1"),
         (["--max_examples=0"], "--max_examples 0: at least 1"),
         (["--max_tokens=0"], "--max_tokens 0: at least 1"),

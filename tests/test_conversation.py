@@ -52,7 +52,7 @@ def test_a_reply_with_marks_out_of_place_loses_nothing_else(tokenizer):
     ids = [mark("<|python_end|>"), *tokenizer.encode("a"), mark("<|user_start|>"), *tokenizer.encode("b")]
     ids += [mark("<|python_start|>"), *tokenizer.encode("1+1")]  # never closed
     parts = parse_reply(tokenizer, ids)
-    assert text_of(parts) == "ab" and parts[-1] == {"type": "python", "text": "1+1"}
+    assert text_of(parts) == "ab1+1"  # a call that was not closed is text, or a reader would see nothing of it
     assert parse_reply(tokenizer, [*tokenizer.encode("a"), mark("<|assistant_end|>"), 1, 2]) == parts_of("a")
     assert parse_reply(tokenizer, []) == []
 

@@ -211,9 +211,22 @@ def test_a_call_is_answered_and_the_other_rows_are_not_touched(monkeypatch: pyte
 
 def test_a_call_without_a_result_reads_error_and_an_open_one_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [CALL[0], *b"1/0", CALL[-1], *[1] * 7]
-    tokens, _ = scripted(monkeypatch, wrong, [CALL[0], *range(65, 76)])
+    tokens, _ = scripted(monkeypatch, wrong, [CALL[0], *b"1+2+3+4+5+6"])
     assert tiny_tokenizer().decode(tokens[0]) == "<|python_start|>1/0<|python_end|><|output_start|>error<|output_end|>"
-    assert tokens[1] == [CALL[0], *range(65, 76)]
+    assert tokens[1] == [CALL[0], *b"1+2+3+4+5+6"]
+
+
+def test_a_call_that_the_model_does_not_close_is_closed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it ends its turn inside the call, and where no expression can come of what it writes."""
+    ended = [*CALL[:-1], special("assistant_end"), *[1] * 4, 65, special("assistant_end")]
+    prose = [CALL[0], *b"2 d", *[1] * 8]
+    tokens, masks = scripted(monkeypatch, [*ended, 1], prose)
+    text = tiny_tokenizer().decode(tokens[0])
+    assert text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A<|assistant_end|>"
+    assert masks[0] == [1] * 4 + [0] * 5 + [1] * 2  # the model has not chosen the mark
+    text = tiny_tokenizer().decode(tokens[1])
+    assert text == "<|python_start|>2 d<|python_end|><|output_start|>error<|output_end|>"
+    assert masks[1] == [1] * 4 + [0] * 8
 
 
 def test_the_answer_counts_towards_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -494,6 +494,16 @@ def test_a_call_is_answered_inside_the_stream(running: Any, monkeypatch: pytest.
     ]
     assert chunks[-1].finish_reason == "stop"
     assert stream.completion_tokens == len(script) - 1
+    # Without its end mark the call is closed where the model ends its turn; where the reply is cut off, it is text.
+    scripted(scheduler, monkeypatch, [*script[:10], stop, *script[11:]])
+    chunks = list(scheduler.submit(Request(prompt_of(4), 50, logprobs=0)))
+    assert parts_of(chunks) == [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", " ok")]
+    assert [token for chunk in chunks for token in chunk.token_ids][10] == end and chunks[-1].finish_reason == "stop"
+    scripted(scheduler, monkeypatch, script)
+    stream = scheduler.submit(Request(prompt_of(4), 9))
+    chunks = list(stream)
+    assert parts_of(chunks) == [("text", "It is 6*")] and chunks[-1].finish_reason == "length"
+    assert stream.completion_tokens == 9
     scripted(scheduler, monkeypatch, script)
     chunks = list(scheduler.submit(Request(prompt_of(4), 13, tools=False)))
     assert all(chunk.kind != "python_output" for chunk in chunks)

@@ -1,11 +1,15 @@
-"""The flags that training scripts share: a script's Config inherits them and adds its own.
+"""The flags that scripts share: a training script's Config inherits them and adds its own.
 
 An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see shell/cli.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
+import tyro
+
+from nanochat.sampling import NEUTRAL, SamplingParams
 from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed
 
 
@@ -48,3 +52,27 @@ class StageFlags(TrainFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
+
+
+Flags = TypeVar("Flags", bound=SamplingParams)
+
+
+def _unset_by_default(flags: type[Flags]) -> type[Flags]:
+    """The fields of SamplingParams with their ranges and help, None by default: a new setting needs no line here."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    hint = tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")
+    flags.__annotations__ = {name: Annotated[hints[name] | None, hint] for name in NEUTRAL}
+    for name in NEUTRAL:
+        setattr(flags, name, None)
+    return flags
+
+
+@dataclass(frozen=True)
+@_unset_by_default
+class SamplingFlags(SamplingParams):
+    """The flags of every script that samples: a setting that is not set is the checkpoint's."""
+
+    def over(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a checkpoint (`meta["sampling"]`), with those that are set in place of its own."""
+        flags = {name: getattr(self, name) for name in NEUTRAL if getattr(self, name) is not None}
+        return SamplingParams(**{**sampling, **flags, "seed": self.seed})

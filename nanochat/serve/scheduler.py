@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal, cast
@@ -197,9 +197,16 @@ class _RequestRow(Row):
         self.echoed: list[TokenLogprob] = []  # of the prompt, as far as it is read
         self.held: list[tuple[TokenLogprob, str]] = []  # with their text, of tokens that are not shown yet
         self.shown = 0  # characters of the first of these tokens that are shown
+        self.open_call: list[Chunk] = []  # held back until it is closed; see `_hand_out`
         self.out = TextOut(tokens, request.stop)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # of its last token
+
+    def hand_out_call(self, kind: str) -> None:
+        """Put the tokens of a call into the stream: as the call that it is, or as text where it was never closed."""
+        for chunk in self.open_call:
+            self.stream.put(replace(chunk, kind=kind))
+        self.open_call = []
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -469,6 +476,7 @@ class Scheduler:
         if new.kind != row.kind:
             text = row.out.flush()
             logprobs = self._shown(row, text, is_end=True)
+            row.hand_out_call("python")
             if text or logprobs:
                 row.stream.put(Chunk((), text, row.kind, logprobs))
             if row.out.stopped:
@@ -482,7 +490,13 @@ class Scheduler:
         if new.by_model and row.request.logprobs >= 0:
             row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))
             logprobs = self._shown(row, text, is_end=False)
-        row.stream.put(Chunk((new.id,), text, new.kind, logprobs))
+        chunk = Chunk((new.id,), text, new.kind, logprobs)
+        # A call is handed out when it is complete. Where the reply ends before, what there is of it is text: a client
+        # that shows a reply's text alone would show nothing.
+        if new.kind == "python" and row.answers_calls:
+            row.open_call.append(chunk)
+        else:
+            row.stream.put(chunk)
         if new.id == self.engine.call_end and new.kind == "python" and row.request.calls != "own":
             return "tool_calls"  # the client answers it
         return "stop" if row.out.stopped else new.finish_reason
@@ -518,6 +532,9 @@ class Scheduler:
                 self.changed.notify_all()
             text = row.out.flush()
             logprobs = self._shown(row, text, is_end=True)
+            if row.open_call:
+                row.hand_out_call("text" if row.tool_call is not None else "python")
+                row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
             row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
 

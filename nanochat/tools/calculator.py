@@ -33,6 +33,13 @@ TOKEN = re.compile(
 )
 
 
+# What may stand at the end of an expression that is still being written, where it is no token of its own yet.
+UNFINISHED = re.compile(
+    r"""(?: "[^"\\\n]* | '[^'\\\n]* | \.c?o?u?n?t? | ,[0-9]{0,2} | [eE][+-]? | = )[ \t]*\Z""",
+    re.VERBOSE,
+)
+
+
 class NoAnswer(Exception):
     """The expression is not allowed, or has no value."""
 
@@ -55,6 +62,20 @@ def calculate(expression: str) -> str | None:
         return _format(_evaluate(tree.body, MAX_DEPTH))
     except (NoAnswer, SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):
         return None
+
+
+def can_continue(text: str) -> bool:
+    """Whether an expression that `calculate` accepts may begin with this text; False where it surely cannot.
+
+    A model that writes prose into a call would otherwise write on to the end of its reply.
+    """
+    text = text.strip()
+    if len(text) > MAX_LENGTH:
+        return False
+    for token in TOKEN.finditer(text):
+        if token.lastgroup == "other":
+            return UNFINISHED.match(text, token.start()) is not None
+    return True
 
 
 def _to_python(text: str) -> str:
