@@ -8,6 +8,7 @@
 #   --device auto|npu|cuda|cpu   install for this device instead of the one found
 #   --cann VERSION               use this row of the version table (check_npu.py) instead of the CANN found
 #   --extras LIST                extras of pyproject.toml as well, e.g. dev or dev,track
+#   --unlocked                   the newest versions that pyproject.toml allows, not those of requirements.lock
 #   --root DIR                   look for drivers and CANN below DIR (for tests)
 #
 # Environment: PYTHON (the interpreter for .venv), VENV (the folder, default .venv), PIP_INDEX_URL (a mirror of the
@@ -24,12 +25,13 @@ fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 
-device=auto cann='' extras='' root=/ dry_run=no
+device=auto cann='' extras='' root=/ dry_run=no lock=requirements.lock
 while (($#)); do
   flag=${1%%=*}
   case $flag in
     --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --dry_run | --dry-run) dry_run=yes; shift; continue ;;
+    --unlocked) lock=''; shift; continue ;;
     --device | --cann | --extras | --root) ;;
     *) fail "unknown flag $1: see bash setup_ascend.sh --help" 2 ;;
   esac
@@ -118,7 +120,12 @@ kind $kind
 python $version
 torch ${constraints[*]}
 extras $extras
-pyproject $(cksum <pyproject.toml)"
+pyproject $(cksum <pyproject.toml)
+lock ${lock:+$(cksum <"$lock")}"
+
+# What the project itself needs is installed in the tested versions, and only if the files have the sha256 that they
+# had then: an index that hands out something else is refused. A wheel runs no code while it is installed.
+locked=(--require-hashes --no-deps --only-binary :all: -r "$lock")
 
 # What .venv holds now: nothing, this plan, another plan of ours, or something a person made.
 state=none
@@ -152,6 +159,7 @@ if [[ $state == ready ]]; then
 else
   [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
   [[ $state == none || $state == other ]] && show "$python -m venv $venv"
+  [[ -z $lock ]] || show "$venv/bin/pip install ${locked[*]}"
   word=plan
   for attempt in "${attempts[@]}"; do
     report "$word" "$venv/bin/pip install $attempt"
@@ -175,10 +183,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 # pip ARGUMENT...: quiet; the whole story goes to the log.
 pip() { "$venv/bin/python" -m pip install --progress-bar off "$@" >>"$log" 2>&1 </dev/null; }
 
-failed() { # failed WHAT
+failed() { # failed WHAT [FURTHER ADVICE]
   { grep -E '^ *ERROR|[Ee]rror:' "$log" || tail -n 5 "$log"; } | tail -n 5 | sed 's/^/  pip: /' >&2
   fail "$1 could not be installed: read $log; if it is the network, name a mirror and run this again: PIP_INDEX_URL, \
-and for builds with a + in their version TORCH_INDEX_URL"
+and for builds with a + in their version TORCH_INDEX_URL${2-}"
 }
 
 [[ $state != other ]] || rm -r "$venv"
@@ -188,6 +196,12 @@ fi
 rm -f "$stamp"
 printf '%s\n' "${constraints[@]}" >"$venv/constraints.txt"
 : >"$log"
+
+if [[ -n $lock ]]; then
+  report install "$lock"
+  echo "== pip install ${locked[*]}" >>"$log"
+  pip "${locked[@]}" || failed "$lock" ', or --unlocked for other versions'
+fi
 
 installed=no
 for attempt in "${attempts[@]}"; do

@@ -7,7 +7,9 @@ seen by --dry_run.
 import contextlib
 import importlib.metadata
 import io
+import itertools
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -15,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
 
 import check_npu
 
@@ -335,6 +338,14 @@ def test_no_accelerator_a_gpu_and_a_mirror(machine: FakeMachine):
 # ---------------------------------------------------------------------- what the script does with a plan
 
 
+LOCKED = "plan VENV/bin/pip install --require-hashes --no-deps --only-binary :all: -r requirements.lock"
+
+
+def checksum_of(name: str) -> str:
+    with (ROOT / name).open() as file:
+        return subprocess.run(["cksum"], stdin=file, capture_output=True, text=True).stdout.strip()
+
+
 def plan_of(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith(("plan", "or else"))]
 
@@ -345,6 +356,7 @@ def test_a_plan_is_carried_out(machine: FakeMachine):
     pair = "torch==2.9.0+cpu torch_npu==2.9.0.post2"
     assert plan_of(lines) == [
         "plan PYTHON -m venv VENV",
+        LOCKED,
         f"plan VENV/bin/pip install {pair}",
         f"or else VENV/bin/pip install --extra-index-url {CPU_INDEX} {pair}",
         "plan VENV/bin/pip install -c VENV/constraints.txt -e .[dev,npu] # torch==2.9.0 torch_npu==2.9.0.post2",
@@ -426,22 +438,25 @@ def test_a_finished_setup_is_left_alone(machine: FakeMachine):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     _, lines, _ = machine.setup("--device=cpu", "--extras=dev", arch="x86_64")
-    assert plan_of(lines)[0] == "plan VENV/bin/pip install torch==2.13.0+cpu"  # no venv: the user's folder is used
+    first = "plan VENV/bin/pip install torch==2.13.0+cpu"
+    assert plan_of(lines)[:2] == [LOCKED, first]  # no venv: the user's folder is used
 
-    with (ROOT / "pyproject.toml").open() as file:
-        checksum = subprocess.run(["cksum"], stdin=file, capture_output=True, text=True).stdout.strip()
+    checksum = checksum_of("pyproject.toml")
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     text = f"project {ROOT}\nkind cpu\npython {version}\ntorch torch==2.13.0\nextras dev\npyproject {checksum}\n"
+    text += f"lock {checksum_of('requirements.lock')}\n"
     stamp = machine.venv / "nanochat_setup.txt"
     stamp.write_text(text)
     if importlib.metadata.version("torch").startswith("2.13.0"):
         _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
         assert lines[-1].startswith("ready VENV")
+    _, lines, _ = machine.setup("--device=cpu", "--unlocked", arch="x86_64")
+    assert plan_of(lines)[0] == first
     _, lines, _ = machine.setup("--device=cpu", "--extras=track", arch="x86_64")
     assert plan_of(lines)[-1] == "plan VENV/bin/pip install -c VENV/constraints.txt -e .[dev,track] # torch==2.13.0"
     stamp.write_text(text.replace(checksum, "0 0"))
     _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
-    assert plan_of(lines)[0] == "plan VENV/bin/pip install torch==2.13.0+cpu"
+    assert plan_of(lines)[:2] == [LOCKED, first]
     stamp.write_text(text.replace("kind cpu", "kind cuda"))
     _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
     assert plan_of(lines)[0].startswith("plan rm -r VENV") and plan_of(lines)[1] == "plan PYTHON -m venv VENV"
@@ -458,3 +473,29 @@ def test_a_venv_of_another_kind_does_not_make_the_one_that_replaces_it(machine: 
     removal = next(i for i, line in enumerate(lines) if line.startswith("plan rm -r VENV"))
     maker = lines[removal + 1].removeprefix("plan ").removesuffix(" -m venv VENV")
     assert Path(maker).is_file() and not maker.startswith("VENV")
+
+
+# ---------------------------------------------------------------------- requirements.lock
+
+
+def test_the_lock_has_what_the_project_needs_with_its_hashes():
+    """Every default dependency but torch, in a version that pyproject.toml allows, on every Python and processor."""
+    locked = [one for one in (ROOT / "requirements.lock").read_text().split("\n") if "==" in one]
+    pins = [Requirement(line.rstrip(" \\")) for line in locked]
+    assert (ROOT / "requirements.lock").read_text().count("--hash=sha256:") >= len(pins)
+    text = (ROOT / "pyproject.toml").read_text()
+    dependencies = re.findall(r'^    "([^"]+)"', text[text.index("\ndependencies") : text.index("\n]")], re.MULTILINE)
+    needs = [Requirement(line) for line in dependencies]
+    assert len(needs) > 15 and needs[0].name == "torch"
+    needs += [Requirement("sympy"), Requirement("networkx")]  # torch's own
+    for python, processor in itertools.product(("3.10", "3.11", "3.12"), ("x86_64", "aarch64")):
+        place = {
+            "python_version": python,
+            "python_full_version": f"{python}.4",
+            "platform_machine": processor,
+            "sys_platform": "linux",
+        }
+        chosen = {pin.name.replace("_", "-"): pin for pin in pins if not pin.marker or pin.marker.evaluate(place)}
+        for need in needs[1:]:
+            (pin,) = chosen[need.name.replace("_", "-")].specifier
+            assert need.specifier.contains(pin.version), f"{need} on Python {python}: the lock has {pin.version}"
