@@ -33,7 +33,7 @@ from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import load_whole, require_shapes, shard, whole_weights
 from nanochat.parallel.mesh import Layout
-from nanochat.sampling import HOUSE, NEUTRAL, read_settings
+from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
@@ -437,7 +437,7 @@ def _facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError: for what no checkpoint of ours contains.
     """
-    params = asdict(HOUSE if "sampling" not in meta else read_settings(meta["sampling"]))
+    params = asdict(CHAT_SAMPLING if "sampling" not in meta else read_settings(meta["sampling"]))
     stage = meta.get("stage", "model")
     tasks = meta.get("tasks", [])
     trained_at = meta.get("trained_at", int((folder / "meta.json").stat().st_mtime))

@@ -265,9 +265,9 @@ class Engine:
         # The next three steps take the queued tokens instead of what the model chooses.
         #
         # A call that the model does not close itself is closed for it: where it ends its turn inside the call (see
-        # `Slots.decode`), and where what it has written can no longer become an expression. Of 4 to 7% of the demo's
-        # replies nothing but an open call was there (docs/measurements.md). The model reads the mark, but has not
-        # chosen it: it is of the kind of the answer.
+        # `Slots.decode`), and where what it has written can no longer become an expression. Otherwise 4 to 7% of
+        # the demo's replies would be an open call and no text. The model reads the mark, but has not chosen it: it is
+        # of the kind of the answer.
         kind = "text"
         if forced:
             kind = "python_output"

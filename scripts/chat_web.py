@@ -152,7 +152,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         about = {
             "tasks": meta["tasks"],
             "parameters": sum(weight.numel() for weight in model.parameters()),
-            "data": Path(data).name if Path(data).is_absolute() else data,  # where it lies is nobody's business
+            "data": Path(data).name if Path(data).is_absolute() else data,  # a path tells about this machine
             "trained_at": meta["trained_at"],
             "step": meta["step"],
             "stage": meta["stage"],

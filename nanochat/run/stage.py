@@ -52,7 +52,7 @@ from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
-from nanochat.sampling import HOUSE, SamplingParams, saved_settings
+from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.shell import provenance, screen
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
@@ -81,7 +81,8 @@ class Start:
     pretraining: dict[str, Any]
     source: Path | None = None  # the checkpoint it began from
     tasks: list[str] = dataclasses.field(default_factory=list)  # those that the source has learned
-    sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(HOUSE))  # for its replies
+    # How its replies are to be drawn.
+    sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
     reference: GPT | None = None  # a frozen copy of the source's model
 
 
