@@ -755,6 +755,25 @@ def test_with_a_key_every_route_but_the_probes_and_the_page_requires_it():
             assert ask("POST", path, json={}).status_code == 401
 
 
+def test_the_page_and_its_libraries_are_sent_compressed_and_once():
+    with client_of(make_app(api_key=KEY)) as ask:
+        page = ask("GET", "/", headers={"accept-encoding": "gzip"})
+        assert page.headers["content-encoding"] == "gzip" and int(page.headers["content-length"]) < len(page.text) / 2
+        assert ask("GET", "/", headers={"accept-encoding": "identity"}).text == page.text
+        again = ask("GET", "/", headers={"if-none-match": page.headers["etag"]})
+        assert again.status_code == 304 and not again.content and page.headers["cache-control"] == "no-cache"
+        names = re.findall(r"[\w.-]+-\d+\.\d+\.\d+/[\w.-]+\.(?:js|css)", page.text)
+        for name in names:
+            library = ask("GET", f"/vendor/{name}")
+            assert library.status_code == 200 and "immutable" in library.headers["cache-control"]
+            assert ("javascript" if name.endswith("js") else "css") in library.headers["content-type"]
+            assert ask("POST", f"/vendor/{name}").status_code == 401
+        assert len(names) == 3
+        for name in ("README.md", "../app.py", "..%2fapp.py", "temml-0.13.5/LICENSE", ""):
+            assert ask("GET", f"/vendor/{name}", headers={"authorization": f"Bearer {KEY}"}).status_code == 404, name
+        assert ask("GET", "/health").headers["cache-control"] == "no-store"
+
+
 def test_pages_elsewhere_are_refused(ask: Any, port: int):
     for host, allowed in (
         *(("localhost", True), ("localhost:8000", True), ("127.0.0.1:1", True), ("[::1]:80", True)),
@@ -804,14 +823,14 @@ def test_pages_of_named_origins_may_use_the_api():
 def test_every_response_carries_the_strict_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     page = tmp_path / "ui.html"
     page.write_text("<style>b{}</style><script>1</script>")
-    monkeypatch.setattr("nanochat.serve.middleware.PAGE", page)
+    monkeypatch.setattr("nanochat.serve.page.PAGE", page)
     with client_of(make_app()) as ask:
         for path in ("/", "/health", "/nowhere", "/v1/models"):
             headers = ask("GET", path).headers
             policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
             assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
-            # sha256 of `1`, in base64: the one script that may run
-            assert policy["script-src"] == "'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='"
+            # sha256 of `1`, in base64: the one script that may run besides this server's files
+            assert policy["script-src"] == "'self' 'sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s='"
             assert "unsafe" not in headers["content-security-policy"] and headers["referrer-policy"] == "no-referrer"
         assert ask("HEAD", "/").status_code == ask("HEAD", "/health").status_code == 200
         assert ask("GET", "/").text == page.read_text() and "text/html" in ask("GET", "/").headers["content-type"]

@@ -28,11 +28,12 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
-from nanochat.serve.middleware import AccessMiddleware, error_response, load_page, read_limited
+from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
+from nanochat.serve.page import content_policy, load_page
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
 from nanochat.serve.responses import ResponsesBody, ResponsesReply, ResponseWriter
 from nanochat.serve.schema import (
@@ -73,7 +74,7 @@ def create_app(
     """
     state = ServerState(load, grace, on_failure)
     disable_created_metrics()  # the times at which each metric was made
-    page, content_policy = load_page()
+    files = load_page()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -90,7 +91,8 @@ def create_app(
         api_key=api_key,
         hosts=tuple(hosts),
         origins=tuple(origins),
-        content_policy=content_policy,
+        open_paths=("/health", "/ready", *files),
+        content_policy=content_policy(files["/"].content.decode()),
     )
 
     # ------------------------------------------------------------------ errors
@@ -104,8 +106,14 @@ def create_app(
     # ------------------------------------------------------------------ routes for people and machines that watch
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def index() -> Response:
-        return HTMLResponse(page)
+    async def index(request: Request) -> Response:
+        return files["/"].response(request)
+
+    @app.api_route("/vendor/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def library(request: Request, name: str) -> Response:
+        if f"/vendor/{name}" not in files:
+            raise ApiError(404, "the page has no such file")
+        return files[f"/vendor/{name}"].response(request)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

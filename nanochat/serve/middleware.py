@@ -5,13 +5,10 @@ leaves with the headers that limit what a browser may do with it.
 """
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import hmac
 import ipaddress
-import re
-from pathlib import Path
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -27,15 +24,12 @@ MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
 BODY_SECONDS = 30.0  # a client has so long to send a body
 LINGER_SECONDS = 2.0  # the server discards so much of a refused body before it closes the connection
-OPEN_PATHS = ("/health", "/ready", "/")  # need no key, and tell nothing of the model
 ANY_ADDRESS = "any address"  # among the hosts: an IP address instead of a name
-PAGE = Path(__file__).parent / "ui.html"
 SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
 }
 
 
@@ -44,7 +38,7 @@ class AccessMiddleware:
 
     `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
     address: a browser sends one only to the server that has it. `origins` are the other sites whose pages may use the
-    server, such as "https://chat.example.org".
+    server, such as "https://chat.example.org". `open_paths` need no key, and tell nothing of the model.
     """
 
     def __init__(
@@ -54,6 +48,7 @@ class AccessMiddleware:
         api_key: str | None,
         hosts: tuple[str, ...],
         origins: tuple[str, ...],
+        open_paths: Collection[str],
         content_policy: str,
     ):
         self.app = app
@@ -69,6 +64,7 @@ class AccessMiddleware:
             self.answer = CORSMiddleware(
                 self.answer_caller, origins, methods, allow_headers=("*",), expose_headers=("retry-after",)
             )
+        self.open_paths = open_paths
         self.response_headers = {**SECURITY_HEADERS, "content-security-policy": content_policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +82,9 @@ class AccessMiddleware:
                 started = True
                 if message["status"] != CLIENT_LEFT:
                     self.state.responses.labels(message["status"]).inc()
-                MutableHeaders(scope=message).update(self.response_headers)
+                headers = MutableHeaders(scope=message)
+                headers.update(self.response_headers)
+                headers.setdefault("cache-control", "no-store")  # the page's files have their own
             await send(message)
 
         try:
@@ -139,7 +137,7 @@ class AccessMiddleware:
         """Returns the error to refuse this request with because of its key or size, or None."""
         headers = Headers(scope=scope)
         # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
-        is_open = scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+        is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
         if self.api_key is not None and not is_open:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
@@ -213,20 +211,3 @@ async def read_limited(request: Request) -> bytes:
         raise ApiError(CLIENT_LEFT, "the client left") from error
     except asyncio.TimeoutError as error:
         raise ApiError(408, "the body did not arrive in time", headers={"connection": "close"}) from error
-
-
-def load_page() -> tuple[str, str]:
-    """The chat page, and the policy that lets a browser run its script and style, nothing else.
-
-    The policy names the SHA-256 of both, so that a script that a model writes into a reply could not run.
-    """
-    page = PAGE.read_text(encoding="utf-8")
-    sources = {}
-    for tag in ("script", "style"):
-        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-        sources[tag] = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-    return page, (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; connect-src 'self'; "
-        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
