@@ -170,7 +170,9 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        final = body["messages"][-1]
+        final = (
+            body["messages"][-1] if "messages" in body else {"role": "user", "content": "continue " + body["prompt"]}
+        )
         question = "more" if final["role"] == "assistant" else final["content"]  # a reply to continue
         if not self.allowed():
             return self.refuse(401, "the key is missing")
@@ -213,6 +215,11 @@ class Answer(BaseHTTPRequestHandler):
             for place in range(0, len(data), 97):
                 self.wfile.write(data[place : place + 97])
                 self.wfile.flush()
+        elif word == "continue":
+            for number in range(400 if "slow" in rest else 3):
+                self.raw(json.dumps({"choices": [{"index": 0, "text": f" word{number}", "finish_reason": None}]}))
+                time.sleep(0.025)
+            return self.raw("[DONE]")
         elif word == "break":
             return self.event({"content": "half an"})
         elif word == "fail":
@@ -770,7 +777,7 @@ HOSTILE = {
     "wide table": "|-" * (LONG // 2) + "|\n|-|",
     "dollars": "$a " * (LONG // 3),
     "open formulas": r"\(\[" * (LONG // 4),
-    "formulas of their own": "\\[\n" * (LONG // 5),
+    "formulas of their own": "\\[\n" * (LONG // 10),
     "deep formula": "$" + "{" * 400 + "}" * 400 + "$",
     "formulas": "$x$ " * (LONG // 4),
     "everything": "*_~~`[](<\n" * (LONG // 10),
@@ -1265,6 +1272,78 @@ def test_tabs_that_write_at_the_same_moment_lose_nothing(server, open_page):
         page.wait_for_function(f"() => ({count})() === 1 + 2 * 13")
         page.reload()
         assert page.evaluate("Object.keys(current.nodes).length") == 1 + 2 * 13
+
+
+def test_a_base_model_continues_a_text(server, open_page):
+    """In place, with stop, undo and another try; a model that only continues texts is not offered a chat."""
+    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
+    page = open_page(server, width=360, height=720)
+    page.fill("#text", "Once")
+    assert not page.locator("#input").is_visible() and not page.locator("#ideas").is_visible()
+    page.press("#text", "Control+Enter")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert page.input_value("#text") == "Once word0 word1 word2" and page.locator(
+        "#mirror mark"
+    ).inner_text().startswith(" word0")
+    assert server.bodies[-1]["prompt"] == "Once" and server.bodies[-1]["max_tokens"] == 100
+    page.click("#write")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2"
+    page.click("#write-again")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2" != server.bodies[-1]["seed"]
+    assert server.bodies[-1]["seed"] != server.bodies[-2]["seed"]
+    for _ in range(2):
+        page.click("#write-undo")
+    assert page.input_value("#text") == "Once" and page.locator("#write-undo").is_disabled()
+    page.fill("#text", "slow")
+    page.click("#write")
+    page.wait_for_function("() => $('text').value.includes('word5')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.left.wait(3)
+    server.errors.append((400, "the prompt has 900 tokens, the context 512", {}))
+    page.click("#write")
+    page.wait_for_selector("#write-note [role=alert]:has-text('the context 512')")
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    page.reload()
+    assert page.input_value("#text").startswith("slow word0")
+
+
+def test_ideas_and_what_the_model_is(server, open_page):
+    """Ideas come with the tasks; in Chinese an English model is still sent English."""
+    about = {"chats": True, "context": 512, "parameters": 5_100_000, "data": "demo", "stage": "sft", "step": 1200}
+    about |= {"trained_at": time.time() - 3 * 3600 - 60, "tasks": ["addition", "identity"], "sampling": {"min_p": 0.05}}
+    server.models = [{"id": "sft-demo", "nanochat": about}]
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    assert page.locator("#ideas button").all_inner_texts()[:2] == ["What is 47 + 38?", "Who are you?"]
+    assert "story" not in page.locator("#ideas").inner_text()
+    page.focus("#model")
+    page.keyboard.press("Enter")
+    words = page.locator("#about").inner_text()
+    for part in ("5.1M", "512 tokens", "demo", "1,200", "3 hours ago", "min_p 0.05"):
+        assert part in words, part
+    page.keyboard.press("Escape")
+    assert not page.locator("#about").is_visible()
+    chinese = open_page(server, locale="zh-CN", width=360, height=720)
+    chinese.wait_for_selector("#dot[data-state=ready]")
+    assert "47 + 38 等于多少" in chinese.locator("#ideas button").first.inner_text()
+    chinese.click("#model")
+    assert "3小时前" in chinese.locator("#about").inner_text() and "510万" in chinese.locator("#about").inner_text()
+    assert chinese.evaluate("$('about').getBoundingClientRect().right <= innerWidth")
+    chinese.keyboard.press("Escape")
+    chinese.locator("#ideas button").first.click()
+    done(chinese)
+    assert server.bodies[-1]["messages"][-1]["content"] == "What is 47 + 38?"
+    about["tasks"] = ["smoltalk_zh"]
+    chinese.click("#show")
+    chinese.click("#new")
+    chinese.reload()
+    chinese.wait_for_selector("#dot[data-state=ready]")
+    chinese.locator("#ideas button").first.click()
+    done(chinese)
+    assert server.bodies[-1]["messages"][-1]["content"] == "你是谁？"
 
 
 # ---------------------------------------------------------------------- the real server
