@@ -101,6 +101,7 @@ HOSTILE = {
     "impossible": {"enum": []},
     "no such type": {"type": "strin"},
     "no such keyword": {"type": "array", "uniqueItems": True},
+    "patterns for one text": {"allOf": [{"type": "string", "pattern": f"a{{1,{n}}}"} for n in range(1, 40)]},
     "look-around": {"type": "string", "pattern": "(?=a)b"},
 }
 

@@ -20,6 +20,9 @@ from nanochat.tokenizer import Tokenizer
 
 MAX_SCHEMA = 16_384  # characters of JSON
 MAX_REPEATS = 1_000  # of minItems and its like: llguidance writes out every repetition
+# Where several patterns are for one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. Which ones meet
+# is hard to tell (allOf, $ref and anyOf with others beside them), so all of a schema count.
+MAX_PATTERNS = 12
 COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
 # Compact JSON with one optional space, as models write it. With free white space a weak model writes nothing else.
 # `oneOf` means `anyOf`: to check that no two alternatives both hold is not possible while writing.
@@ -67,7 +70,7 @@ class Vocabulary:
 
     def compile(self, schema: dict[str, Any] | bool, *, is_compact: bool = False) -> "Grammar":
         """Raises SchemaError: when the schema is wrong, too large, or uses a keyword that llguidance does not know."""
-        _check_counts(schema)
+        _check_size(schema)
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA:
             raise SchemaError(f"the schema has {len(text):,} characters of JSON: at most {MAX_SCHEMA:,}")
@@ -85,7 +88,9 @@ class Vocabulary:
         return grammar
 
 
-def _check_counts(schema: Any) -> None:
+def _check_size(schema: Any) -> None:
+    """Raises SchemaError: for what would take long to compile."""
+    patterns = 0
     stack = [schema]
     while stack:
         value = stack.pop()
@@ -93,6 +98,10 @@ def _check_counts(schema: Any) -> None:
             stack += value
         elif isinstance(value, dict):
             stack += value.values()
+            more = value.get("patternProperties")
+            patterns += ("pattern" in value) + ("format" in value) + (len(more) if isinstance(more, dict) else 0)
+            if patterns > MAX_PATTERNS:
+                raise SchemaError(f"the schema has more than {MAX_PATTERNS} patterns and formats")
             for name in COUNTS:
                 count = value.get(name)
                 if isinstance(count, int | float) and count > MAX_REPEATS:
