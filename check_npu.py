@@ -737,7 +737,7 @@ def check_attention(device: Any) -> str:
         expected = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, dim=2))
         expected.square().sum().backward()
 
-        here = [x.to(device.torch_device, device.dtype).requires_grad_() for x in inputs]
+        here = [x.clone().to(device.torch_device, device.dtype).requires_grad_() for x in inputs]
         output = device.kernels.attention(*here, scale=D**-0.5, window=window, segments=segments)  # (B, T, H, D)
         output.float().square().sum().backward()
         device.synchronize()

@@ -283,7 +283,9 @@ def test_between_embedding_and_loss_everything_is_in_bfloat16(shape: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
-    """Bit for bit, their gradients too; each is contiguous, and so is what backward computes."""
+    """Their gradients too, to a rounding: a product of another width may add up in another order. Each is contiguous,
+    and so is what backward computes."""
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
     one = Linear(32, 96, bias=False)
     three = StackedLinear(32, 96, bias=False)
     three.load_state_dict(one.state_dict())
@@ -292,14 +294,14 @@ def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
     columns = one(inputs[0])
     pair, last = three(inputs[1])
     assert pair.shape == (2, 2, 5, 32) and pair.is_contiguous() and last.is_contiguous()
-    assert torch.equal(torch.cat((*pair, last), dim=-1), columns)
+    torch.testing.assert_close(torch.cat((*pair, last), dim=-1), columns, **close)
     grad = torch.randn(2, 5, 96).to(dtype)
     columns.backward(grad)
     torch.autograd.backward((pair, last), (torch.stack(grad.split(32, dim=-1)[:2]), grad[..., 64:]))
     assert inputs[0].grad is not None and inputs[1].grad is not None
-    assert torch.equal(inputs[1].grad, inputs[0].grad)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
     assert one.weight.grad is not None and three.weight.grad is not None
-    assert torch.equal(three.weight.grad, one.weight.grad)
+    torch.testing.assert_close(three.weight.grad, one.weight.grad, **close)
 
 
 def test_bytes_kept_for_backward() -> None:

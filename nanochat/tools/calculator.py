@@ -35,7 +35,7 @@ TOKEN = re.compile(
 
 # What may stand at the end of an expression that is still being written, where it is no token of its own yet.
 UNFINISHED = re.compile(
-    r"""(?: "[^"\\\n]* | '[^'\\\n]* | \.c?o?u?n?t? | ,[0-9]{0,2} | [eE][+-]? | = )[ \t]*\Z""",
+    r"""(?: "[^"\\\n]* | '[^'\\\n]* | \.c?o?u?n?t? | (?:,[0-9]{3})*,[0-9]{0,2} | [eE][+-]? | = )[ \t]*\Z""",
     re.VERBOSE,
 )
 
