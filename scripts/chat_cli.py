@@ -102,7 +102,7 @@ def main(config: Config) -> None:
             elif command.split(" ")[0] == "/save":
                 print(printable(chat.save(command.removeprefix("/save").strip())))
             elif text.startswith("/"):
-                print(f"{HELP}; a space before it makes it a text")
+                print(printable(f"no such command as {text.split()[0]}: {HELP}; a space before it makes it a text"))
             elif text.strip() or not chat.has_turns:
                 chat.send(text)
         except UserError as error:  # the next message may well work

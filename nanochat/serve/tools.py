@@ -30,8 +30,11 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str,
     branches = []
     definitions: dict[str, Any] = {}
     for number, (name, parameters) in enumerate(tools):
-        arguments = dict(parameters or {"type": "object"})
+        arguments: dict[str, Any] = dict(parameters or {"type": "object"})
         arguments.setdefault("type", "object")
+        if arguments.get("properties"):
+            # A model that does not read the schema would go on with arguments of its own, to the end of its reply.
+            arguments.setdefault("additionalProperties", False)
         # "#/$defs/City" is relative to the whole schema, and two tools may each have a City.
         own = arguments.pop("$defs", {})
         arguments = _moved(arguments, number)
