@@ -7,6 +7,8 @@ python -m scripts.chat_cli -p "What is 47 + 38?"
 echo "Tell me a story." | python -m scripts.chat_cli > story.txt
 
 python -m scripts.chat_cli -p "What is this about?" < story.txt
+
+What is piped in is one message, however many lines it has.
 """
 
 import codecs
@@ -228,6 +230,7 @@ class Chat:
         self.sampling = sampling
         self.turns: list[Message] = []
         self.reply: list[int] = []  # the tokens of the last one
+        self.is_complete = False  # the model ended the last reply by itself
         self.is_cut = False  # the last prompt lacked the oldest turns
         on_terminal = sys.stdout.isatty()
         colours = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -254,7 +257,12 @@ class Chat:
         return not stopped
 
     def go_on(self) -> None:
-        """Stream what follows the last reply, and add it to that reply."""
+        """Stream what follows the last reply, and add it to that reply.
+
+        Raises UserError: when nothing follows, because the model has ended it.
+        """
+        if self.is_complete:
+            raise UserError("/continue: the reply is complete; /continue is for one that was cut off or stopped")
         more, _ = self.stream(self.prompt(self.turns))
         self.reply += more
         self.turns[-1] = {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}
@@ -285,6 +293,7 @@ class Chat:
         except KeyboardInterrupt:
             stopped = True
         seconds = time.perf_counter() - began
+        self.is_complete = finish_reason == "stop"
 
         # Complete what is on the screen: half a character, an open call, the line.
         self.show(lead + decoder.decode(b"", final=True), in_call)

@@ -434,9 +434,11 @@ def test_the_settings_are_the_flags(talk, sums, prompts):
 
 def test_a_reply_that_was_cut_off_goes_on(talk, prompts):
     add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end")))
-    output = talk("/continue", "x", "/continue", "/continue", "y", flags=("--max_tokens=4",))
+    output = talk("/continue", "x", "/continue", "/continue", "/continue", "y", flags=("--max_tokens=4",))
     assert output[1].count("\n") == 1 and "/continue" in output[1]  # there is no reply yet
     assert output[2:5] == [f"abcd\n{CUT}", f"efgh\n{CUT}", ".\n"]
+    assert output[5].startswith("error: /continue: the reply is complete") and output[5].count("\n") == 1
+    assert len(prompts) == 4  # the model was not asked
     prompt = TOKENIZER.decode(prompts[2]["prompt"])
     assert prompt.endswith("x<|user_end|><|assistant_start|>abcdefgh")
     assert f"{prompt}.<|assistant_end|><|user_start|>y<" in TOKENIZER.decode(prompts[3]["prompt"])

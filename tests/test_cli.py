@@ -69,6 +69,8 @@ def test_help_is_the_dataclass_and_the_docstring(capsys):
     assert err == ""
     for text in ("The command line: one dataclass", "--device_batch_size", "rows a device computes at once", "16"):
         assert text in out
+    # A field that may be None shows the type of its value.
+    assert "--model_tag STR " in out and "--seed INT " in out and "(default: unset)" in out and "None" not in out
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,8 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
         (["--share=1.1"], "--share 1.1: at most 1"),
         (["--share=nan"], "at least 0"),
         (["--top_p=0"], "--top_p 0.0: above 0"),
-        (["--seed=1.5"], "Error parsing --seed: '1.5' is no INT; "),
+        (["--seed=1.5"], "Error parsing --seed: '1.5' is no whole number; "),
+        (["--ratio=x"], "Error parsing --ratio: 'x' is no number; "),
         (["--ratio=inf"], ""),  # no range, no limit
     ],
 )

@@ -114,6 +114,28 @@ def test_hostile_schemas_are_refused_in_a_line_and_a_moment(vocabulary: Vocabula
     assert time.process_time() - began < 1 and "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
+NESTED: dict[str, Any] = {}
+for _ in range(99):
+    NESTED = {"items": NESTED, "type": "array"}
+    NESTED = {"anyOf": [NESTED]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#"}, "$ref leads back to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$ref leads back to itself"),
+        (NESTED, "nested more than 128 levels"),
+        ({"type": "string", "minLength": 10**9}, "minLength 1,000,000,000: at most"),
+        ({"type": "array", "minItems": 10**400}, "minItems 10,000,"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_said_plainly(vocabulary: Vocabulary, schema: Any, words: str):
+    with pytest.raises(SchemaError) as refused:
+        vocabulary.compile(schema)
+    assert words in str(refused.value) and len(str(refused.value)) < 120
+
+
 def test_a_grammar_that_fails_ends_its_request_alone(engine: Any, vocabulary: Vocabulary):
     class Failing:
         error = ""

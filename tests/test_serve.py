@@ -401,6 +401,9 @@ def test_an_error_names_the_field(ask: Any):
     assert ask("POST", CHAT, json={**HELLO, "max_tokens": 1, **allowed}).status_code == 200
     assert "at most 16" in error_of(ask("POST", CHAT, json={**HELLO, "stop": ["x"] * 17}))["message"]
     assert "stream_options" in error_of(ask("POST", CHAT, json={**HELLO, "stream_options": {}}))["message"]
+    assert '"name"' in error_of(ask("POST", CHAT, json={**HELLO, "tool_choice": "any"}))["message"]  # the other form
+    nested = b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}"
+    assert "nested" in error_of(ask("POST", CHAT, content=nested))["message"]
 
 
 # ---------------------------------------------------------------------- S2: limits are reported, not hit

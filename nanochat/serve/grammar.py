@@ -19,11 +19,21 @@ from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 MAX_SCHEMA = 16_384  # characters of JSON
-MAX_REPEATS = 1_000  # of minItems and its like: llguidance writes out every repetition
+MAX_REPEATS = 1_000  # llguidance writes out every repetition
+MAX_LEAST_LENGTH = 10_000  # characters: a text that must be longer than the reply may be is never closed
 # Where several patterns are for one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. Which ones meet
 # is hard to tell (allOf, $ref and anyOf with others beside them), so all of a schema count.
 MAX_PATTERNS = 12
-COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
+MOST = {
+    "minItems": MAX_REPEATS, "maxItems": MAX_REPEATS, "minProperties": MAX_REPEATS, "maxProperties": MAX_REPEATS,
+    "minLength": MAX_LEAST_LENGTH,
+}  # fmt: skip
+# Messages of llguidance that only its authors understand.
+EXPLAINED = {
+    "NoExtensionBias": "a $ref leads back to itself, and so describes nothing",
+    "recursion limit exceeded": "it is nested more than 128 levels deep",
+    "Expecting object schema": "it must be an object",
+}
 # Compact JSON with one optional space, as models write it. With free white space a weak model writes nothing else.
 # `oneOf` means `anyOf`: to check that no two alternatives both hold is not possible while writing.
 OPTIONS: Any = {
@@ -79,12 +89,12 @@ class Vocabulary:
                 text, overrides=COMPACT if is_compact else OPTIONS
             )
         except ValueError as error:
-            raise SchemaError(f"the schema cannot be followed: {_one_line(str(error))}") from error
+            raise SchemaError(f"the schema cannot be followed: {_explained(str(error))}") from error
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         grammar = Grammar(matcher, len(self.tokens))
         grammar.allowed()  # some schemas turn out to be too complex, or impossible, at the first token
         if grammar.error:
-            raise SchemaError(f"the schema cannot be followed: {grammar.error}")
+            raise SchemaError(f"the schema cannot be followed: {_explained(grammar.error)}")
         return grammar
 
 
@@ -102,10 +112,12 @@ def _check_size(schema: Any) -> None:
             patterns += ("pattern" in value) + ("format" in value) + (len(more) if isinstance(more, dict) else 0)
             if patterns > MAX_PATTERNS:
                 raise SchemaError(f"the schema has more than {MAX_PATTERNS} patterns and formats")
-            for name in COUNTS:
+            for name, most in MOST.items():
                 count = value.get(name)
-                if isinstance(count, int | float) and count > MAX_REPEATS:
-                    raise SchemaError(f"the schema has {name} {count:g}: at most {MAX_REPEATS:,}")
+                if isinstance(count, int | float) and count > most:
+                    shown = f"{count:,}"
+                    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+                    raise SchemaError(f"the schema has {name} {shown}: at most {most:,}")
 
 
 class Grammar:
@@ -135,6 +147,13 @@ class Grammar:
     def accept(self, token: int) -> None:
         """Take in the token that the row has drawn."""
         self._matcher.consume_token(token)
+
+
+def _explained(text: str) -> str:
+    for words, plain in EXPLAINED.items():
+        if words in text:
+            return plain
+    return _one_line(text)
 
 
 def _one_line(text: str) -> str:

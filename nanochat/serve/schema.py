@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Message, Part, check_messages, text_of
@@ -166,6 +175,13 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+def _known_choice(value: Any) -> Any:
+    # pydantic would name the texts alone.
+    if not isinstance(value, dict | NamedTool) and value not in (None, "none", "auto", "required"):
+        raise ValueError('none, auto, required, or {"type": "function", "function": {"name": ...}}')
+    return value
+
+
 class JsonSchema(Strict):
     name: FunctionName
     description: str | None = None  # ignored, as the model does not read it
@@ -275,7 +291,10 @@ class ChatBody(RequestBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: Items[Literal["text"]] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto
+    # None: auto.
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)] = (
+        None
+    )
     # Refused.
     functions: Unsupported = None
     # vLLM's. Both follow from who has the last message, and are refused where they contradict it.
@@ -505,6 +524,8 @@ def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiErro
     mistake = max(mistakes, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if mistake["type"] == "json_invalid":
         why = mistake["msg"].partition(": ")[2]
+        if why.startswith("recursion limit exceeded"):  # pydantic's own, of 200 levels
+            return ApiError(400, "lists and objects of the body are nested too deeply", code="invalid_value")
         return ApiError(400, f"the body is not JSON: {_shortened(why)}", code="invalid_json")
     if mistake["type"] == "extra_forbidden":
         name = _shortened(str(mistake["loc"][-1]))

@@ -17,9 +17,10 @@ import os
 import re
 import shlex
 import sys
+import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -132,7 +133,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
     message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(message):
+        with contextlib.redirect_stderr(message), _optional_flags():
             config = tyro.cli(config_type, prog=command, args=argv, description=module.__doc__, use_underscores=True)
         check_ranges(config)
     except UserError as error:
@@ -144,14 +145,43 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     return config
 
 
+def _optional_flags() -> contextlib.AbstractContextManager[None]:
+    """While this is active, `--help` shows `--step INT` for a field that may be None; tyro's own is `{None}|INT`."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
+        if info.type_origin not in (typing.Union, types.UnionType) or len(kinds) != 1:
+            return None
+        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+        if not isinstance(spec, PrimitiveConstructorSpec):
+            return None
+        return replace(
+            spec,
+            is_instance=lambda value: value is None or spec.is_instance(value),
+            str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+        )
+
+    return registry
+
+
+# Python's words for a text that is no number, and ours.
+NO_NUMBER = (
+    (r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number"),
+    (r"could not convert string to float: ('.*?')", r"\1 is no number"),
+)
+
+
 def _without_frame(text: str) -> str:
     """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
     text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
     sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
-    # A flag that may be left out is a union; its parts' errors show annotations.
-    union = r"no type matching (?:\{None\}\|)?(\S+) could be instantiated from \[(.*?)\]\. Got errors: .*"
-    sections = [re.sub(union, r"\2 is no \1", section) for section in sections]
+    for python, plain in NO_NUMBER:
+        sections = [re.sub(python, plain, section) for section in sections]
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 
