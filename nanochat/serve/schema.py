@@ -29,15 +29,16 @@ from nanochat.serve.tools import Calls, call_schema, call_text, is_calculator
 from nanochat.shell.cli import Range
 
 MAX_CHOICES = 128
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 5_000
 MAX_BIASES = 300  # entries of logit_bias; OpenAI's limit
 MAX_STOP_IDS = 64
 SEED_BITS = 62  # the sampler's seeds are whole numbers below 2**62
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
 # pydantic holds Python's lock while it reads a body, so a thread of its own would not keep the event loop free: what
-# the body contains must be bounded. 350,000 empty lists fit 1 MiB and took 0.4 s.
-MAX_CONTAINERS = 50_000  # lists and objects in a body; 10,000 messages of one part each have 30,000
+# the body contains must be bounded. A body of 1 MiB then takes 60 ms at most; 350,000 empty lists took 0.4 s, 10,000
+# items of /v1/responses 0.12 s (docs/measurements.md).
+MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
 MAX_ERRORS = 100  # described in one body; pydantic takes seconds to describe 100,000
 
 
