@@ -1,11 +1,13 @@
-"""One torch thread and one seed for every test, and no test writes where the user's runs live."""
+"""One torch thread and one seed for every test, and no test writes where the user's runs live; pages in Chromium."""
 
 import io
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import tiny
@@ -63,3 +65,79 @@ def tiny_config() -> GPTConfig:
 @pytest.fixture
 def tiny_tokenizer() -> Tokenizer:
     return tiny.tiny_tokenizer()
+
+
+# ---------------------------------------------------------------------- pages in a browser
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+NO_BROWSER = "THE PAGES ARE NOT TESTED: `apt install chromium` and `pip install playwright` (extra dev) are needed"
+NO_AXE = "WHETHER ALL CAN USE THE PAGES IS NOT TESTED: `pip install axe-playwright-python` (extra dev) is needed"
+
+# axe-core's rules of WCAG 2.0 to 2.2, levels A and AA, and its best practices, such as the order of headings. Only
+# short lines leave the browser: the whole result of a run takes seconds to hand over.
+AXE_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+AXE_RUN = """async (tags) => {
+    const { violations } = await axe.run({ runOnly: tags, preload: false, resultTypes: ["violations"] });
+    return violations.flatMap(({ id, help, nodes }) => nodes.map(({ html }) => `${id} (${help}): ${html}`));
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's chromium, or CHROMIUM=path, driven by playwright. One for a module: playwright keeps an event loop
+    running, and other modules start their own."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip(NO_BROWSER)
+    if CHROMIUM is None:
+        pytest.skip(NO_BROWSER)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a server's page (None: an empty one) in a fresh profile; at the end no script may have failed or been
+    refused."""
+    contexts, problems = [], []
+
+    def opened(server: Any, path: str = "", width: int = 1200, height: int = 800, **options: Any) -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, **{"locale": "en-GB", "color_scheme": "light", **options}
+        )
+        context.set_default_timeout(8000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: (problems.append("dialog " + dialog.message), dialog.dismiss()))
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if "Security Policy" in message.text else None,
+        )
+        if server is not None:
+            page.goto(server.url + path)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="session")
+def axe_violations() -> Callable[[Any], list[str]]:
+    """A function from a page, as it is shown now, to the accessibility rules that it breaks, an element a line."""
+    try:
+        from axe_playwright_python.base import AXE_SCRIPT
+    except ImportError:
+        pytest.skip(NO_AXE)
+
+    def violations(page: Any) -> list[str]:
+        if not page.evaluate("'axe' in window"):
+            page.evaluate(AXE_SCRIPT)
+        return page.evaluate(AXE_RUN, AXE_TAGS)
+
+    return violations

@@ -586,3 +586,34 @@ def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(ba
     )
     ticks = [text for text in re.findall(r">([^<>]+)</text>", plot)]
     assert {"0", "20", "40"} <= set(ticks)
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+def test_all_can_use_the_report_also_on_a_phone(whole, base, tmp_path, open_page, axe_violations):
+    """axe-core's rules, light and dark; no wider than a phone, also with long words and a comparison."""
+    earlier = "e" * 90
+    for tag, steps in ((TAG, 8), (earlier, 6)):
+        write(base, "base", "run.json", FACTS | {"data": "/folder" * 40, "parameters": 10**15}, tag=tag)
+        write(base, "base", "metrics.jsonl", metrics(steps, 20.0, val_bpb=0.5), tag=tag)
+    write(base, "base", "eval.json", {"val_bpb": 0.5, "samples": ["w" * 300, "| wide " * 90]})
+    write_commands(base, [trained("base_train", "base", 60.0, 0, 8, command="base_train --data " + "d" * 200)])
+    compared = report_page.to_html(report.collect(TAG), report.collect(earlier))
+    page = open_page(None, width=360, height=720)
+    for name, html in (("a run", whole.html), ("compared", compared)):
+        (tmp_path / "report.html").write_text(html)
+        page.goto((tmp_path / "report.html").as_uri())
+        assert page.evaluate("document.scrollingElement.scrollWidth <= document.scrollingElement.clientWidth"), name
+        # A table that is wider than the page scrolls by itself, also by keyboard; nothing else is cut off.
+        cut = page.evaluate(
+            """[...document.querySelectorAll("body *:not(.sr, .wide[tabindex='0'])")].filter((element) =>
+                 element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).overflowX !== "visible")
+               .map((element) => element.outerHTML)"""
+        )
+        assert cut == [], name
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            assert axe_violations(page) == [], (name, theme)
+    page.evaluate("document.querySelector('h2').style.color = '#555'")  # what it must find, on the dark page
+    assert {line.split()[0] for line in axe_violations(page)} == {"color-contrast"}

@@ -1,7 +1,7 @@
 """The chat page in real Chromium, against a small server with scripted replies; a whole conversation with the real one.
 
-Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `dev`); without them all but the
-first tests skip and say so.
+Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `dev`, see conftest.py); without them all
+but the first tests skip and say so.
 """
 
 import codecs
@@ -10,13 +10,12 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = PAGE.read_text(encoding="utf-8")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-MISSING = "THE CHAT PAGE IS NOT TESTED: `apt install chromium` and `pip install playwright` (extra dev) are needed"
 
 SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
 STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
@@ -323,54 +320,12 @@ def test_text_stands_out():
 # ---------------------------------------------------------------------- the browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        pytest.skip(MISSING)
-    if CHROMIUM is None:
-        pytest.skip(MISSING)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def server() -> Iterator[Script]:
     server = Script()
     yield server
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page in a fresh profile; at the end no script of it may have failed or been refused."""
-    contexts, problems = [], []
-
-    def opened(server: Script | None, path: str = "", width: int = 1200, height: int = 800, **options: Any) -> Any:
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, **{"locale": "en-GB", "color_scheme": "light", **options}
-        )
-        context.set_default_timeout(8000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("dialog", lambda dialog: (problems.append("dialog " + dialog.message), dialog.dismiss()))
-        page.on(
-            "console",
-            lambda message: problems.append(message.text) if "Security Policy" in message.text else None,
-        )
-        if server is not None:
-            page.goto(server.url + path)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert problems == []
 
 
 def send(page: Any, text: str, wait: bool = True) -> None:
@@ -1092,6 +1047,10 @@ def test_by_keyboard_alone(server, open_page):
     keys.press("Enter")
     page.wait_for_selector(".caret")
     assert server.bodies[-1]["temperature"] == 0
+    page.focus("#model")
+    keys.press("Enter")
+    keys.press("Escape")
+    assert not page.locator("#about").is_visible() and page.locator(".caret").is_visible()
     keys.press("Escape")
     done(page)
     assert page.locator("#live").inner_text() == "Stopped."
@@ -1129,6 +1088,8 @@ def test_a_phone(server, open_page):
     assert page.evaluate(small) == []
     page.tap("#show")
     assert page.locator("#list li").count() == 1
+    page.evaluate("$('input').focus()")
+    assert page.evaluate("$('side').contains(document.activeElement)")  # not below what covers it
     page.mouse.click(340, 300)
     assert not page.locator("#side").is_visible()
     page.tap("#open-settings")
@@ -1158,6 +1119,57 @@ def test_dark_light_and_two_languages(server, open_page):
     assert "Try again in about 4 s" in chinese.locator(".failure").inner_text()
     chinese.reload()
     assert chinese.locator("html").get_attribute("lang") == "en"
+
+
+@pytest.mark.parametrize(("locale", "width"), [("en-GB", 1200), ("zh-CN", 360)])
+def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
+    """axe-core's rules in each part of the page, light and dark."""
+    server.models = [
+        {"id": "sft-demo", "nanochat": {"context": 512, "tasks": ["addition"], "sampling": {"min_p": 0.05}}}
+    ]
+    page = open_page(server, width=width, locale=locale)
+    page.wait_for_selector("#dot[data-state=ready]")
+
+    def check(part: str) -> None:
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            assert axe_violations(page) == [], (part, theme)
+
+    page.click("#model")
+    check("no message yet, and what the model is")
+    page.keyboard.press("Escape")
+    send(page, "say " + RICH + "\n\n$x^2$")
+    send(page, "sum 2+3")
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    page.click("#open-settings")
+    page.set_checked("#set-probabilities", True)
+    check("settings")
+    page.keyboard.press("Escape")
+    send(page, "odds")
+    page.locator(".token").nth(1).focus()
+    server.errors.append((429, "full", {"Retry_After": "4"}))
+    send(page, "hello")
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    check("replies, a failure, and a question that is edited")
+    page.keyboard.press("Escape")
+    if width < 800:
+        page.click("#show")
+    page.fill("#search", "heading")
+    check("conversations")
+    page.click("#training-open")
+    check("training data")
+    page.keyboard.press("Escape")
+    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
+    page.reload()
+    page.fill("#text", "Once")
+    page.press("#text", "Control+Enter")
+    page.wait_for_selector("#write-stop", state="hidden")
+    check("a text that is continued")
+
+    page.evaluate("$('text').after(make('button'), make('h4', {}, 'Deep'))")  # what it must find
+    assert {line.split()[0] for line in axe_violations(page)} == {"button-name", "heading-order"}
 
 
 def test_the_chosen_segment_stands_out(server, open_page):

@@ -206,7 +206,7 @@ def comparison(summary: RunSummary, against: RunSummary) -> Table:
             relative = f" ({now / before - 1:+.1%})" if before else ""
             texts = [exact(now), exact(before), f"{'−' if now < before else '+'}{exact(abs(now - before))}{relative}"]
         rows.append([Cell(name), *(Cell(text.replace("-", "−")) for text in texts)])
-    return Table(["", summary.tag, against.tag, "difference"], rows)
+    return Table(["number", summary.tag, against.tag, "difference"], rows)
 
 
 def figures(summary: RunSummary) -> dict[str, tuple[float, bool]]:
@@ -296,7 +296,7 @@ PLOTS = (
     Plot("kl", "KL to the reference", "nats a token", "last"),
     Plot("response_tokens", "Length of replies", "tokens", "last"),
 )  # fmt: skip
-LOSS = Plot("loss", "", "", "ends", from_zero=False)
+LOSS = Plot("loss", "Loss", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "text", "quiet", "line"])}
