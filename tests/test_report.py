@@ -326,6 +326,8 @@ def test_the_page_is_whole_and_requests_nothing(whole):
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     assert "default-src 'none'" in html
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert "Loss: base 4.00 → 0.10" in labels and not any(label.startswith(":") for label in labels)
 
 
 def test_each_plot_has_a_line_for_each_stage(whole):

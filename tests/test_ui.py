@@ -1358,6 +1358,24 @@ def test_ideas_and_what_the_model_is(server, open_page):
     assert server.bodies[-1]["messages"][-1]["content"] == "你是谁？"
 
 
+def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
+    """P7: ready within a second on a phone. Text box and ideas wait for one file, whose size another test bounds."""
+    page = open_page(None)
+    requests, held = [], []
+    page.on("request", lambda request: requests.append(request.url.removeprefix(server.url)))
+    page.route(re.compile("/v"), lambda route: held.append(route))  # unanswered for now
+    page.goto(server.url, wait_until="domcontentloaded")
+    assert page.locator("#ideas button").count() == 4
+    page.keyboard.type("say *hello*")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".question .said")
+    assert [name.split("/")[0] for name in requests] == ["", "vendor", "v1", "v1"]
+    for route in held:
+        route.continue_()
+    done(page)
+    assert last(page).locator(".prose em").inner_text() == "hello"
+
+
 # ---------------------------------------------------------------------- the real server
 
 
