@@ -57,8 +57,12 @@ def main(config: Config) -> None:
     def draw(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:
         """`count` conversations from number `first` on, the same on every rank; those without a target are not in the
         rows."""
-        messages = [mixture.example(number).messages for number in range(first, first + count)]
-        rendered = [render(start.tokenizer, conversation, row_tokens + 1) for conversation in messages]
+        rendered = []
+        for number in range(first, first + count):
+            conversation = render(start.tokenizer, mixture.chat(number), row_tokens + 1)
+            if conversation.cut:  # without what came before it, the example is more likely to fit
+                conversation = render(start.tokenizer, mixture.example(number).messages, row_tokens + 1)
+            rendered.append(conversation)
         learned = [one for one in rendered if one.target_count]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered

@@ -69,6 +69,18 @@ def test_an_example_is_a_function_of_seed_and_index():
     assert [(t.name, n) for t, n in map(make(4).draw, range(300))] != there
 
 
+def test_one_in_three_generated_examples_comes_after_another():
+    mixture = open_mixture("addition,identity", "train")
+    for index in range(60):
+        example, chat = mixture.example(index).messages, mixture.chat(index)
+        assert chat[-len(example) :] == example and chat == mixture.chat(index)
+        check_messages(chat)  # a system message is at the beginning or nowhere
+        continues = index % 3 == 0 and example[0]["role"] != "system"
+        assert (len(chat) > len(example)) == continues
+    records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
+    assert [records.chat(index) for index in range(9)] == [records.example(index).messages for index in range(9)]
+
+
 def test_a_small_weight_is_still_drawn():
     mixture = Mixture([Numbers("a", 5), Numbers("b", 5)], [1, 1e6])
     assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
