@@ -1,5 +1,7 @@
 """Byte-pair tokenizer: text in, token ids out. rustbpe trains it, tiktoken encodes with it.
 
+Tokenizers of other model families have the same interface (imported_tokenizer.py); `Tokenizer.load` reads either.
+
 The vocabulary, by id:
 
     0 ... 255        the bytes, so that every text can be encoded
@@ -20,12 +22,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tiktoken
 
 from nanochat.shell.cli import UserError
 from nanochat.shell.untrusted import read_json
+
+if TYPE_CHECKING:
+    from nanochat.chat_template import ChatTemplate
 
 # Marks that are not text. The model learns from them where a document begins, and who is speaking in a chat.
 #
@@ -73,12 +78,27 @@ FILE_NAME = "tokenizer.json"
 EXPORTED_NAME = (
     "nanochat_tokenizer.json"  # the same where tokenizer.json is in Hugging Face's format (scripts/export.py)
 )
-FORMAT_VERSION = 1
+# An imported vocabulary of 262,144 tokens with its merges takes 33 MB and 1.8 million values. What has many more would
+# take gigabytes as objects.
+MAX_FILE = {"max_bytes": 64 << 20, "max_values": 4_000_000}
 TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 
 
 class Tokenizer:
     """A byte-pair vocabulary. It never changes, so threads may share it; it can be pickled to a worker."""
+
+    format_version = 1  # of its file
+    indent: int | None = 1
+
+    # What an imported tokenizer has as well, with other values (imported_tokenizer.py).
+    vocab_size: int
+    special_ids: dict[str, int]  # by name
+    token_texts: list[bytes]  # by id: what each token adds to a text; nothing for a special token
+    reply_ends: tuple[int, ...]  # tokens that end a reply which is complete; the first is the usual one
+    stop_ids: frozenset[int]  # tokens that end a reply, complete or not
+    text_end: int  # the token after a text of a base model
+    strips_space = False  # a reply of its own is shown without the space before its first word
+    chat_template: "ChatTemplate | None" = None  # None: the chat format of conversation.py
 
     def __init__(
         self,
@@ -104,6 +124,13 @@ class Tokenizer:
         # The special tokens come last. The ids of text stay the same when another special token is added.
         self.special_ids = {name: len(tokens) + index for index, name in enumerate(special_tokens)}
         self.vocab_size = len(tokens) + len(special_tokens)
+        self.token_texts = [*tokens, *[b""] * len(special_tokens)]
+        # A reply ends with any special token except those of a call: the end of the message or document, and the marks
+        # that only the user, the system or the tool may write.
+        calls = {"<|python_start|>", "<|python_end|>"}
+        self.stop_ids = frozenset(index for name, index in self.special_ids.items() if name not in calls)
+        self.reply_ends = tuple(self.special_ids[name] for name in ("<|assistant_end|>",) if name in self.special_ids)
+        self.text_end = self.special_ids.get("<|bos|>", -1)
         self._encoding = tiktoken.Encoding(
             name="nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
@@ -161,11 +188,11 @@ class Tokenizer:
         """Write `folder/tokenizer.json`, completely or not at all."""
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"version": FORMAT_VERSION, "sha256": self.fingerprint(), **self._definition()}
+        content = {"version": self.format_version, "sha256": self.fingerprint(), **self._definition()}
         # Write another file and rename it: a rename is atomic, so a kill never leaves half a tokenizer.
         unfinished = path.with_name(f"{name}.{os.getpid()}.tmp")
         with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content, file, indent=self.indent)
             file.flush()
             os.fsync(file.fileno())
         return unfinished.replace(path)
@@ -174,15 +201,25 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Read and verify `folder/tokenizer.json`, or EXPORTED_NAME where there is one.
 
-        Raises UserError: when it is missing, damaged, or of another format version.
+        It is our own, or another family's: in Hugging Face's form, with the other files of its folder, or as a
+        checkpoint has it. Raises UserError: when it is missing, damaged, or of another format version.
         """
         path = Path(folder) / EXPORTED_NAME
         if not path.exists():
             path = Path(folder) / FILE_NAME
+        remedy = f"restore it or {TRAIN_AGAIN}"
         try:
-            content = read_json(path)
-            if content["version"] != FORMAT_VERSION:
-                raise ValueError(f"it has format version {content['version']}, this code reads {FORMAT_VERSION}")
+            content = read_json(path, **MAX_FILE)
+            is_hugging_face = "model" in content
+            if is_hugging_face or content["version"] == 2:
+                from nanochat.imported_tokenizer import ImportedTokenizer  # here, because it imports this module
+
+                remedy = "download it again"
+                if is_hugging_face:
+                    return ImportedTokenizer.from_folder(path.parent, content)
+                return ImportedTokenizer.from_checkpoint(content)
+            if content["version"] != cls.format_version:
+                raise ValueError(f"it has format version {content['version']}, this code reads {cls.format_version}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]
             # The split pattern and the special tokens are those of the file, not those of today's code.
             tokenizer = cls(tokens, content["pattern"], content["special_tokens"])
@@ -190,8 +227,8 @@ class Tokenizer:
                 raise ValueError("its content does not match its sha256")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(f"there is no tokenizer at {path}: {TRAIN_AGAIN}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} cannot be used ({str(error)[:500]}): restore it or {TRAIN_AGAIN}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be used ({str(error)[:500]}): {remedy}") from error
         return tokenizer
 
     def fingerprint(self) -> str:

@@ -21,7 +21,7 @@ ORDER = (
     ("attention", "cross_entropy"),
     ("kernels.*",),
     ("device",),
-    ("tokenizer", "demo.*", "tools.*"),
+    ("tokenizer", "imported_tokenizer", "chat_template", "demo.*", "tools.*"),
     ("data.catalog", "data.hub", "data.files", "data.sources", "data.records", "data.loader"),
     ("conversation", "tasks.*"),
     ("data.packing", "parallel.*"),

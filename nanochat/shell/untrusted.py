@@ -17,20 +17,33 @@ def require_file(path: Path) -> None:
         raise ValueError("it is no regular file")
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_values: int | None = None) -> Any:
     """The content of a JSON file.
 
     Raises ValueError: when it is no regular file, too large, no JSON, or nested too deeply.
     """
+    data = _read(path, max_bytes)
+    # A value follows a comma or a bracket. Those in texts count too, and are few.
+    if max_values is not None and sum(data.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+        raise ValueError(f"it has more than {max_values:,} values")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The content of a text file. Raises ValueError: when it is no regular file, too large, or not UTF-8."""
+    return _read(path, max_bytes).decode("utf-8")
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
     require_file(path)
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
-    try:
-        return json.loads(data.decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return data
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,334 @@
+"""Chat templates of other model families: Jinja programs that write a conversation as text, run as transformers does.
+
+A template comes with a model, from strangers. It runs in Jinja's sandbox, which hides what is not data, and here with a
+budget of work on top: a template that loops for ever, or doubles a text again and again, ends in one line.
+
+What is in the messages never becomes a special token, although a template mixes both in one text: a special token's
+name in a message gets a character into it that no text has, and loses it when the text is divided into tokens.
+
+Source: the settings of transformers' `apply_chat_template` (the environment, its filters and its functions).
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, wraps
+from typing import Any
+
+from nanochat.tokenizer import replace_surrogates
+
+# Operations that a template may use for one conversation, about a second. Of a text 64 characters count as one.
+MAX_WORK = 1_000_000
+CHARACTERS_OF_WORK = 64
+MAX_NUMBER = 100_000  # as an argument: `x.ljust(10**10)` is one operation
+MAX_PRODUCT = 1 << 26  # of the sizes of two arguments: `x.replace("a", x)` is one operation, too
+MAX_BITS = 256  # of a number
+# Filters that make a long text of a short one, or search texts with regular expressions.
+LEFT_OUT = ("center", "format", "urlize", "wordwrap", "striptags", "pprint", "random")
+# Unicode has set aside characters that no text contains, for uses like ours.
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+
+class TemplateError(ValueError):
+    """A template cannot render a conversation, or refuses to."""
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """A conversation as text."""
+
+    text: str
+    specials: list[tuple[int, int, str]]  # (start, end, name) of each special token; the rest is plain text
+    marked: list[tuple[int, int]]  # (start, end) of what {% generation %} encloses
+
+
+class ChatTemplate:
+    """The templates of a tokenizer; `names` are those of its bos_token, eos_token and so on, `special` of all.
+
+    Raises TemplateError: when one of them is no Jinja.
+    """
+
+    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Iterable[str]):
+        self.sources = dict(sources)
+        self.names = dict(names)
+        self._special = tuple(sorted(special, key=len, reverse=True))  # the longest match counts
+        self._longest = max(map(len, self._special), default=0)
+        starts = "".join(sorted({re.escape(name[0]) for name in self._special}))
+        self._start = re.compile(f"[{starts}]") if starts else None
+        self._compiled: dict[str, Any] = {}
+        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (conversation.py).
+        self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
+        for name in self.sources:
+            self._compile(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.sources, self.names, self._special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> RenderedText:
+        """The text of a conversation; with `add_generation_prompt` it ends where the reply begins.
+
+        Raises TemplateError: with the template's own complaint, or because it takes too long.
+        """
+        # Three characters for our marks, which are in none of the texts.
+        everything = json.dumps([messages, tools or []], ensure_ascii=False) + "".join(self.sources.values())
+        unused = [character for character in NONCHARACTERS if character not in everything]
+        if len(unused) < 3:
+            raise TemplateError("the messages contain Unicode's noncharacters U+FDD0 to U+FDEF: leave them out")
+        state.marks = (unused[0], unused[1])
+        guard = unused[2]
+        source = "tool_use" if tools and "tool_use" in self.sources else "default"
+        template = self._compile(source)
+        fields = {
+            **self.names,
+            "messages": self._guarded(messages, guard),
+            "tools": self._guarded(tools, guard) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        with _complaints():
+            text = template.render(fields)
+        return self._divided(text, guard)
+
+    def _guarded(self, value: Any, guard: str) -> Any:
+        """A copy of the messages in which no text contains a special token's name, or ends with the begin of one."""
+        if isinstance(value, str):
+            return self._guarded_text(value, guard)
+        if isinstance(value, Mapping):
+            return {self._guarded(key, guard): self._guarded(one, guard) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guarded(one, guard) for one in value]
+        return value
+
+    def _guarded_text(self, text: str, guard: str) -> str:
+        # With "@" as the guard "a <|im_end|>" becomes "a <@|im_end|>". Where a message ends with "<|im_", the next one
+        # could begin with "end|>".
+        text = replace_surrogates(text)
+        if self._start is None:
+            return text
+        pieces = []
+        copied = 0
+        for match in self._start.finditer(text):
+            at = match.start()
+            rest = text[at : at + self._longest]
+            is_begun = len(text) - at < self._longest and any(name.startswith(rest) for name in self._special)
+            if is_begun or rest.startswith(self._special):
+                pieces += [text[copied : at + 1], guard]
+                copied = at + 1
+        return "".join([*pieces, text[copied:]])
+
+    def _divided(self, text: str, guard: str) -> RenderedText:
+        """The text without our marks, and where its special tokens are."""
+        begin, end = state.marks
+        marked: list[tuple[int, int]] = []
+        pieces = []
+        length = 0  # of the text so far, without any of our characters
+        opened = 0
+        for piece in re.split(f"([{begin}{end}{guard}])", text):
+            if piece == begin:
+                opened = length
+            elif piece == end:
+                marked.append((opened, length))
+            elif piece != guard:
+                pieces.append(piece)
+                length += len(piece)
+
+        # Special tokens are looked for where the guards still are.
+        specials = []
+        guarded = text.replace(begin, "").replace(end, "")
+        guards = 0  # before `at`
+        counted = 0
+        at = 0
+        while self._start is not None and (match := self._start.search(guarded, at)):
+            at = match.start()
+            guards += guarded.count(guard, counted, at)
+            counted = at
+            if guarded.startswith(self._special, at):
+                name = next(name for name in self._special if guarded.startswith(name, at))
+                specials.append((at - guards, at - guards + len(name), name))
+                at += len(name)
+            else:
+                at += 1
+        return RenderedText("".join(pieces), specials, marked)
+
+    def _compile(self, name: str) -> Any:
+        if name not in self._compiled:
+            with _complaints():
+                self._compiled[name] = self._environment.from_string(self.sources[name])
+        return self._compiled[name]
+
+    @cached_property
+    def _environment(self) -> Any:
+        return _environment()
+
+
+# ---------------------------------------------------------------------- the budget
+
+
+class _State(threading.local):
+    """Of the rendering on this thread."""
+
+    work = 0
+    marks: tuple[str, str] = ("", "")  # around what {% generation %} encloses
+
+
+state = _State()
+
+
+class _complaints:
+    """One line for whatever a template raises, and a new budget."""
+
+    def __enter__(self) -> None:
+        state.work = 0
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):  # a template can raise anything: 1 / 0, no such key, memory
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise TemplateError(f"the chat template cannot render this conversation: {reason}") from error
+
+
+def _spend(work: int) -> None:
+    state.work += work
+    if state.work > MAX_WORK:
+        raise TemplateError("it takes more work than any conversation needs")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+
+
+def _spend_on(value: Any) -> Any:
+    """Pay for a value; returns it."""
+    size = _size(value)
+    _spend(1 + (size // CHARACTERS_OF_WORK if isinstance(value, str) else size))
+    return value
+
+
+def _check(arguments: Iterable[Any]) -> None:
+    """Refuse what is a single operation, and could fill the memory."""
+    sizes = [1, 1]
+    for argument in arguments:
+        if isinstance(argument, int) and abs(argument) > MAX_NUMBER:
+            raise TemplateError(f"the number {str(argument)[:20]} is too large")
+        sizes.append(_size(argument))
+    *_, second, largest = sorted(sizes)
+    if second * largest > MAX_PRODUCT:
+        raise TemplateError("it takes more work than any conversation needs")
+
+
+def _paid(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is checked and paid for."""
+
+    @wraps(function)  # Jinja reads the function's attributes
+    def paid(*arguments: Any, **named: Any) -> Any:
+        _check([*arguments, *named.values()])
+        return _spend_on(function(*arguments, **named))
+
+    return paid
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop; each is paid for."""
+    for item in items:
+        _spend(1)
+        yield item
+
+
+# ---------------------------------------------------------------------- Jinja
+
+
+def _environment() -> Any:
+    """The environment of transformers, whose templates have the budget."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} encloses what the assistant writes."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+        def _enclose(self, caller: Callable[[], str]) -> str:
+            begin, end = state.marks
+            return f"{begin}{caller()}{end}"
+
+    class PaidOperations(NodeTransformer):
+        """What is neither a call nor an operator is paid for by a filter around it."""
+
+        def visit_For(self, node: Any) -> Any:
+            node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+            return self.generic_visit(node)
+
+        def visit_Output(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            node.nodes = [one if isinstance(one, nodes.TemplateData) else pay(one) for one in node.nodes]
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            return pay(self.generic_visit(node))
+
+    def pay(node: Any) -> Any:
+        return nodes.Filter(node, "_spend_on", [], [], None, None, lineno=node.lineno)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+            return PaidOperations().visit(super()._parse(source, name, filename))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "*" and not (isinstance(left, int) and isinstance(right, int)):
+                _check([left, right])
+                count = right if isinstance(right, int) else left
+                if isinstance(count, int) and count * max(_size(left), _size(right)) > MAX_PRODUCT:
+                    raise TemplateError("it takes more work than any conversation needs")
+            if operator == "**" and isinstance(right, int) and right > 64:
+                raise TemplateError(f"the number {str(right)[:20]} is too large")
+            if operator == "%" and isinstance(left, str):
+                raise TemplateError("a text cannot be formatted by %")
+            result = super().call_binop(context, operator, left, right)
+            if isinstance(result, int) and result.bit_length() > MAX_BITS:
+                raise TemplateError("a number is too large")
+            return _spend_on(result)
+
+        def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:  # pyright: ignore
+            owner = getattr(function, "__self__", None)
+            _check([owner, *arguments, *named.values()])
+            if isinstance(owner, str) and function.__name__.startswith("format") and re.search(r"\d{5}", owner):
+                raise TemplateError("a text is too wide")
+            return _spend_on(super().call(context, function, *arguments, **named))
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
+        # Jinja's own filter writes < and > as \u003c and \u003e, which models have not learned.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # Without the optimizer, which would compute constants before there is a budget.
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"], optimized=False
+    )
+    environment.filters["tojson"] = tojson
+    environment.filters = {
+        name: _paid(function) for name, function in environment.filters.items() if name not in LEFT_OUT
+    }
+    environment.filters |= {"_counted": _counted, "_spend_on": _spend_on}
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,303 @@
+"""Tokenizers of other model families, as they are: Hugging Face's tokenizer.json behind the interface of `Tokenizer`.
+
+The `tokenizers` library encodes, with the family's own normalization, splitting and merges. Here is what it leaves
+open: which ids are special, what begins a document and ends a reply, and which bytes each id stands for.
+
+A folder of Hugging Face's form has these facts in several files. A checkpoint of ours has all of them in one
+tokenizer.json, with its sha256. Two kinds are read, between them nearly every language model of today:
+
+    byte-level BPE    Qwen, Llama 3, Mistral's tekken, GPT-2: a character of a token's name is a byte
+    SentencePiece     Llama 2, Mistral, Gemma: the space is U+2581, and what has no token is bytes such as <0x0A>
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanochat.chat_template import ChatTemplate
+from nanochat.shell.untrusted import read_json, read_text
+from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
+
+MAX_IDS = 1 << 20  # the largest vocabularies have 262,144; a single id of 10**9 would fill the memory with empty tokens
+MAX_TEMPLATE = 1 << 18  # characters; the longest that are in use have about 15,000
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # the roles that templates may name
+SPACE = "\u2581"  # SentencePiece's name of it
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ImportedTokenizer(Tokenizer):
+    """Another family's vocabulary. It never changes, so threads may share it; it can be pickled to a worker.
+
+    Special ids lie anywhere among the others. What a text may become:
+
+    - A special token (`"special": true`), never: spelled out in a text it is encoded as plain text, as transformers
+      does with `split_special_tokens=True`.
+    - Another added token, such as <think> or <tool_call> of Qwen3, always, as the family's own tokenizer does: the
+      model has read them in texts, and they have no power over whose turn it is.
+
+    A document begins with the `bos` token. Qwen has none: there documents begin with <|endoftext|>, which separates
+    them in its own pretraining. Where a family has neither, it is the token that ends its texts.
+    """
+
+    format_version = 2
+    indent = None  # a line for each of 400,000 merges would take 10 MB
+
+    def __init__(self, definition: dict[str, Any]):
+        """`definition` has the keys of `_definition`.
+
+        Raises ValueError: when it is no tokenizer, or of a kind that is not read.
+        """
+        self._content = definition["tokenizer"]
+        self.config: dict[str, Any] = definition["config"]  # tokenizer_config.json
+        self.templates: dict[str, str] = definition["chat_templates"]  # by name; "default" renders chats
+        if not all(isinstance(one, dict) for one in (self._content, self.config, self.templates)):
+            raise ValueError("its parts are not objects")
+        self._library = _build(self._content)
+
+        # Which ids there are. A vocabulary may have gaps.
+        names = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(names.values(), default=-1)
+        if not 0 < self.vocab_size <= MAX_IDS:
+            raise ValueError(f"it has ids up to {self.vocab_size - 1:,}: up to {MAX_IDS - 1:,} are read")
+        added = self._library.get_added_tokens_decoder()
+        self.special_ids = {token.content: index for index, token in added.items() if token.special}
+
+        # What they stand for.
+        kinds = set(_types(self._content.get("decoder"))) | set(_types(self._content.get("pre_tokenizer")))
+        if "ByteLevel" in kinds:
+            bytes_of = _bytes_of_byte_level
+        elif kinds & {"Metaspace", "ByteFallback"}:
+            bytes_of = _bytes_of_sentencepiece
+        else:
+            raise ValueError("it is neither byte-level BPE nor SentencePiece, the kinds that are read")
+        self._spelled = [b""] * self.vocab_size  # with the names of special tokens
+        for name, index in names.items():
+            self._spelled[index] = name.encode() if index in added else bytes_of(name)
+        self.token_texts = list(self._spelled)
+        for index in self.special_ids.values():
+            self.token_texts[index] = b""
+        # SentencePiece puts a space before a text, and takes it away again when it decodes one.
+        self.strips_space = any(_strips_space(part) for part in _parts(self._content.get("decoder")))
+
+        # What begins a document and ends a reply.
+        self.names = {role: name for role in NAMES if (name := _name(self.config.get(role))) is not None}
+        ends = [names[self.names["eos_token"]]] if self.names.get("eos_token") in names else []
+        ends += [index for index in definition["eos_token_ids"] if index not in ends]
+        if not ends or not all(isinstance(index, int) and 0 <= index < self.vocab_size for index in ends):
+            raise ValueError("no token of its vocabulary ends a text: eos_token in tokenizer_config.json names none")
+        self.reply_ends = tuple(ends)
+        bos = names.get(self.names.get("bos_token", ""), self.special_ids.get("<|endoftext|>"))
+        self._bos = ends[0] if bos is None else bos
+        self.text_end = ends[0]
+        self.stop_ids = frozenset({*ends, self._bos})
+        if not {*ends, self._bos} <= set(self.special_ids.values()):
+            raise ValueError("the tokens that begin and end a text are not special in it: texts could contain them")
+        self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids) if self.templates else None
+
+    @classmethod
+    def from_folder(cls, folder: Path, content: dict[str, Any]) -> "ImportedTokenizer":
+        """From the files of Hugging Face's form; `content` is that of tokenizer.json.
+
+        Raises ValueError: when one of them cannot be used.
+        """
+        config = _optional(folder / "tokenizer_config.json")
+        for role, name in _optional(folder / "special_tokens_map.json").items():
+            config.setdefault(role, name)
+        # A list of ids or one id, in generation_config.json or, of older models, config.json.
+        ends = _optional(folder / "generation_config.json").get("eos_token_id")
+        if ends is None:
+            ends = _optional(folder / "config.json").get("eos_token_id")
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        added = config.pop("added_tokens_decoder", {})
+        content = _with_added(content, added, config, ends)
+
+        # A file of its own, a text in the config, or several by name in the config.
+        template = config.pop("chat_template", None)
+        if (folder / "chat_template.jinja").exists():
+            template = read_text(folder / "chat_template.jinja", MAX_TEMPLATE)
+        elif (folder / "chat_template.json").exists():
+            template = _optional(folder / "chat_template.json").get("chat_template")
+        templates = {} if template is None else {"default": template}
+        if isinstance(template, list):
+            templates = {one["name"]: one["template"] for one in template}
+        if not all(isinstance(one, str) and len(one) <= MAX_TEMPLATE for one in templates.values()):
+            raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")
+        if templates and "default" not in templates:
+            raise ValueError("none of its chat templates is the default one")
+        return cls({"tokenizer": content, "config": config, "chat_templates": templates, "eos_token_ids": ends})
+
+    @classmethod
+    def from_checkpoint(cls, content: dict[str, Any]) -> "ImportedTokenizer":
+        """From the one file that `save` writes. Raises ValueError: when it is damaged."""
+        tokenizer = cls(content)
+        if tokenizer.fingerprint() != content["sha256"]:
+            raise ValueError("its content does not match its sha256")
+        return tokenizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImportedTokenizer, (self._definition(),)
+
+    def hugging_face_files(self) -> dict[str, Any]:
+        """The files of Hugging Face's form by name, as JSON or as text; without those of the model."""
+        files: dict[str, Any] = {"tokenizer.json": self._content, "tokenizer_config.json": dict(self.config)}
+        if set(self.templates) == {"default"}:
+            files["chat_template.jinja"] = self.templates["default"]
+        elif self.templates:
+            named = [{"name": name, "template": text} for name, text in self.templates.items()]
+            files["tokenizer_config.json"]["chat_template"] = named
+        return files
+
+    def fingerprint(self) -> str:
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:  # of megabytes
+        return super().fingerprint()
+
+    def _definition(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self._content,
+            "config": self.config,
+            "chat_templates": self.templates,
+            "eos_token_ids": list(self.reply_ends),
+        }
+
+    # ---------------------------------------------------------------------- encode, decode
+
+    def encode(self, text: str, prepend: int | str | None = None, append: int | str | None = None) -> list[int]:
+        ids = [] if prepend is None else [self._special_id(prepend)]
+        ids += self._encode(replace_surrogates(text))
+        if append is not None:
+            ids.append(self._special_id(append))
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        # "fast": without the place of each token in the text, which takes most of the time. The batch of one releases
+        # the interpreter's lock.
+        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self.strips_space else text
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        # The output layer may be wider than the vocabulary.
+        return b"".join(self._spelled[index] for index in ids if index < self.vocab_size)
+
+    def get_bos_token_id(self) -> int:
+        return self._bos
+
+    def token_bytes(self) -> list[int]:
+        return [len(text) for text in self.token_texts]
+
+
+# ---------------------------------------------------------------------- tokenizer.json
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        content = read_json(path, **MAX_FILE)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not an object")
+    return content
+
+
+def _name(token: Any) -> str | None:
+    """A token's name, from a text or an object with its name and flags."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) and name else None
+
+
+def _with_added(
+    content: dict[str, Any], added: dict[str, Any], config: dict[str, Any], ends: list[int]
+) -> dict[str, Any]:
+    """tokenizer.json with the tokens that only tokenizer_config.json adds, and as the library is to use it."""
+    tokens = {one["id"]: one for one in content.get("added_tokens") or []}
+    for index, one in added.items():
+        tokens.setdefault(int(index), {"id": int(index), **one})
+    # What begins and ends a text is special, whatever the file says of it: no text may contain it.
+    vocabulary = content["model"]["vocab"]
+    ids = vocabulary if isinstance(vocabulary, dict) else {name: index for index, (name, _) in enumerate(vocabulary)}
+    name_of = {index: name for name, index in ids.items()} | {one["id"]: one["content"] for one in tokens.values()}
+    marks = {_name(config.get(role)) for role in ("bos_token", "eos_token")}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for index, name in name_of.items():
+        if name in marks or index in ends:
+            tokens[index] = {"id": index, "content": name, **plain, **tokens.get(index, {}), "special": True}
+    in_order = sorted(tokens.values(), key=lambda one: one["id"])
+    # A file may have been saved with a limit of the length, or with the padding of a batch.
+    return {**content, "added_tokens": in_order, "truncation": None, "padding": None}
+
+
+def _build(content: dict[str, Any]) -> Any:
+    """The library's tokenizer. Raises ValueError: with its complaint."""
+    # Its own threads would compete with those of torch, and it warns about them after a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import tokenizers  # here, because our own tokenizer does not need it
+
+    try:
+        library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except BaseException as error:  # it raises Exception itself, and for a panic what is not even one
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ValueError(f"the tokenizers library cannot read it: {str(error)[:200]}") from error
+    if getattr(library.model, "dropout", None):
+        library.model.dropout = None  # of training: a text has one encoding
+    library.encode_special_tokens = True  # as plain text; see ImportedTokenizer
+    return library
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """A normalizer, splitter or decoder, and what it consists of."""
+    if isinstance(component, dict):
+        yield component
+        for name in ("normalizers", "pretokenizers", "decoders"):
+            for part in component.get(name) or []:
+                yield from _parts(part)
+
+
+def _types(component: Any) -> list[str]:
+    return [part.get("type", "") for part in _parts(component)]
+
+
+def _strips_space(part: dict[str, Any]) -> bool:
+    if part.get("type") == "Strip":
+        return part.get("content") == " " and part.get("start", 0) > 0
+    # Before there was a `prepend_scheme`, `add_prefix_space` meant the same.
+    return part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never"
+
+
+# ---------------------------------------------------------------------- bytes of tokens
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's names of bytes: printable ones are named by themselves, the others by the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+    bytes_of = {chr(byte): byte for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            bytes_of[chr(256 + len(bytes_of) - len(printable))] = byte
+    return bytes_of
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def _bytes_of_byte_level(name: str) -> bytes:
+    if all(character in BYTE_CHARACTERS for character in name):
+        return bytes(BYTE_CHARACTERS[character] for character in name)
+    return name.encode()  # as the library decodes it
+
+
+def _bytes_of_sentencepiece(name: str) -> bytes:
+    byte = BYTE_TOKEN.fullmatch(name)
+    return bytes([int(byte[1], 16)]) if byte else name.replace(SPACE, " ").encode()

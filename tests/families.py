@@ -1,0 +1,211 @@
+"""Tokenizers of the kinds that other model families have, trained here, in folders of Hugging Face's form.
+
+The vocabularies are tiny; normalization, splitting, byte handling and special tokens are those of the family named.
+The chat templates are written for these tests in the families' formats.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CORPUS = [
+    "Once upon a time there was a small boat. The boat had a red sail, and the sail had 3 patches.",
+    "从前有一条小船，船上有一面红帆。红帆上有三块补丁。",
+    "def add(a, b):\n    return a + b  # 12 + 34 = 46\n\n\tprint(add(2024, 1999))\n",
+    "Hello, hello! It's the boat's sail. You are a helpful assistant. user system assistant naïve café",
+    '{"name": "weather", "arguments": {"city": "Paris"}} tool_call tool_response think INST',
+] * 3
+
+# One conversation's format per family. `{% generation %}` marks what the assistant writes.
+CHATML = """{% for message in messages %}
+{% if loop.first and message.role != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+CHATML_MARKED = """{% for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As Qwen3: thoughts of earlier turns are left out; tools and their results are in the system's and the user's turns.
+THINKING = """{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+{{- '# Tools\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set thought = '' %}{%- set content = message.content or '' %}
+{%- if '</think>' in content %}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
+{{- content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+HEADERS = """{{ bos_token }}{% for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+BRACKETS = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\\n\\n' %}{% set turns = messages[1:] %}
+{%- else %}{% set system = '' %}{% set turns = messages %}{% endif %}
+{%- for message in turns %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if message.role == 'user' %}
+{{- '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
+{%- else %}
+{{- ' ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+FAMILIES = {
+    "qwen2": CHATML,
+    "qwen3": THINKING,
+    "marked": CHATML_MARKED,
+    "llama3": HEADERS,
+    "mistral": BRACKETS,
+    "metaspace": BRACKETS,
+}
+
+
+def save_family(folder: Path, family: str, **config: Any) -> Path:
+    """A folder with the tokenizer's files of a family."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library, facts, ends = _build(family)
+    library.save(str(folder / "tokenizer.json"))
+    facts |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **config}
+    template = facts.pop("chat_template", FAMILIES[family])
+    if family in ("qwen2", "mistral"):  # older models have it there
+        facts["chat_template"] = template
+    else:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts), encoding="utf-8")
+    ids = [library.token_to_id(name) for name in ends]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
+    return folder
+
+
+def _build(family: str) -> tuple[Tokenizer, dict[str, Any], list[str]]:
+    if family in ("mistral", "metaspace"):
+        return _sentencepiece(family), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["</s>"]
+    if family == "llama3":
+        names = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id", "eom_id", "python_tag")
+        special = [f"<|{name}|>" for name in names]
+        pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        library = _byte_level(special, pattern, ignore_merges=True)
+        template = processors.TemplateProcessing(
+            single="<|begin_of_text|> $A",
+            pair=None,
+            special_tokens=[("<|begin_of_text|>", library.token_to_id(special[0]))],
+        )
+        library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+        ends = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+        return library, {"bos_token": special[0], "eos_token": "<|eot_id|>"}, ends
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"]
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    library = _byte_level(special, pattern, ignore_merges=False)
+    library.normalizer = normalizers.NFC()
+    for name in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"):
+        library.add_tokens([AddedToken(name, special=False, normalized=False)])
+    facts = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return library, facts, ["<|im_end|>", "<|endoftext|>"]
+
+
+def _byte_level(special: list[str], words: str, ignore_merges: bool) -> Tokenizer:
+    library = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return library
+
+
+def _sentencepiece(family: str) -> Tokenizer:
+    """Llama 2's and Mistral's: a normalizer that puts U+2581 before each text, or a Metaspace that splits at it."""
+    special = ["<unk>", "<s>", "</s>"]
+    options: dict[str, Any] = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    trained = Tokenizer(models.BPE(**options))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=450, show_progress=False))
+    learned = json.loads(trained.to_str())["model"]
+    # The ids begin with the special tokens and the bytes.
+    names = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(learned["vocab"], key=learned["vocab"].get)]
+    vocabulary = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    library = Tokenizer(models.BPE(vocabulary, [tuple(pair) for pair in learned["merges"]], **options))
+    if family == "mistral":
+        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    template = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
+    library.post_processor = template
+    return library
+
+
+def random_string(source: random.Random) -> str:
+    """Words, Chinese, emoji, combining marks, code, white space, and the names of special and added tokens."""
+    alphabets = (
+        ["boat", " sail", "The", " helpful", "naïve", "e\u0301", " "],
+        list("从前有一条小船，。！"),
+        list("😀👩\u200d👧🏽🇨🇳\u0308\u0336"),
+        list(" \t\n\r\u00a0\u3000\u2581"),
+        list("0123456789+-*/=(){}[]'\"<>|"),
+        ["    return a", "\n\n", "def ", "\r\n", "it's", "'LL"],
+        [
+            "<|im_end|>",
+            "<|im_start|>",
+            "<s>",
+            "</s>",
+            "<|eot_id|>",
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "<0x0A>",
+            "<|",
+        ],
+        list("\x00\x1b\x7f\u200b\ufeff\ufffd\U0010ffffאب"),
+    )
+    parts: list[str] = []
+    for _ in range(source.randrange(6)):
+        parts += source.choices(source.choice(alphabets), k=source.randrange(1, 5))
+    return "".join(parts)

@@ -1,0 +1,139 @@
+"""Other families' tokenizers: transformers' ids and texts, no special ids from text, one file that holds everything."""
+
+import json
+import pickle
+import random
+
+import pytest
+from families import FAMILIES, random_string, save_family
+from tiny import complaint
+
+from nanochat.tokenizer import Tokenizer
+
+KINDS = ("qwen2", "llama3", "mistral", "metaspace")  # the others differ in their template alone
+LOSSLESS = {"llama3"}  # NFC joins accents, U+2581 becomes a space
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return {family: save_family(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders) -> dict[str, Tokenizer]:
+    return {family: Tokenizer.load(folder) for family, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def strings() -> list[str]:
+    source = random.Random(0)
+    return [random_string(source) for _ in range(10_000)]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_ids_and_texts_are_those_of_transformers(folders, tokenizers, strings, family):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders[family])
+    theirs = oracle(strings, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    tokenizer = tokenizers[family]
+    special = set(tokenizer.special_ids.values())
+    for text, ids, expected in zip(strings, tokenizer.encode_batch(strings), theirs, strict=True):
+        assert ids == expected, repr(text)
+        assert not special & set(ids)
+        assert b"".join(tokenizer.token_texts[index] for index in ids) == tokenizer.decode_bytes(ids)
+    for text in strings[:500]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == oracle.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_round_trips_are_exact_where_the_tokenizer_is(tokenizers, strings, family):
+    tokenizer = tokenizers[family]
+    for text in strings[:2000]:
+        if family in LOSSLESS:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("从前有 a boat 😀\n")) == "从前有 a boat 😀\n"
+    assert tokenizer.decode_bytes(tokenizer.encode("😀")[-1:]) != "😀".encode()  # bytes, whole only together
+    assert sum(tokenizer.token_bytes()) == sum(map(len, tokenizer.token_texts))
+
+
+def test_what_begins_a_document_and_ends_a_reply(tokenizers):
+    names = {}
+    for family in KINDS:
+        tokenizer = tokenizers[family]
+        ends = [tokenizer.decode([index]) for index in tokenizer.reply_ends]
+        names[family] = (tokenizer.decode([tokenizer.get_bos_token_id()]), ends)
+    assert names == {
+        "qwen2": ("<|endoftext|>", ["<|im_end|>", "<|endoftext|>"]),
+        "llama3": ("<|begin_of_text|>", ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+        "mistral": ("<s>", ["</s>"]),
+        "metaspace": ("<s>", ["</s>"]),
+    }
+    qwen = tokenizers["qwen2"]
+    assert qwen.stop_ids == {qwen.special_ids["<|im_end|>"], qwen.special_ids["<|endoftext|>"]}
+    think = qwen.encode("<think>")
+    assert len(think) == 1 and think[0] > max(qwen.special_ids.values())  # special ids lie anywhere
+    assert qwen.encode("", prepend="<|im_start|>") == [qwen.special_ids["<|im_start|>"]]
+    assert qwen.decode([qwen.vocab_size + 5, *qwen.encode("a")]) == "a"  # the output layer may be wider
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_file_holds_everything(tokenizers, tmp_path, family):
+    tokenizer = tokenizers[family]
+    assert [path.name for path in [tokenizer.save(tmp_path), *tmp_path.iterdir()]] == ["tokenizer.json"] * 2
+    text = "Hello <|im_end|> 从前 <think>\n"
+    for copy in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert copy.fingerprint() == tokenizer.fingerprint()
+        assert copy.encode(text) == tokenizer.encode(text)
+        assert (copy.reply_ends, copy.special_ids) == (tokenizer.reply_ends, tokenizer.special_ids)
+        assert copy.chat_template.sources == {"default": FAMILIES[family]}
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["chat_templates"]["default"] += " "
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert "sha256" in complaint(lambda: Tokenizer.load(tmp_path))
+
+
+def test_an_end_that_its_file_calls_plain_is_special(folders, tmp_path):
+    content = json.loads((folders["qwen2"] / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text((folders["qwen2"] / "tokenizer_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 458}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert set(tokenizer.special_ids) == {"<|im_end|>", "<|endoftext|>"}
+    assert not set(tokenizer.special_ids.values()) & set(tokenizer.encode("a<|im_end|>b<|endoftext|>"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "model": 7}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": [], "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        ("tokenizer.json", '{"version": "1.0", "model": [' + "[]," * 5_000_000 + "[]]}"),
+        ("tokenizer.json", '{"version": 2, "sha256": "0"}'),
+        ("tokenizer.json", '{"version": 2, "tokenizer": 1, "config": [], "chat_templates": "", "eos_token_ids": 3}'),
+        ("tokenizer.json", '"model"'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": "nothing"}'),
+        ("tokenizer_config.json", '{"eos_token": "<|im_end|>", "added_tokens_decoder": [1]}'),
+        ("generation_config.json", '{"eos_token_id": "2"}'),
+        ("generation_config.json", '{"eos_token_id": [99999999]}'),
+        ("chat_template.jinja", "{% for x in %}"),
+        ("chat_template.jinja", "{{ " + "(" * 5000 + ")" * 5000 + " }}"),
+        ("chat_template.jinja", "x" * 500_000),
+    ],
+    ids=range(18),
+)
+def test_a_hostile_file_is_one_line(folders, tmp_path, file, content):
+    for path in folders["qwen2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / file).write_text(content)
+    if content == '{"eos_token": "nothing"}':
+        (tmp_path / "generation_config.json").unlink()
+    assert "cannot be used" in complaint(lambda: Tokenizer.load(tmp_path))
