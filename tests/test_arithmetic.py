@@ -93,6 +93,13 @@ def test_a_wrong_reply_differs_in_one_digit_and_in_its_answer():
         assert not task.grade(example, wrong) and text_of(wrong).startswith(wrong[0]["text"])
 
 
+def test_a_product_of_zeros_has_a_wrong_reply_too():
+    """One other digit leaves 0*0 at 0."""
+    task = Arithmetic("train")
+    index = next(index for index, example in enumerate(examples("train")) if call_of(example) == "0*0")
+    assert not task.grade(task.example(index), task.wrong(index))
+
+
 def test_typing_changes_case_marks_and_short_forms_alone():
     rng = random.Random(0)
     typed = {as_typed(rng, "What is it? I am Tom.") for _ in range(300)}

@@ -183,14 +183,14 @@ class Arithmetic(GeneratedTask):
         return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
 
     def wrong(self, index: int) -> list[Part]:
-        """The sum with one digit of its call changed, and the tool's answer to that."""
+        """The sum with one digit of its call changed, or more until its value is another, and the tool's answer."""
         call = self.example(index).messages[-1]["content"][0]["text"]
         rng = self.rng(index, "/wrong")
         places = [place for place, character in enumerate(call) if character.isdigit()]
         changed = call
         while calculate(changed) == calculate(call):
             place = rng.choice(places)
-            changed = call[:place] + rng.choice("123456789") + call[place + 1 :]
+            changed = changed[:place] + rng.choice("123456789") + changed[place + 1 :]
         return sum_example("", changed).messages[-1]["content"]
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
