@@ -228,6 +228,9 @@ class Chat:
         self.config = config
         self.has_turns = has_turns
         self.sampling = sampling
+        self.system: list[Message] = []
+        if config.system:
+            self.system = [{"role": "system", "content": replace_surrogates(config.system)}]
         self.turns: list[Message] = []
         self.reply: list[int] = []  # the tokens of the last one
         self.is_complete = False  # the model ended the last reply by itself
@@ -319,11 +322,10 @@ class Chat:
             raise UserError("/save: there is no conversation yet")
         if not name.endswith(".jsonl"):
             raise UserError(f"/save {name}: name a file that ends in .jsonl, such as /save chats.jsonl")
-        system = [{"role": "system", "content": self.config.system}] if self.config.system else []
         path = Path(name).expanduser()
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": [*system, *self.turns]}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"messages": [*self.system, *self.turns]}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"/save {name}: {error.strerror}") from error
         return f"added to {path}; `python -m scripts.chat_sft --tasks {path}` learns from it"
@@ -332,15 +334,12 @@ class Chat:
         """Token ids up to where the reply begins; room for `max_tokens` stays, at most half of the context."""
         if not self.has_turns:
             return self.tokenizer.encode(turns[-1]["content"], prepend=self.tokenizer.get_bos_token_id())
-        system: list[Message] = []
-        if self.config.system:
-            system = [{"role": "system", "content": replace_surrogates(self.config.system)}]
         context = self.engine.model.config.sequence_len
-        prompt = fit_prompt(self.tokenizer, [*system, *turns], context, self.config.max_tokens)
+        prompt = fit_prompt(self.tokenizer, [*self.system, *turns], context, self.config.max_tokens)
         if len(prompt.ids) >= context:
             raise UserError(f"that is {len(prompt.ids)} tokens, the model's context {context}: shorten the message")
         was_cut = self.is_cut
-        self.is_cut = prompt.oldest > len(system)
+        self.is_cut = prompt.oldest > len(self.system)
         if self.is_cut and not was_cut:
             self.show(f"(the model reads {context:,} tokens: the oldest turns are left out from here)\n", aside=True)
         return prompt.ids

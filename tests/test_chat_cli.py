@@ -404,7 +404,7 @@ def test_save_appends_the_conversation_in_the_form_that_training_reads(talk, sum
     file = tmp_path / "my chats.jsonl"
     saved = f"/save {file}"
     output = talk(saved, "one", saved, "two", saved, "/save", f"/save {tmp_path}/a.txt", f"/save {tmp_path}/no/b.jsonl",
-                  flags=("--system=S",))  # fmt: skip
+                  flags=("--system=S\udcff",))  # fmt: skip
     assert "no conversation" in output[1] and str(file) in output[3] and str(file) in output[5]
     assert all(line.startswith("error: /save") and line.count("\n") == 1 for line in (output[1], *output[6:9]))
     task = Conversations("train", str(file))
@@ -413,6 +413,7 @@ def test_save_appends_the_conversation_in_the_form_that_training_reads(talk, sum
     assert second[:3] == first == task.example(0).messages
     call = {"type": "python", "text": "47+38"}
     assert second[1]["content"] == "one" and call in second[2]["content"]
+    assert second[0]["content"] == "S\ufffd"  # a byte of a command line that is no UTF-8
 
 
 def test_the_settings_are_the_flags(talk, sums, prompts):
