@@ -17,7 +17,16 @@ from torch import Tensor
 from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.evals.chat import Graded, Result, chat_core, evaluate, graded_choices, preferred_letters, readable
+from nanochat.evals.chat import (
+    Graded,
+    Result,
+    chat_core,
+    converse,
+    evaluate,
+    graded_choices,
+    preferred_letters,
+    readable,
+)
 from nanochat.sampling import seed_of
 from nanochat.shell import cli, paths
 from nanochat.shell.cli import UserError
@@ -103,6 +112,29 @@ def grade(
 ) -> tuple[Result, list[Graded]]:
     settings = {"batch_rows": 4, "keep": 10**6, **settings}
     return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
+
+
+# ---------------------------------------------------------------------- a chat
+
+
+def test_a_chat_is_read_turn_by_turn_as_far_as_it_fits() -> None:
+    read: list[list[int]] = []
+
+    class Listening(Known):
+        model = tiny_model()
+
+        def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
+            read.extend(prompts)
+            return super().generate(prompts, **settings)
+
+    engine: Any = Listening(lambda question: f"{question}!")
+    turns = converse(engine, ["QQQQQQQQ", "ZZZZZZZZ", "XXXXXXXX"], SamplingParams(seed=7), max_tokens=20)
+    assert [(turn["role"], text_of(turn["content"])) for turn in turns[:3]] == [
+        *(("user", "QQQQQQQQ"), ("assistant", "QQQQQQQQ!"), ("user", "ZZZZZZZZ")),
+    ]
+    assert read[:2] == [render_prompt(engine.tokenizer, turns[:1]), render_prompt(engine.tokenizer, turns[:3])]
+    assert read[2] == render_prompt(engine.tokenizer, turns[2:5])  # with the first turn it leaves no 20 tokens
+    assert [settings["sampling"].seed for _, settings in engine.calls] == [7, 8, 9]  # as in chat_cli
 
 
 # ---------------------------------------------------------------------- generative tasks

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nanochat.conversation import Message, Part, parse_reply, render_prompt
+from nanochat.conversation import Message, Part, fit_prompt, parse_reply, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
@@ -199,17 +199,13 @@ CHAT = ("Hello!", "What is 47 + 38?", "Tell me a story about a small fox.")  # w
 def converse(
     engine: Engine, questions: Sequence[str], sampling: SamplingParams, max_tokens: int = 256
 ) -> list[Message]:
-    """One conversation: each question with the first reply that the model draws, which it reads at the next one.
-
-    Up to half of the context is kept for a reply. Where it is full, the oldest turns are left out, as in chat_cli.
-    """
+    """One conversation, as chat_cli would have it: each question with the model's reply, both read at the next one."""
     turns: list[Message] = []
-    room = min(max_tokens, engine.model.config.sequence_len // 2)
     for number, question in enumerate(questions):
         turns.append({"role": "user", "content": question})
-        prompt = render_prompt(engine.tokenizer, turns, engine.model.config.sequence_len - room)
-        settings = [replace(sampling, seed=seed_of(sampling.seed, number))]
-        (reply,), _ = engine.generate([prompt], max_tokens=room, sampling=settings, keep_stop=True)
+        prompt = fit_prompt(engine.tokenizer, turns, engine.model.config.sequence_len, max_tokens)
+        settings = replace(sampling, seed=sampling.seed + number)
+        (reply,), _ = engine.generate([prompt.ids], max_tokens=max_tokens, sampling=settings)
         turns.append({"role": "assistant", "content": parse_reply(engine.tokenizer, reply)})
     return turns
 
