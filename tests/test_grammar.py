@@ -12,6 +12,7 @@ from nanochat.engine import Row, Slots
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import MAX_REPEATS, MAX_SCHEMA, SchemaError, Vocabulary
 from nanochat.serve.scheduler import Request, Scheduler
+from nanochat.serve.tools import call_schema
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -89,6 +90,21 @@ def test_what_is_given_is_written_as_the_tokenizer_writes_it(engine: Any, vocabu
     for token in engine.tokenizer.encode('"the other"'):  # " the" is one token, and not four of a byte each
         assert grammar.allowed().nonzero().tolist() == [[token]]
         grammar.accept(token)
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+def test_the_references_of_each_tool_lead_to_its_own_schema(engine: Any, vocabulary: Vocabulary, key: str):
+    def parameters(kind: str) -> dict[str, Any]:
+        return {"properties": {"key": {"$ref": f"#/{key}/Key"}, "more": {"$ref": "#"}}, key: {"Key": {"type": kind}}}
+
+    schema = call_schema([("first", parameters("string")), ("second", parameters("integer"))])
+    calls = [("first", '{"key":"a","more":{"key":"b"}}'), ("second", '{"key":1,"more":{"key":2}}')]
+    for name, arguments in calls:
+        grammar = vocabulary.compile(schema, is_compact=True)
+        for token in engine.tokenizer.encode(f'{{"name":"{name}","arguments":{arguments}}}'):
+            assert grammar.allowed()[token]
+            grammar.accept(token)
+        assert grammar.allowed().nonzero().tolist() == [[engine.reply_end]]
 
 
 HOSTILE = {

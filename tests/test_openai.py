@@ -392,6 +392,7 @@ def test_without_its_calculator_tools_leave_a_free_reply_as_it_is(client: Any):
     [
         {"tool_choice": "required"},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "any"}}},
         {"tools": [TOOLS[0], TOOLS[0]]},
         {"tools": [tool("f", {"type": "strin"})], "tool_choice": "required"},
     ],
@@ -535,6 +536,8 @@ def test_an_echo_measures_the_prompt(client: Any, engine: Engine):
     assert all(logprob < 0 for logprob in lists.token_logprobs[1:])
     assert all(len(best) == 1 for best in lists.top_logprobs[1:])
     assert complete(client, prompt=ids, **measure).choices[0].logprobs == lists
+    both = complete(client, prompt=[[bos, *ids], ids], **measure)  # for the model the same prompt
+    assert [len(choice.logprobs.tokens) for choice in both.choices] == [1 + len(ids), len(ids)]
     begun = complete(client, prompt=[bos, *ids], **measure)
     assert begun.choices[0].text == text and begun.choices[0].logprobs.tokens[0] == "<|bos|>"
     assert begun.choices[0].logprobs.token_logprobs[2:] == lists.token_logprobs[1:]

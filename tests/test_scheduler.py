@@ -505,7 +505,7 @@ def test_a_call_is_answered_inside_the_stream(running: Any, monkeypatch: pytest.
     assert parts_of(chunks) == [("text", "It is 6*")] and chunks[-1].finish_reason == "length"
     assert stream.completion_tokens == 9
     scripted(scheduler, monkeypatch, script)
-    chunks = list(scheduler.submit(Request(prompt_of(4), 13, tools=False)))
+    chunks = list(scheduler.submit(Request(prompt_of(4), 13, calls="none")))
     assert all(chunk.kind != "python_output" for chunk in chunks)
     assert parts_of(chunks)[:2] == [("text", "It is "), ("python", "6*7")]
 

@@ -131,7 +131,7 @@ class FakeScheduler:
         made = stream.completion_tokens
         if self.fails:
             self.end(reply, "error", "out of memory")
-        elif self.calls and request.tools and made == 0:
+        elif self.calls and request.calls == "own" and made == 0:
             stream.put(Chunk((), "2+", kind="python"))
             stream.put(Chunk((1,), "3", kind="python"))
             stream.put(Chunk((), "5", kind="python_output"))
@@ -1114,6 +1114,36 @@ def test_logprobs_of_a_chat_are_those_of_its_content():
     assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"] == "A"
 
 
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "arguments"),
+    [
+        ('{"name":"f","arguments":{"a":1}}', "stop", '{"a":1}'),
+        ('{"name":"f","arguments":{"a":1}}', "length", '{"a":1}'),  # complete with its last token
+        ('{"name":"f","arguments":{"a":', "length", '{"a"'),  # what may be the last brace is held back
+        ('{"name":"f', "length", None),
+        ('{"name":"f', "stop", None),  # by one of the client's stop_token_ids
+    ],
+)
+def test_a_call_is_the_same_whole_and_streamed(text: str, finish_reason: str, arguments: str | None):
+    serializer = ChatSerializer(loaded(FakeScheduler()), calls="schema")
+    logprobs = (TokenLogprob(65, -0.5),)
+    chunks = [Chunk((65,), character, logprobs=logprobs) for character in text]
+    chunks.append(Chunk(finish_reason=finish_reason))
+    events = [serializer.chunk(0, chunk) for chunk in chunks]
+    for chunk in chunks:
+        serializer.add(0, chunk)
+    (choice,) = json.loads(b"".join(serializer.whole({})))["choices"]
+    fragments = [one for event in events for one in event["delta"].get("tool_calls", ())]
+    calls = choice["message"].get("tool_calls")
+    assert "".join(one["function"]["arguments"] for one in fragments) == (arguments or "")
+    assert (calls and calls[0]["function"]) == (arguments and {"name": "f", "arguments": arguments})
+    reason = "tool_calls" if arguments and finish_reason == "stop" else finish_reason
+    assert choice["finish_reason"] == events[-1]["finish_reason"] == reason
+    # The call is in no content, so its tokens are in no list of logprobs.
+    assert not choice["message"]["content"] and not any(event["delta"].get("content") for event in events)
+    assert choice["logprobs"] is None and not any(event["logprobs"] for event in events)
+
+
 def test_a_chat_reply_and_its_stream_are_the_same():
     with client_of(make_app(FakeScheduler(calls=True))) as ask:
         body = {**HELLO, "max_tokens": 4, "n": 2, "seed": 5}
@@ -1149,13 +1179,13 @@ def test_settings_reach_the_scheduler():
         assert [request.sampling.seed for request in scheduler.requests] == [11, 12, 13]
         for request in scheduler.requests:
             assert request.sampling == SamplingParams(**settings, seed=request.sampling.seed)
-            assert (request.stop, request.max_tokens, request.logprobs, request.tools) == (("a", "b"), 9, -1, True)
+            assert (request.stop, request.max_tokens, request.logprobs, request.calls) == (("a", "b"), 9, -1, "own")
         scheduler.requests.clear()
         for _ in range(2):
             ask("POST", COMPLETIONS, json={"prompt": ["x", "y"], "logprobs": 2})
         assert len({request.sampling.seed for request in scheduler.requests}) == 2  # one for each HTTP request
         assert [request.max_tokens for request in scheduler.requests] == [16] * 4
-        assert not any(request.tools for request in scheduler.requests)
+        assert all(request.calls == "none" for request in scheduler.requests)
         assert scheduler.requests[0].logprobs == 2
 
 

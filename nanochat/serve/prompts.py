@@ -215,7 +215,6 @@ def submit(
                 stop=body.stop_strings if body.calls != "schema" else (),  # they would break the call
                 logprobs=body.num_logprobs,
                 echo=echo,
-                tools=isinstance(body, ChatBody),  # a plain completion calls no calculator
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
                 calls=body.calls,

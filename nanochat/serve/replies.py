@@ -197,26 +197,19 @@ class ChatSerializer(_Serializer):
     def __init__(self, model: LoadedModel, first_message_read: int | None = None, calls: Calls = "own"):
         super().__init__(model, first_message_read)
         self.calls: Calls = calls
-        self.call_kind = {"own": "", "schema": "text"}.get(calls, "python")  # of the chunks that are a client's call
-        self._writers: dict[int, CallWriter] = {}  # by choice
+        self._writers = defaultdict(partial(CallWriter, calls))  # by choice
 
     def opening(self, number: int) -> dict[str, Any]:
         return self.choice_object(number, Chunk(), delta={"role": "assistant", "content": ""})
 
-    def call(self, number: int, chunk: Chunk) -> dict[str, Any] | None:
-        """The next fragment of a client's call, if there is one in this chunk."""
-        if not chunk.text and number not in self._writers and chunk.finish_reason != "tool_calls":
-            return None
-        writer = self._writers.setdefault(number, CallWriter(self.calls))
-        return writer.add(chunk.text, chunk.finish_reason)
-
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if chunk.kind == self.call_kind:
-            fragment = self.call(number, chunk)
+        writer = self._writers[number]
+        if chunk.kind == writer.kind:
+            fragment = writer.add(chunk.text, chunk.finish_reason)
             if fragment is not None:
                 delta["tool_calls"] = [fragment]
-            if number in self._writers and chunk.finish_reason == "stop":
+            if writer.has_begun and chunk.finish_reason == "stop":
                 chunk = replace(chunk, finish_reason="tool_calls")
         elif chunk.text and chunk.kind == "text":
             delta["content"] = chunk.text
@@ -230,28 +223,24 @@ class ChatSerializer(_Serializer):
     def content(
         self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
-        written = [{"type": kind, "text": text} for kind, text in parts if text]
-        calls = [part["text"] for part in written if part["type"] == self.call_kind]
-        if calls or finish_reason == "tool_calls":  # also a call of nothing
-            before = text_of([part for part in written if part["type"] != self.call_kind])
-            message: dict[str, Any] = {"role": "assistant", "content": before or None, "refusal": None}
-            fragment = CallWriter(self.calls).add("".join(calls), finish_reason)
-            if fragment is not None:
-                del fragment["index"]
-                message["tool_calls"] = [fragment]
-            if facts:
-                message["nanochat"] = facts
-            return {"message": message, "finish_reason": "length" if finish_reason == "length" else "tool_calls"}
-        message = {"role": "assistant", "content": text_of(written), "refusal": None}
+        writer = CallWriter(self.calls)
+        fragment = writer.add("".join(text for kind, text in parts if kind == writer.kind), finish_reason)
+        written = [{"type": kind, "text": text} for kind, text in parts if text and kind != writer.kind]
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(written), "refusal": None}
+        if fragment is not None:
+            del fragment["index"]
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [fragment]
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         if any(part["type"] != "text" for part in written):
             facts = {"parts": written, **facts}
         if facts:
             message["nanochat"] = facts
-        return {"message": message}
+        return {"message": message, "finish_reason": finish_reason}
 
     def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
-        # The tokens of `logprobs.content` are those of the message's content: a calculator call is not in it.
-        return chunk.logprobs if chunk.kind == "text" else ()
+        # The tokens of `logprobs.content` are those of the message's content: a call is not in it.
+        return chunk.logprobs if chunk.kind == "text" and self.calls != "schema" else ()
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         content = []

@@ -49,12 +49,11 @@ class Request:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
     echo: int = 0  # so many of the prompt's last tokens come before the reply, with `logprobs` as well
-    tools: bool = True  # answer the calculator's calls inside the stream
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
     grammar: Grammar | None = None  # what the reply must follow; of this request alone
-    calls: Calls = "own"  # see serve/tools.py; "own": answered here, if `tools`
+    calls: Calls = "own"  # see serve/tools.py
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,9 @@ class _RequestRow(Row):
 
     def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: _Group):
         super().__init__(
-            request.prompt, request.max_tokens, request.sampling, answers_calls=request.tools,
-            logit_bias=request.logit_bias, stop_ids=request.stop_ids,
+            request.prompt, request.max_tokens, request.sampling, answers_calls=request.calls == "own",
+            logit_bias=request.logit_bias, stop_ids=request.stop_ids, grammar=request.grammar,
         )  # fmt: skip
-        self.grammar = request.grammar
-        if request.calls != "own":
-            self.answers_calls = False
         if request.calls == "calculator":
             self.tool_call = []  # the prompt ends with the mark of a call
         self.state: Literal["waiting", "reading", "read", "running"] = "waiting"
@@ -431,7 +427,8 @@ class Scheduler:
             self._echo_text(row)
         # Choices of one request share their prompt: copy it from one that has read it.
         for other in others:
-            if other.group is row.group and other.prompt == row.prompt and not other.unread:
+            is_same = other.prompt == row.prompt and other.request.echo == row.request.echo
+            if other.group is row.group and is_same and not other.unread:
                 row.filled = len(row.prompt) - 1
                 row.stream.cached_tokens = row.filled
                 self.slots.copy(other.slot, slot, row.filled)
@@ -497,7 +494,7 @@ class Scheduler:
             row.open_call.append(chunk)
         else:
             row.stream.put(chunk)
-        if new.id == self.engine.call_end and new.kind == "python" and row.request.calls != "own":
+        if new.id == self.engine.call_end and new.kind == "python" and row.request.calls in ("client", "calculator"):
             return "tool_calls"  # the client answers it
         return "stop" if row.out.stopped else new.finish_reason
 

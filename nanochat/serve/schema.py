@@ -261,7 +261,7 @@ class RequestBody(SamplingFields):
     @property
     def calls(self) -> Calls:
         """The tool calls that a reply may contain."""
-        return "own"
+        return "none"
 
     @property
     def num_choices(self) -> int:
@@ -317,11 +317,15 @@ class ChatBody(RequestBody):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ApiError(400, "tools: two have one name", param="tools", code="invalid_value")
-        needed = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else "any"
-        if (self.tool_choice == "required" and not names) or (needed != "any" and needed not in names):
-            message = f"tool_choice requires a call of {needed} tool, which is not among the tools"
+        if self.must_call and not self.candidates:
+            message = "tool_choice requires a call of a tool that is not among the tools"
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the reply is a call, and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def candidates(self) -> list[Function]:
@@ -333,9 +337,8 @@ class ChatBody(RequestBody):
 
     @property
     def calls(self) -> Calls:
-        candidates = self.candidates
-        natives = [is_calculator(one.name, one.parameters) for one in candidates]
-        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+        natives = [is_calculator(one.name, one.parameters) for one in self.candidates]
+        if self.must_call:
             return "calculator" if natives == [True] else "schema"
         return "client" if any(natives) else "own"
 

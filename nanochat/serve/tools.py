@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 CALCULATOR = "calculator"
 
-# What calls a reply may contain. "own": the calculator's, answered by the server. "client": the calculator's, handed to
-# the client. "calculator": it is such a call from its first token on. "schema": it is a call by the tools' schemas.
-Calls = Literal["own", "client", "calculator", "schema"]
+# What calls a reply may contain. "none": of nobody's tools, it is plain text. "own": the calculator's, answered by the
+# server. "client": the calculator's, handed to the client. "calculator": it is such a call from its first token on.
+# "schema": it is a call by the tools' schemas.
+Calls = Literal["none", "own", "client", "calculator", "schema"]
 
 
 def is_calculator(name: str, parameters: dict[str, Any] | None) -> bool:
@@ -28,18 +29,12 @@ def is_calculator(name: str, parameters: dict[str, Any] | None) -> bool:
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any]:
     """The schema of a call of one of the tools, from names and parameters."""
     branches = []
-    definitions: dict[str, Any] = {}
     for number, (name, parameters) in enumerate(tools):
-        arguments: dict[str, Any] = dict(parameters or {"type": "object"})
-        arguments.setdefault("type", "object")
+        # A reference such as "#/$defs/City" is relative to the nearest "$id": each tool keeps its own definitions.
+        arguments: dict[str, Any] = {"type": "object", **(parameters or {}), "$id": f"tool:{number}"}
         if arguments.get("properties"):
             # A model that does not read the schema would go on with arguments of its own, to the end of its reply.
             arguments.setdefault("additionalProperties", False)
-        # "#/$defs/City" is relative to the whole schema, and two tools may each have a City.
-        own = arguments.pop("$defs", {})
-        arguments = _moved(arguments, number)
-        for key, value in own.items() if isinstance(own, dict) else ():
-            definitions[f"{number}.{key}"] = _moved(value, number)
         branches.append(
             {
                 "type": "object",
@@ -48,20 +43,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str,
                 "additionalProperties": False,
             }
         )
-    return {"anyOf": branches, "$defs": definitions}
-
-
-def _moved(value: Any, number: int) -> Any:
-    """A schema whose references lead to the definitions of tool `number`."""
-    if isinstance(value, list):
-        return [_moved(item, number) for item in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(item, number) for key, item in value.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/$defs/"):
-        moved["$ref"] = f"#/$defs/{number}.{reference.removeprefix('#/$defs/')}"
-    return moved
+    return {"anyOf": branches}
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -77,43 +59,43 @@ def call_text(name: str, arguments: str) -> str:
 
 
 class CallWriter:
-    """One call of a reply, from the text as it arrives to the fragments of OpenAI's `tool_calls`."""
+    """The client's call in one reply, from the text as it arrives to the fragments of OpenAI's `tool_calls`."""
 
     def __init__(self, calls: Calls):
-        self._is_expression = calls != "schema"
+        # Chunks of this kind are the call; "": there is none.
+        self.kind = {"client": "python", "calculator": "python", "schema": "text"}.get(calls, "")
         self.id = f"call_{uuid.uuid4().hex}"
-        self.name = CALCULATOR if self._is_expression else ""
+        self.name = CALCULATOR
+        self.has_begun = False
         self._text = ""  # not handed out yet
-        self._begun = False
 
     def add(self, text: str, finish_reason: str | None) -> dict[str, Any] | None:
         """The next fragment; None: there is nothing yet. `finish_reason` is that of the reply, where it ends here."""
-        arguments = self._expression(text) if self._is_expression else self._arguments(text)
-        if finish_reason is not None and self._is_expression and finish_reason != "length":
-            arguments += '"}'
-        if finish_reason == "length" and not self._is_expression and self.name:
-            arguments += self._text  # it was cut off: what was held back is not the end of the call
-        if not arguments and (self._begun or not self.name):
+        arguments = self._arguments(text) if self.kind == "text" else self._expression(text, finish_reason)
+        if arguments is None or (self.has_begun and not arguments):
             return None
-        fragment: dict[str, Any] = {"index": 0, "function": {"arguments": arguments}}
-        if not self._begun:
-            self._begun = True
-            function = {"name": self.name, "arguments": arguments}
-            fragment = {"index": 0, "id": self.id, "type": "function", "function": function}
-        return fragment
+        if self.has_begun:
+            return {"index": 0, "function": {"arguments": arguments}}
+        self.has_begun = True
+        function = {"name": self.name, "arguments": arguments}
+        return {"index": 0, "id": self.id, "type": "function", "function": function}
 
-    def _expression(self, text: str) -> str:
-        written = json.dumps(text, ensure_ascii=False)[1:-1]
-        return written if self._begun else '{"expression":"' + written
+    def _expression(self, text: str, finish_reason: str | None) -> str | None:
+        """Of a call of the calculator, `2+3`, the next piece of `{"expression":"2+3"}`."""
+        if not self.has_begun and not text and finish_reason != "tool_calls":  # that is a call of nothing
+            return None
+        opening = "" if self.has_begun else '{"expression":"'
+        closing = "" if finish_reason in (None, "length") else '"}'
+        return opening + json.dumps(text, ensure_ascii=False)[1:-1] + closing
 
-    def _arguments(self, text: str) -> str:
+    def _arguments(self, text: str) -> str | None:
         """Of `{"name":"f","arguments":{...}}` the inner braces. The last character is held back: it may be the end."""
         self._text += text
-        if not self.name:
-            head = re.match(r'\{"name":("[^"]*"),"arguments":', self._text)
+        if not self.has_begun:
+            head = re.match(r'\{"name":"([^"]*)","arguments":', self._text)
             if head is None:
-                return ""
-            self.name = json.loads(head[1])
+                return None
+            self.name = head[1]
             self._text = self._text[head.end() :]
         ready, self._text = self._text[:-1], self._text[-1:]
         return ready
