@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
@@ -34,8 +34,8 @@ from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
 from nanochat.serve.page import content_policy, load_page
-from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply
-from nanochat.serve.responses import ResponsesBody, ResponsesReply, ResponseWriter
+from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer
+from nanochat.serve.responses import ResponsesBody, ResponsesSerializer
 from nanochat.serve.schema import (
     ApiError,
     ChatBody,
@@ -69,8 +69,7 @@ def create_app(
     """The ASGI application. `load` runs on a thread once the server has started; until it returns, /ready responds 503.
 
     `hosts` are the names by which a request may call this server, () for any; `origins` the other sites whose pages may
-    use it. `on_failure` is called with the error
-    when the model could not be loaded or its device stopped working.
+    use it. `on_failure` is called with the error when the model could not be loaded or its device stopped working.
     """
     state = ServerState(load, grace, on_failure)
     disable_created_metrics()  # the times at which each metric was made
@@ -162,7 +161,7 @@ def create_app(
         """vLLM's: token ids of a text or of a conversation."""
         content = await read_limited(request)
         return await parsed(
-            content, lambda: _json(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
+            content, lambda: JSONResponse(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
         )
 
     @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
@@ -170,7 +169,7 @@ def create_app(
         """vLLM's: the text of token ids."""
         content = await read_limited(request)
         return await parsed(
-            content, lambda: _json(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content)))
+            content, lambda: JSONResponse(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content)))
         )
 
     @app.get("/tokenizer_info")
@@ -206,30 +205,29 @@ def create_app(
 
         # A schema becomes a grammar, one at a time too: compiling one takes a core.
         grammar = None
-        if body.reply_schema is not None:
+        schema = body.reply_schema
+        if schema is not None:
             async with compiling:
-                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body)
+                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, schema)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
         queue = ChunkQueue()
         streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        reply_type = Reply
+        serializer: Serializer
         if isinstance(received, ResponsesBody):
-            reply_type = ResponsesReply
-            serializer: Any = ResponseWriter(loaded, received, cast(ChatBody, body))
+            serializer = ResponsesSerializer(loaded, received, body)
         elif isinstance(body, ChatBody):
-            serializer = ChatSerializer(loaded, encoded[0].first_message_read, body.calls)
+            serializer = ChatSerializer(loaded, body.include_usage, encoded[0].first_message_read, body.calls)
         else:
-            serializer = CompletionSerializer(loaded, encoded[0].first_message_read)
-        return reply_type(
+            serializer = CompletionSerializer(loaded, body.include_usage)
+        return Reply(
             serializer,
             queue,
             streams,
             prompt_tokens=[len(prompt.ids) for prompt in encoded],
             as_events=bool(body.stream),
-            include_usage=body.include_usage,
             stall_seconds=stall_seconds,
         )
 
@@ -247,10 +245,6 @@ def create_app(
 
     app.openapi = openapi
     return app
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return JSONResponse(content)
 
 
 def _describe(body: type[Strict]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """From the scheduler's chunks to an HTTP response: one JSON object, or server-sent events as the chunks arrive.
 
 One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
-scheduler's thread to the event loop, a `Serializer` writes them as OpenAI's API does, a `Reply` sends what it writes. A
-client that leaves, or stops reading, cancels its streams, and so frees their slots.
+scheduler's thread to the event loop, a `Serializer` writes them as a route of OpenAI's API does, a `Reply` sends what
+it writes. A client that leaves, or stops reading, cancels its streams, and so frees their slots.
 
 The largest reply in one piece has megabytes of logprobs. Written at its end, it would hold the event loop for seconds,
 and with it every other client. So each chunk becomes JSON when it arrives, a few at a time, and the end only joins.
@@ -19,7 +19,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.background import BackgroundTask
 from starlette.responses import Response
@@ -89,6 +89,20 @@ def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
 # ---------------------------------------------------------------------- OpenAI's JSON
 
 
+class Serializer(Protocol):
+    """How a route of OpenAI's API writes its replies; `number` is that of a stream. responses.py has one more."""
+
+    # A reply in one piece, which `whole` yields in pieces, so that nothing large is copied at every join.
+    def add(self, number: int, chunk: Chunk) -> object: ...
+    def whole(self, usage: dict[str, Any]) -> Iterator[bytes]: ...
+
+    # Server-sent events. `event` is empty where there is nothing to show of a chunk.
+    def begin(self, streams: int) -> bytes: ...
+    def event(self, number: int, chunk: Chunk) -> bytes: ...
+    def end(self, usage: dict[str, Any]) -> bytes: ...
+    def fail(self, error: ApiError) -> bytes: ...
+
+
 @dataclass
 class WholeChoice:
     """A choice of a reply in one piece, as far as it has arrived."""
@@ -99,15 +113,17 @@ class WholeChoice:
     limit: str = ""
 
 
-class _Serializer:
-    """What the routes share."""
+class _ChoicesSerializer:
+    """What the two routes share whose replies are a list of choices."""
 
     prefix = ""  # of the response's id
     object = ""  # of a reply in one piece
+    stream_object = ""
+    first_message_read: int | None = None
 
-    def __init__(self, model: LoadedModel, first_message_read: int | None = None):
+    def __init__(self, model: LoadedModel, include_usage: bool = False):
         self.tokenizer = model.tokenizer
-        self.first_message_read = first_message_read
+        self.include_usage = include_usage  # at the end of a stream
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -142,14 +158,36 @@ class _Serializer:
             facts["limit"] = limit
         return facts
 
+    def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
+        """The choice of an event in a stream."""
+        raise NotImplementedError
+
     def choice_object(self, number: int, chunk: Chunk, **content: Any) -> dict[str, Any]:
-        """A choice of an event in a stream."""
+        """What `chunk` returns, with `content` of the route's own."""
         listed = self.listed(chunk)
         logprobs = self.logprobs(number, listed) if listed else None
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
 
+    def begin(self, streams: int) -> bytes:
+        return b""
+
+    def event(self, number: int, chunk: Chunk) -> bytes:
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # half a character
+            return b""
+        return self.choices_event(self.chunk(number, chunk))
+
+    def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+        """A server-sent event."""
+        body = {**self.head, "object": self.stream_object, "choices": choices}
+        return _event({**body, "usage": usage} if self.include_usage else body)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        return (self.choices_event(usage=usage) if self.include_usage else b"") + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return _event(error.body) + DONE
+
     def add(self, number: int, chunk: Chunk) -> None:
-        """Take in a chunk of a reply in one piece."""
         choice = self.choices[number]
         choice.finish_reason = chunk.finish_reason
         choice.limit = chunk.limit
@@ -163,7 +201,6 @@ class _Serializer:
                 written += [encode(entry).encode() for entry in entries or ()]
 
     def whole(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """The reply, when all its chunks are added; in pieces, so that nothing large is copied at every join."""
         yield _opened("choices", {**self.head, "object": self.object, "usage": usage}) + b"["
         for number, choice in sorted(self.choices.items()):
             parts = [(kind, "".join(texts)) for kind, texts in choice.parts]
@@ -184,7 +221,7 @@ class _Serializer:
         return {**_token_fields(self.tokenizer.decode_bytes([token])), "logprob": max(-9999.0, logprob)}
 
 
-class ChatSerializer(_Serializer):
+class ChatSerializer(_ChoicesSerializer):
     """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`.
 
     Calls for the client are in `tool_calls` instead: `calls` says which those are (tools.py).
@@ -194,13 +231,22 @@ class ChatSerializer(_Serializer):
     object = "chat.completion"
     stream_object = "chat.completion.chunk"
 
-    def __init__(self, model: LoadedModel, first_message_read: int | None = None, calls: Calls = "own"):
-        super().__init__(model, first_message_read)
+    def __init__(
+        self,
+        model: LoadedModel,
+        include_usage: bool = False,
+        first_message_read: int | None = None,
+        calls: Calls = "own",
+    ):
+        super().__init__(model, include_usage)
+        self.first_message_read = first_message_read
         self.calls: Calls = calls
         self._writers = defaultdict(partial(CallWriter, calls))  # by choice
 
-    def opening(self, number: int) -> dict[str, Any]:
-        return self.choice_object(number, Chunk(), delta={"role": "assistant", "content": ""})
+    def begin(self, streams: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        openings = [self.choice_object(number, Chunk(), delta=delta) for number in range(streams)]
+        return b"".join(map(self.choices_event, openings))
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -251,21 +297,18 @@ class ChatSerializer(_Serializer):
         return {"content": content, "refusal": None}
 
 
-class CompletionSerializer(_Serializer):
+class CompletionSerializer(_ChoicesSerializer):
     """/v1/completions."""
 
     prefix = "cmpl"
     object = "text_completion"
     stream_object = "text_completion"
 
-    def __init__(self, model: LoadedModel, first_message_read: int | None = None):
-        super().__init__(model, first_message_read)
+    def __init__(self, model: LoadedModel, include_usage: bool = False):
+        super().__init__(model, include_usage)
         # For `text_offset`: the characters of each choice so far. A character may span several tokens.
         self._offsets: Counter[int] = Counter()
         self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
-
-    def opening(self, number: int) -> None:
-        return None
 
     def chunk(self, number: int, chunk: Chunk) -> dict[str, Any]:
         facts = self.facts(chunk.limit)
@@ -290,9 +333,6 @@ class CompletionSerializer(_Serializer):
             if one.token_id < len(self.tokenizer.tokens):  # a special token has a name and no text
                 self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
         return lists
-
-
-Serializer = ChatSerializer | CompletionSerializer
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -325,7 +365,6 @@ class Reply(Response):
     streams: Sequence[Stream]
     prompt_tokens: Sequence[int]  # of each prompt, whose choices are neighbours in `streams`
     as_events: bool
-    include_usage: bool
     stall_seconds: float
     background: BackgroundTask | None = None  # Starlette's
 
@@ -368,6 +407,8 @@ class Reply(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]  # for nginx
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self.events():
+            if not event:
+                continue
             timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more per token
             try:
                 await send({"type": "http.response.body", "body": event, "more_body": True})  # waits for a slow client
@@ -376,30 +417,18 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events. The last is always `[DONE]`; after a failure an error comes before it."""
-        serializer = self.serializer
-        head = {**serializer.head, "object": serializer.stream_object}
-        usage = {"usage": None} if self.include_usage else {}
-        for number in range(len(self.streams)):
-            opening = serializer.opening(number)
-            if opening is not None:
-                yield _event({**head, "choices": [opening], **usage})
+        """Server-sent events."""
+        yield self.serializer.begin(len(self.streams))
         try:
             async for batch in self.batches():
-                events = []
+                events = b"" if batch else b": waiting\n\n"  # a comment: clients skip it
                 for number, chunks in batch.items():
                     for chunk in chunks:
-                        if chunk.text or chunk.logprobs or chunk.finish_reason:  # not half a character
-                            events.append(_event({**head, "choices": [serializer.chunk(number, chunk)], **usage}))
-                if events:
-                    yield b"".join(events)
-                elif not batch:
-                    yield b": waiting\n\n"  # a comment: clients skip it
-            if self.include_usage:
-                yield _event({**head, "choices": [], "usage": self.usage()})
+                        events += self.serializer.event(number, chunk)
+                yield events
+            yield self.serializer.end(self.usage())
         except ApiError as error:
-            yield _event(error.body)
-        yield b"data: [DONE]\n\n"
+            yield self.serializer.fail(error)
 
     async def batches(self) -> AsyncIterator[dict[int, list[Chunk]]]:
         """The chunks until every stream has ended; an empty batch when none arrived for a while.
@@ -445,3 +474,6 @@ def _opened(name: str, fields: dict[str, Any]) -> bytes:
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + encode(body).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

@@ -6,21 +6,19 @@ The server keeps no conversations: a client sends all items each time, as it doe
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from nanochat.serve.replies import Reply, encode
+from nanochat.serve.replies import encode
 from nanochat.serve.scheduler import Chunk
 from nanochat.serve.schema import (
     MAX_MESSAGES,
     SETTINGS,
     ApiError,
     ChatBody,
+    CompletionBody,
     FunctionName,
     Items,
     SamplingFields,
@@ -29,7 +27,7 @@ from nanochat.serve.schema import (
     first_mistake,
 )
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.tools import Calls, CallWriter
+from nanochat.serve.tools import CallWriter
 
 # ---------------------------------------------------------------------- the body
 
@@ -181,22 +179,16 @@ def _joined_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- the response
 
 
-class ResponseWriter:
+class ResponsesSerializer:
     """One response, from chunks to output items, and to the events that announce them."""
 
-    def __init__(self, model: LoadedModel, body: ResponsesBody, chat: ChatBody):
-        self.calls: Calls = chat.calls
-        self.call_kind = {"own": "", "schema": "text"}.get(chat.calls, "python")
+    def __init__(self, model: LoadedModel, body: ResponsesBody, chat: ChatBody | CompletionBody):
         self.output: list[dict[str, Any]] = []
         self.incomplete = False
         self._texts: list[str] = []  # of the last item
-        self._writer: CallWriter | None = None
+        self._call = CallWriter(chat.calls)
         self._sequence = itertools.count()
-        echoed = body.model_dump(
-            include={"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user"}, by_alias=True
-        )
         settings = chat.sampling(model.sampling)
-        echoed |= {"temperature": settings.temperature, "top_p": settings.top_p, "metadata": body.metadata or {}}
         form = body.text.format if body.text else None
         self.head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -211,37 +203,33 @@ class ResponseWriter:
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "truncation": body.truncation or "disabled",
-            **echoed,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "metadata": body.metadata or {},
+            **body.model_dump(include={"instructions", "max_output_tokens", "user"}),
         }
 
     def response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         counts = None
         if usage is not None:
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             counts = {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": cached},
+                "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
         return {**self.head, "status": status, "incomplete_details": details, "output": self.output, "usage": counts}
 
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """A server-sent event."""
-        body = {"type": kind, "sequence_number": next(self._sequence), **fields}
-        return f"event: {kind}\ndata: {encode(body)}\n\n".encode()
-
-    def begin(self) -> bytes:
-        """The first events."""
+    def begin(self, streams: int) -> bytes:
         response = self.response("in_progress")
-        return self.event("response.created", response=response) + self.event("response.in_progress", response=response)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
-    def add(self, chunk: Chunk) -> bytes:
-        """The events of a chunk."""
+    def event(self, number: int, chunk: Chunk) -> bytes:
         events = b""
-        if chunk.kind == self.call_kind:
+        if chunk.kind == self._call.kind:
             events += self._add_call(chunk)
         elif chunk.kind == "text" and chunk.text:
             events += self._add_text(chunk.text)
@@ -252,9 +240,26 @@ class ResponseWriter:
             events += self._close()
         return events
 
-    def end(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The complete response."""
+    def end(self, usage: dict[str, Any]) -> bytes:
+        response = self._ended(usage)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: ApiError) -> bytes:
+        wrong = error.body["error"]
+        return self._event("error", code=wrong["code"], message=wrong["message"], param=wrong["param"])
+
+    add = event  # in one piece, its events are not sent
+
+    def whole(self, usage: dict[str, Any]) -> Iterator[bytes]:
+        yield encode(self._ended(usage)).encode()
+
+    def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self.response("incomplete" if self.incomplete else "completed", usage)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """A server-sent event."""
+        body = {"type": kind, "sequence_number": next(self._sequence), **fields}
+        return f"event: {kind}\ndata: {encode(body)}\n\n".encode()
 
     # ---- items
 
@@ -266,7 +271,7 @@ class ResponseWriter:
         events = self._close()
         self.output.append({**item, "status": "in_progress"})
         self._texts = []
-        return events + self.event(
+        return events + self._event(
             "response.output_item.added", output_index=len(self.output) - 1, item=self.output[-1]
         )
 
@@ -276,26 +281,23 @@ class ResponseWriter:
             name = f"msg_{uuid.uuid4().hex}"
             events += self._open({"id": name, "type": "message", "role": "assistant", "content": []})
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            events += self.event("response.content_part.added", **self._place, content_index=0, part=part)
+            events += self._event("response.content_part.added", **self._place, content_index=0, part=part)
         self._texts.append(text)
-        return events + self.event(
+        return events + self._event(
             "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[]
         )
 
     def _add_call(self, chunk: Chunk) -> bytes:
-        if self._writer is None and not chunk.text and chunk.finish_reason != "tool_calls":
-            return b""
-        self._writer = self._writer or CallWriter(self.calls)
-        fragment = self._writer.add(chunk.text, chunk.finish_reason)
+        fragment = self._call.add(chunk.text, chunk.finish_reason)
         if fragment is None:
             return b""
         events = b""
         if "id" in fragment:
-            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": self._writer.id}
-            events += self._open({**item, "name": self._writer.name, "arguments": ""})
+            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": self._call.id}
+            events += self._open({**item, "name": self._call.name, "arguments": ""})
         delta = fragment["function"]["arguments"]
         self._texts.append(delta)
-        return events + self.event("response.function_call_arguments.delta", **self._place, delta=delta)
+        return events + self._event("response.function_call_arguments.delta", **self._place, delta=delta)
 
     def _close(self) -> bytes:
         """End the last item, if one is open."""
@@ -308,35 +310,9 @@ class ResponseWriter:
         if item["type"] == "message":
             part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
             item["content"] = [part]
-            events = self.event("response.output_text.done", **place, content_index=0, text=text, logprobs=[])
-            events += self.event("response.content_part.done", **place, content_index=0, part=part)
+            events = self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=[])
+            events += self._event("response.content_part.done", **place, content_index=0, part=part)
         else:
             item["arguments"] = text
-            events = self.event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
-        return events + self.event("response.output_item.done", output_index=place["output_index"], item=item)
-
-
-@dataclass(eq=False)
-class ResponsesReply(Reply):
-    """The HTTP response of this route; its `serializer` is a ResponseWriter."""
-
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = cast(ResponseWriter, self.serializer)
-        async for batch in self.batches():
-            for chunk in batch.get(0, ()):
-                writer.add(chunk)
-        content = encode(writer.end(self.usage())).encode()
-        await Response(content, media_type="application/json")(scope, receive, send)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events; the last is `response.completed`, `response.incomplete` or `error`."""
-        writer = cast(ResponseWriter, self.serializer)
-        yield writer.begin()
-        try:
-            async for batch in self.batches():
-                yield b"".join(writer.add(chunk) for chunk in batch.get(0, ())) if batch else b": waiting\n\n"
-            response = writer.end(self.usage())
-            yield writer.event(f"response.{response['status']}", response=response)
-        except ApiError as error:
-            wrong = error.body["error"]
-            yield writer.event("error", code=wrong["code"], message=wrong["message"], param=wrong["param"])
+            events = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+        return events + self._event("response.output_item.done", output_index=place["output_index"], item=item)
