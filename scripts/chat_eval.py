@@ -140,7 +140,7 @@ def print_message(role: str, text: str) -> None:
 
 def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """The report together with what the file has about the same step. A task that the file has with other settings
-    stays as it is there: a quick look should not cost the figures of a long evaluation."""
+    stays as it is there: a quick look should not cost the results of a long evaluation."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != report["step"]:

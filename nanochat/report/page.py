@@ -196,10 +196,11 @@ def questions(summary: RunSummary) -> dict[tuple[str, Pairs], list[tuple[str, Ch
 def comparison(summary: RunSummary, against: RunSummary) -> Table:
     """A row a number that both runs have: this run's, the other's, and the difference."""
     rows = []
-    for name, (now, share) in figures(summary).items():
-        before, _ = figures(against).get(name, (None, share))
-        if before is None:
+    earlier = metrics(against)
+    for name, (now, share) in metrics(summary).items():
+        if name not in earlier:
             continue
+        before, _ = earlier[name]
         if share:
             texts = [f"{now:.1%}", f"{before:.1%}", f"{100 * (now - before):+.1f} points"]
         else:
@@ -209,7 +210,7 @@ def comparison(summary: RunSummary, against: RunSummary) -> Table:
     return Table(["number", summary.tag, against.tag, "difference"], rows)
 
 
-def figures(summary: RunSummary) -> dict[str, tuple[float, bool]]:
+def metrics(summary: RunSummary) -> dict[str, tuple[float, bool]]:
     """The numbers by which runs are compared, by name; with each whether it is a share of 1."""
     found: dict[str, tuple[float | None, bool]] = {}
     for name in ("parameters", "context"):

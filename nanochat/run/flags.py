@@ -58,7 +58,10 @@ Flags = TypeVar("Flags", bound=SamplingParams)
 
 
 def _unset_by_default(flags: type[Flags]) -> type[Flags]:
-    """The fields of SamplingParams with their ranges and help, None by default: a new setting needs no line here."""
+    """The fields of SamplingParams with their ranges and help, None by default: a new setting needs no line here.
+
+    tyro reads the help from SamplingParams' comments, which it does not find for fields of `make_dataclass`.
+    """
     hints = get_type_hints(SamplingParams, include_extras=True)
     hint = tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")
     flags.__annotations__ = {name: Annotated[hints[name] | None, hint] for name in NEUTRAL}

@@ -29,9 +29,8 @@ class Group:
     """Questions that have one answer."""
 
     answer: str
-    lines: tuple[
-        tuple[str, ...], ...
-    ]  # ways to ask, with slots: "Where is {place}?"; the last of each line is held out
+    # Ways to ask, with slots: "Where is {place}?"; the last of each line is held out.
+    lines: tuple[tuple[str, ...], ...]
 
 
 @cache

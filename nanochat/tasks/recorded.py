@@ -9,9 +9,8 @@ from nanochat.tasks.task import Example, Split, Task
 class RecordTask(Task):
     """One example per record of the dataset `name` in data/catalog.py."""
 
-    fields: Fields | None = (
-        None  # what each record must have, and of which type; a .parquet's other columns stay unread
-    )
+    # What each record must have, and of which type; a .parquet's other columns stay unread.
+    fields: Fields | None = None
     splits: dict[Split, str] = {"train": "train", "test": "test"}  # our name -> the dataset's
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
