@@ -192,9 +192,13 @@ def make_optimizer(
     # Muon reads the second alone, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
     # (source: Brown et al. 2020, GPT-3).
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
-    # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself.
+    # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself. So
+    # it does with gate and up of a gated MLP.
     qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
     splits = {name: qkv_rows for name, _ in roles["qkv"]}
+    if c.mlp == "swiglu":
+        gated = [name for name, _ in roles["matrix"] if name.endswith("mlp.input.weight")]
+        splits |= dict.fromkeys(gated, (c.mlp_width, c.mlp_width))
     # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
     # into whole steps.
     noise_eps = 1e-4

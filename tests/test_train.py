@@ -79,10 +79,12 @@ def test_the_optimizer_takes_every_parameter_by_its_role(shape: str) -> None:
             assert found[name].kind == ("muon" if matrix else "adamw"), name
             assert found[name].learning_rate == getattr(rates, "matrix" if matrix else role), name
             assert found[name].weight_decay == (7.0 if matrix else 0.0), name
-            # 4 query heads, and 2 or 4 key heads and as many value heads, are matrices of their own
+            # 4 query heads, and 2 or 4 key heads and as many value heads, are matrices of their own; so are gate and up
             keys = model.config.n_kv_head * model.config.head_dim
             queries = 4 * model.config.head_dim
-            assert found[name].row_splits.get(name) == ((queries, keys, keys) if role == "qkv" else None), name
+            gated = model.config.mlp == "swiglu" and name.endswith("mlp.input.weight")
+            parts = (queries, keys, keys) if role == "qkv" else (48, 48) if gated else None
+            assert found[name].row_splits.get(name) == parts, name
 
 
 def test_adamw_alone_trains_too() -> None:
