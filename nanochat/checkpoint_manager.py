@@ -13,20 +13,23 @@ every file with the manifest, so it also notices what a disk damaged later, and 
 
 import contextlib
 import errno
+import hashlib
 import json
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat import device as devices
+from nanochat import hf
+from nanochat.data import hub
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer
@@ -71,6 +74,8 @@ def _damage_of(path: Path) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         # A hostile file can put megabytes into a parser's message.
+        if hf.is_folder(path):
+            raise UserError(f"--source {path} cannot be used: {str(error)[:500]}") from error
         raise DamagedCheckpoint(f"{path} is damaged ({str(error)[:500]})") from error
 
 
@@ -231,6 +236,11 @@ def commit(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
     """Give a folder, whose files are all on the disk, its manifest and its final name."""
     # The manifest is last: a folder that has one has everything else.
     storage.write_json(unfinished / "manifest.json", files)
+    publish(unfinished, final)
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Give a folder, whose files are all on the disk, its final name."""
     # Flush the list of the folder's names: a file whose name is lost is lost, though its bytes are on the disk.
     storage.flush(unfinished)
     # A step of that name is there when it was damaged, or when a run began anew. A folder cannot be replaced in one
@@ -326,6 +336,10 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy a verified checkpoint's weights into a model of the same config; of a sharded model, this rank's rows."""
+    if hf.is_folder(step_folder):
+        with _damage_of(step_folder):
+            hf.load_weights(model, step_folder)
+        return
     path = step_folder / "model.safetensors"
     with _damage_of(path):
         load_whole(model, path)
@@ -376,14 +390,15 @@ def load_model(
     verified: bool = False,
     layout: Layout | None = None,
     activation_checkpointing: bool = False,
+    max_seq_len: int = 0,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """`(model, tokenizer, meta)` of a stage or of a checkpoint's folder, as `find_source` finds it.
+    """`(model, tokenizer, meta)` of a stage, a folder or a repository of a hub, as `find_source` finds it.
 
     `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
     fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
-    (parallel/fsdp.py).
+    (parallel/fsdp.py). `max_seq_len` shortens the model's context; 0 leaves it.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -392,21 +407,40 @@ def load_model(
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
     with _damage_of(folder):
-        meta = read_json(folder / "meta.json")
         tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
-        config = GPTConfig(**meta["model"])
+        if hf.is_folder(folder):
+            family, config = hf.read_config(folder)
+            meta = {"model": asdict(config), **hf.describe(folder, family, config, tokenizer.fingerprint())}
+        else:
+            meta = read_json(folder / "meta.json")
+            config = GPTConfig(**meta["model"])
         _require_agreement(folder, meta, config, tokenizer)
         meta |= _facts_of_use(folder, meta)
+        config = _shortened(config, max_seq_len)
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         with torch.device("meta"):
             model = GPT(config, device.kernels)
-        require_shapes(model, folder / "model.safetensors")
+        if hf.is_folder(folder):
+            hf.require_shapes(model, folder)
+        else:
+            require_shapes(model, folder / "model.safetensors")
         shard(model, layout or Layout(), device, activation_checkpointing)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         load_weights(model, folder)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+
+def _shortened(config: GPTConfig, max_seq_len: int) -> GPTConfig:
+    """The config with a context of at most so many tokens. Raises UserError: when it cannot have that."""
+    if not max_seq_len or max_seq_len == config.sequence_len:
+        return config
+    if max_seq_len > config.sequence_len:
+        raise UserError(f"--max_seq_len {max_seq_len}: the model's context has {config.sequence_len} tokens")
+    if "S" in config.window_pattern and not config.window_tokens:
+        raise UserError("--max_seq_len: this model's short windows are a quarter of its context: leave the flag out")
+    return replace(config, sequence_len=max_seq_len)
 
 
 def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
@@ -417,18 +451,29 @@ def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, to
     if not isinstance(meta["step"], int) or not isinstance(meta.get("pretraining", {}), dict):
         raise ValueError("meta.json has no step, or pretraining that is not an object")
     # With another tokenizer a model reads and writes nonsense, or its ids are outside of the embedding.
-    if meta["tokenizer"] != tokenizer.fingerprint() or tokenizer.vocab_size > config.vocab_size:
+    if hf.is_folder(folder):
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"its tokenizer has {tokenizer.vocab_size:,} tokens and its embedding {config.vocab_size:,} rows: they "
+                "do not belong together"
+            )
+    elif meta["tokenizer"] != tokenizer.fingerprint() or tokenizer.vocab_size > config.vocab_size:
         raise ValueError("tokenizer.json is not the tokenizer that meta.json names, or too large for the model")
     # Layers cost time and memory even without weights. The rotary tables, (2, context, head_dim) in fp32, are not in
     # the file: a context whose tables are larger than all weights is not one that was trained.
-    weights = folder / "model.safetensors"
-    layers = storage.layers(weights)
+    if hf.is_folder(folder):
+        stored = hf.index(folder)
+        layers = hf.layers(stored)
+        files = {tensor.path for tensor in stored.values()}
+    else:
+        files = {folder / "model.safetensors"}
+        layers = storage.layers(folder / "model.safetensors")
     if config.n_layer != layers:
-        raise ValueError(f"meta.json has {config.n_layer} layers, model.safetensors {layers}")
+        raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
     if not 1 <= layers <= MAX_LAYERS:
         raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")
     rotary_bytes = 8 * config.sequence_len * config.head_dim
-    if rotary_bytes > max(weights.stat().st_size, MAX_ROTARY_BYTES):
+    if rotary_bytes > max(sum(path.stat().st_size for path in files), MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
 
 
@@ -440,7 +485,9 @@ def _facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
     params = asdict(CHAT_SAMPLING if "sampling" not in meta else read_settings(meta["sampling"]))
     stage = meta.get("stage", "model")
     tasks = meta.get("tasks", [])
-    trained_at = meta.get("trained_at", int((folder / "meta.json").stat().st_mtime))
+    trained_at = meta.get("trained_at")
+    if trained_at is None:
+        trained_at = int((folder / "meta.json").stat().st_mtime)
     if not isinstance(tasks, list) or len(tasks) > MAX_TASKS:
         raise ValueError(f"tasks in meta.json is not a list of at most {MAX_TASKS} names")
     for text in (stage, *tasks, meta.get("pretraining", {}).get("data", "")):
@@ -460,9 +507,10 @@ def find_source(
 ) -> Path:
     """The folder of a checkpoint, all of whose files were read and are whole.
 
-    `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, or a
-    checkpoint's own folder. Without `model_tag` it is the tag last written, without `step` the newest whole step. With
-    `device`, all of its ranks call this together and take what rank 0 finds.
+    `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, a
+    checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
+    modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written, without `step` the
+    newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
 
     Raises UserError: when there is none.
     """
@@ -479,18 +527,26 @@ def find_source(
                 source = stage
     if source in paths.STAGES:
         return _find_in_stage(source, model_tag, step)
-    chosen = Path(source).expanduser()
-    if not (chosen / "manifest.json").is_file():
+    is_of_hub = source.partition(":")[0] in hub.HUBS
+    chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
+    is_foreign = hf.is_folder(chosen)
+    if not is_foreign and not (chosen / "manifest.json").is_file():
         why = ", there is no manifest.json in it" if chosen.is_dir() else ""
         raise UserError(
             f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
-            f"(.../step_<n>){why}: name one of them"
+            f"(.../step_<n>){why}: name one of them, or a model as hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
         raise UserError(
             f"--source {source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
-    verify(chosen)
+    if is_foreign:
+        # Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found.
+        with _damage_of(chosen):
+            hf.read_config(chosen)
+            hf.index(chosen)
+    else:
+        verify(chosen)
     return chosen
 
 
@@ -525,19 +581,35 @@ def tags(stage: str) -> list[Path]:
 
 
 def short_name(step_folder: Path) -> str:
-    """`<stage>/<tag>/step_<n>`: the same wherever the base folder is."""
+    """`<stage>/<tag>/step_<n>`: the same wherever the base folder is. A model from elsewhere has a name alone."""
+    if hf.is_folder(step_folder):
+        return step_folder.resolve().name
     return "/".join(step_folder.resolve().parts[-3:])
 
 
 def tag_of(step_folder: Path) -> str:
-    """The tag that a checkpoint's folder belongs to."""
+    """The tag that a checkpoint's folder belongs to; that of a model from elsewhere is the folder's name."""
+    if hf.is_folder(step_folder):
+        name = re.sub(r"[^A-Za-z0-9_.=+-]", "-", step_folder.resolve().name)
+        return name.lstrip(".=+-")[:100] or "model"
     return step_folder.resolve().parent.name
 
 
 def weights_sha256(step_folder: Path) -> str:
     """The sha256 of the model's weights, from the manifest of a checkpoint that was verified."""
+    if hf.is_folder(step_folder):  # it has none: all files are read
+        paths = sorted({tensor.path for tensor in hf.index(step_folder).values()})
+        return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
     manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
     return manifest["model.safetensors"]["sha256"]
+
+
+def stored_dtype(step_folder: Path) -> torch.dtype:
+    """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
+    if hf.is_folder(step_folder):
+        return hf.stored_dtype(step_folder)
+    with _damage_of(step_folder), safe_open(step_folder / "model.safetensors", framework="pt") as file:
+        return hf.DTYPES[file.get_slice("embedding.weight").get_dtype()]
 
 
 def step_path(folder: Path, step: int) -> Path:

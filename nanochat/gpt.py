@@ -13,7 +13,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -27,6 +27,64 @@ from nanochat.kernels.torch_ import TorchKernels
 from nanochat.parallel.fsdp import fill
 
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a model reads longer rows than those that it was first trained on: its slow rotary pairs turn more slowly.
+
+    A pair that makes a full turn within a short distance tells neighbours apart, and must stay as it is. One that never
+    turns fully in the original context would reach angles that the model has not seen: it is slowed by `factor`.
+    """
+
+    # linear: all pairs alike (source: Chen et al. 2023, Position Interpolation).
+    # llama3: pairs by the turns that they make in the original context; those with a number of turns between the two
+    # factors are mixed in proportion (source: Llama Team 2024, The Llama 3 Herd of Models, and its released code).
+    # yarn: the same idea, with a ramp over the pairs' numbers, and a gain on cos and sin that sharpens attention
+    # (source: Peng et al. 2023, YaRN).
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_len: int = 0  # tokens of the original context; linear does not need it
+    fewest_turns: float = 1.0  # a pair with fewer is slowed by the whole factor
+    most_turns: float = 4.0  # a pair with more stays as it is
+    gain: float = 1.0  # yarn: of cos and sin
+    whole_pairs: bool = True  # yarn: the ramp begins and ends at a pair, not between two
+
+    def __post_init__(self):
+        numbers = (self.factor, self.original_len, self.fewest_turns, self.most_turns, self.gain)
+        if self.kind not in ("linear", "llama3", "yarn") or not all(isinstance(n, int | float) for n in numbers):
+            raise ValueError("rope_scaling: a kind (linear, llama3, yarn) and its numbers")
+        if not (0 < self.factor < math.inf and 0 < self.gain < math.inf):
+            raise ValueError(f"rope_scaling: factor {self.factor} and gain {self.gain} are above 0 and finite")
+        if self.kind != "linear" and not (self.original_len > 0 and 0 < self.fewest_turns < self.most_turns < math.inf):
+            raise ValueError(f"rope_scaling: {self.kind} needs the original context, and turns in order")
+
+    def apply(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies (D / 2,) of the pairs, in radians a token."""
+        slowed = frequencies / self.factor
+        if self.kind == "linear":
+            return slowed
+        # How much of each pair's own frequency is left: 0 for slow pairs, 1 for fast ones.
+        if self.kind == "llama3":
+            turns = self.original_len * frequencies / (2 * math.pi)
+            kept = (turns - self.fewest_turns) / (self.most_turns - self.fewest_turns)
+        else:
+            # The number of the pair that makes so many turns: theta^(-2i / D) = 2 pi turns / original_len.
+            D = 2 * len(frequencies)
+
+            def pair(turns: float) -> float:
+                return D * math.log(self.original_len / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+            first = pair(self.most_turns)
+            last = pair(self.fewest_turns)
+            if self.whole_pairs:
+                first = math.floor(first)
+                last = math.ceil(last)
+            first = max(first, 0)
+            last = min(last, D - 1)
+            kept = 1 - (torch.arange(D // 2) - first) / max(last - first, 0.001)
+        kept = kept.clamp(0, 1)
+        return (1 - kept) * slowed + kept * frequencies
 
 
 @dataclass(frozen=True)
@@ -51,8 +109,13 @@ class GPTConfig:
     # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work
     # (source: Beltagy et al. 2020, Longformer). The last layer is always L: the prediction can use the whole context.
     window_pattern: str = "L"
+    # Tokens of a short window; 0: as above. Models from elsewhere have a fixed number, also in the last layer if the
+    # pattern says so (Mistral).
+    window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
+    # A longer context than the one first trained with; the preset has none.
+    rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
     # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, this preset after it.
     qk_norm: Literal["none", "before_rotary", "after_rotary"] = "after_rotary"
@@ -79,6 +142,10 @@ class GPTConfig:
     logit_cap: float = 15.0
 
     def __post_init__(self):
+        # From JSON it is a dictionary.
+        scaling: Any = self.rope_scaling
+        if isinstance(scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**scaling))
         # Sizes left at 0 follow from the width.
         if self.head_dim == 0:
             if self.width % self.n_head:
@@ -108,6 +175,8 @@ class GPTConfig:
         # SSSL with 12 layers and rows of 2,048: 512, 512, 512, 0, three times over. Information from further away than
         # 512 tokens arrives through the L layers, and layer by layer through the S layers.
         letter = self.window_pattern[layer % len(self.window_pattern)]
+        if self.window_tokens:
+            return self.window_tokens if letter == "S" else 0
         if letter == "L" or layer == self.n_layer - 1:
             return 0
         return max(self.sequence_len // 4, 1)
@@ -455,11 +524,14 @@ class GPT(nn.Module):
         # Pair i turns by position x theta^(-2i / D): fast pairs separate neighbours, slow pairs distant tokens.
         # At D = 128 and theta = 100,000 a full turn takes pair 0 about 6 tokens, pair 32 2,000 and pair 63 525,000.
         frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)  # (D / 2,)
+        scaling = self.config.rope_scaling
+        if scaling is not None:
+            frequencies = scaling.apply(frequencies, self.config.rope_theta)
         positions = torch.arange(self.config.sequence_len, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)  # (T, D / 2)
         # A pair is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen; both channels have one angle.
         angles = torch.cat((angles, angles), dim=1)  # (T, D)
-        self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
+        self.rotary.copy_(torch.stack((angles.cos(), angles.sin())) * (scaling.gain if scaling else 1.0))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:

@@ -31,6 +31,10 @@ BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.1
 # than the reference's.
 SMALLEST_BY_BATCH = 0.5  # of the reference rates, however small the batch
 LARGEST_DECAY = 0.1  # of a weight in one step: runs of less than about 100 steps reach it
+# A model from elsewhere: AdamW's rate, which the stages scale down, mid-training by half and SFT to 2e-5, as usual in
+# full fine-tuning. Muon's updates are as large as AdamW's usual ones at a rate of 0.2 sqrt(width) times as much
+# (source: Liu et al. 2025, Muon is Scalable for LLM Training).
+IMPORTED_RATE = 1e-4
 
 
 def model_config(
@@ -157,6 +161,19 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", 
 
     `matrices` is the optimizer of the blocks' matrices.
     """
+    # The rules below are about the preset, whose embedding and head are scaled in their own ways and whose matrices are
+    # still to find their directions. With them a model from elsewhere would forget what it knows within a few steps.
+    if not config.embedding_norm:
+        matrix = IMPORTED_RATE * (0.2 * math.sqrt(config.width) if matrices == "muon" else 1.0)
+        return Rates(
+            matrix=matrix,
+            embedding=IMPORTED_RATE,
+            value_embedding=IMPORTED_RATE,
+            head=IMPORTED_RATE,
+            vector=IMPORTED_RATE,
+            residual_scale=IMPORTED_RATE,
+            weight_decay=0.0,
+        )
     # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
     # root alone would give the matrices 0.0018, where 0.01 and 0.02 are best (docs/measurements.md).

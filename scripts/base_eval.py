@@ -29,7 +29,7 @@ STORIES_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "base"  # a stage, or a checkpoint's folder
+    source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset

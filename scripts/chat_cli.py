@@ -38,7 +38,7 @@ from nanochat.tokenizer import replace_surrogates
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # a stage, or a checkpoint's folder; auto: the furthest trained of rl, dpo, sft, mid, base
+    source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     # Reply to this and exit; what is piped in follows it. Default: a dialogue.

@@ -21,7 +21,7 @@ from nanochat.shell.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(StageFlags):
-    source: str = "sft"  # a stage, or a checkpoint's folder; frozen, it is the reference too
+    source: str = "sft"  # a stage, a folder or hf:ORG/NAME; frozen, it is the reference too
     # horizon and batch
     num_iterations: Positive = 100  # steps
     target_examples_per_step: Frozen[Positive] = 32  # pairs per step, over all devices

@@ -18,7 +18,7 @@ from nanochat.shell.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(StageFlags):
-    source: str = "mid"  # a stage, or a checkpoint's folder
+    source: str = "mid"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     # horizon and batch
     num_iterations: Positive = 200  # steps
     target_examples_per_step: Frozen[Positive] = 32  # conversations per step, over all devices

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import Positive, Range, UserError, fail, out_of_memory, parse, run
+from nanochat.shell.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.shell.untrusted import printable
 
 MAX_NAME = 100  # characters of --name
@@ -30,7 +30,7 @@ IDLE_SECONDS = 5  # a connection may wait so long for its next request
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # a stage, or a checkpoint's folder; auto: the furthest trained of rl, dpo, sft, mid, base
+    source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     name: str = ""  # of the model, for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
@@ -43,6 +43,7 @@ class Config:
     allowed_hosts: str = ""
     allowed_origins: str = ""  # sites whose pages may use the API, separated by commas: https://chat.example.org
     slots: Positive = 16  # replies generated at once
+    max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole of it
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -133,7 +134,9 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat.serve.scheduler import Scheduler
 
         device = devices.init(config.device, config.dtype)
-        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+        model, tokenizer, meta = load_model(
+            config.source, device, model_tag=config.model_tag, step=config.step, max_seq_len=config.max_seq_len
+        )
         engine = Engine(model, tokenizer, device, config.graphs)
         try:
             scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)

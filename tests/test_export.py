@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.checkpoint_manager import load_model
+from nanochat.conversation import render, render_prompt
+from nanochat.engine import Engine
 from nanochat.gpt import GPTConfig
 from nanochat.shell import cli, paths
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -77,6 +80,7 @@ def test_an_exported_folder_is_verified(base):
         (["--out", "{base}"], 1, "exists already"),
         (["--out", "/proc/nothing"], 1, "fix the path"),
         (["--out", "{base}/file/below"], 1, "fix the path"),
+        (["--out", "{base}/x", "--push", "tiny"], 1, "ORG/NAME"),
         (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),
         (["--out", "{base}/x", "--source", "sft", "--step", "8"], 1, "no step 8"),
         (["--out", "{base}/x", "--to", "pickle"], 2, "--to"),
@@ -92,6 +96,100 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
     if code == 1:
         assert err.count("\n") == 1
     assert not (base / "x").exists()
+
+
+SHAPES_OF_OURS = {
+    "fast": {"norm_weight": False},
+    "gated": {**tiny.SHAPES["qwen3"], "qk_norm": "after_rotary", "window_pattern": "SSL", "value_embeddings": True},
+    "qwen3": tiny.SHAPES["qwen3"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_OURS)
+def test_our_own_models_in_transformers(base, monkeypatch, shape):
+    """The fast preset by its modeling file, a Qwen3-shaped model natively: logits, left padding, replies, chats."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    monkeypatch.setenv("HF_HOME", str(base / "hf"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(base / "modules"))
+    ours = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=64, **SHAPES_OF_OURS[shape]))
+    save_checkpoint(paths.checkpoint_dir("sft", shape), 1, ours, tiny_tokenizer(), {"stage": "sft"})
+    out = base / shape
+    call(export, "--to", "hf", "--source", "sft", "--model_tag", shape, "--out", str(out))
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == ("qwen3" if shape == "qwen3" else "nanochat")
+    assert (out / "modeling_nanochat.py").exists() == (shape != "qwen3")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=shape != "qwen3", dtype=torch.float32
+    ).eval()
+
+    # Logits; a shorter row's are the same with padding on its left.
+    tokens = torch.randint(0, 275, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = ours(tokens)
+        assert (theirs(tokens).logits - expected).abs().max() < 1e-4 and expected.std() > 0.1
+        padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), tokens), dim=1)
+        mask = torch.cat((torch.zeros(2, 5), torch.ones(2, 40)), dim=1).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = theirs(padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
+        assert (logits - expected).abs().max() < 1e-4
+
+    # Greedy replies, with a cache; ours ends with the same marks.
+    prompt = tokens[0, :8].tolist()
+    engine = Engine(ours, tiny_tokenizer(), cpu_device())
+    engine.stop_ids = set()
+    engine.call_start = engine.call_end = -1
+    reply = engine.generate_batch(prompt, max_tokens=50, temperature=0.0)[0][0]
+    settings = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
+    assert theirs.generate(torch.tensor([prompt]), **settings)[0].tolist() == reply
+    assert theirs.generate(torch.tensor([prompt]), **settings, use_cache=False)[0].tolist() == reply
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["min_p"], generation["do_sample"]) == (0.8, 0.05, True)
+    assert tiny_tokenizer().encode_special("<|assistant_end|>") in generation["eos_token_id"]
+
+    # The chat template renders what conversation.py does.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    call_and_answer = [
+        {"type": "text", "text": "It is "}, {"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"},
+        {"type": "text", "text": ""}, {"type": "text", "text": "5."},
+    ]  # fmt: skip
+    messages = [{"role": "system", "content": "Be\nbrief. "}, {"role": "user", "content": " 2+3 从? "}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt == render_prompt(tiny_tokenizer(), messages)
+    messages.append({"role": "assistant", "content": call_and_answer})
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert whole == render(tiny_tokenizer(), messages).ids
+
+    # Back into this project.
+    again, _, meta = load_model(str(out), "cpu") if shape != "qwen3" else (None, None, None)
+    if again is not None:
+        assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
+
+
+def test_push_uploads_to_a_private_repository(base, capsys, monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, endpoint):
+            calls.append(endpoint)
+
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, repo_id, folder_path, **_):
+            calls.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+            if repo_id == "me/unreachable":
+                raise ConnectionError("no route")
+
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    call(export, "--to", "hf", "--out", str(base / "out"), "--push", "me/tiny")
+    assert calls[:2] == ["https://mirror.example", ("me/tiny", {"private": True, "exist_ok": True})]
+    assert calls[2][0] == "me/tiny" and "modeling_nanochat.py" in calls[2][1] and "model.safetensors" in calls[2][1]
+    assert "https://mirror.example/me/tiny" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call(export, "--to", "hf", "--out", str(base / "two"), "--push", "me/unreachable")
+    err = capsys.readouterr().err
+    assert "cannot reach" in err and err.count("\n") == 1 and (base / "two").exists()
 
 
 def texts(count: int) -> list[str]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The rooms from the ground floor up. A module imports from its own row and from the rows above it, never from below.
 # `name.*` is a folder. The reading list is every name without a dot.
 ORDER = (
-    ("shell.*",),
+    ("shell.*", "exported.*"),
     ("attention", "cross_entropy"),
     ("kernels.*",),
     ("device",),
@@ -31,6 +31,7 @@ ORDER = (
     ("train",),
     ("losses",),
     ("sampling",),
+    ("hf",),
     ("checkpoint_manager",),
     ("engine",),
     ("rollout",),

@@ -20,7 +20,7 @@ from tiny import complaint
 
 from nanochat.data import catalog, hub
 from nanochat.data.catalog import Dataset, Source
-from nanochat.data.hub import fetch, fetch_split, fetch_url, leaves_folder
+from nanochat.data.hub import fetch, fetch_model, fetch_split, fetch_url, leaves_folder
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 COMMIT = "c0ffee" + "0" * 34
@@ -85,7 +85,7 @@ class FakeHub:
                     return self.answer(fake.status)
                 if fake.listing is not None and "/api/" in url.path:
                     return self.answer(200, fake.listing)
-                if url.path.startswith("/api/datasets/"):
+                if url.path.startswith(("/api/datasets/", "/api/models/")):
                     siblings = [
                         {"rfilename": name, "size": len(body), "lfs": lfs(body)} for name, body in fake.files.items()
                     ]
@@ -310,6 +310,46 @@ def test_modelscope_without_its_client_is_one_line(fake, monkeypatch):
 
 
 # ---------------------------------------------------------------------- a file on no hub, processes
+
+
+def model_files() -> dict[str, bytes]:
+    weights = {"model.safetensors": BODY, "consolidated.safetensors": BODY, "pytorch_model.bin": BODY}
+    settings = {name: b"{}" for name in ("config.json", "tokenizer.json", "listing.json", "onnx/config.json")}
+    return weights | settings | {"merges.txt": b"a b", "chat_template.jinja": b"x", "README.md": b"hello"}
+
+
+def test_a_model_is_fetched_once_without_what_it_does_not_need(fake, tmp_path, monkeypatch):
+    fake.files = model_files()
+    folder = fetch_model("hf:Org/Name-0.6B")
+    assert folder == tmp_path / "base" / "models" / "Org--Name-0.6B"
+    names = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    assert data_files(folder) == names and (folder / "model.safetensors").read_bytes() == BODY
+    assert fake.requests("GET", "/api/models/Org/Name-0.6B") and fake.requests("GET", f"/resolve/{COMMIT}/config.json")
+    assert fetch_model("hf:Org/Name-0.6B@v1.0").name == "Org--Name-0.6B@v1.0"
+    assert fake.requests("GET", "/revision/v1.0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch_model("hf:Org/Name-0.6B") == folder
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:name", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a/b@../../c", "hf:a b/c"])
+def test_what_is_no_name_of_a_model(fake, source):
+    assert "hf:ORG/NAME" in complaint(lambda: fetch_model(source)) and not fake.seen
+
+
+def test_a_model_that_cannot_be_used_is_one_line(fake, monkeypatch):
+    fake.files = model_files()
+    del fake.files["model.safetensors"], fake.files["consolidated.safetensors"]
+    assert "it has .bin alone" in complaint(lambda: fetch_model("hf:org/pickled"))
+    fake.files = {"model-q4.gguf": BODY, "README.md": b""}
+    assert "it has .gguf alone" in complaint(lambda: fetch_model("hf:org/gguf"))
+    fake.status = 401
+    line = complaint(lambda: fetch_model("hf:org/gated"))
+    assert "HF_TOKEN" in line and f"{fake.url}/org/gated is closed" in line
+    fake.status = 404
+    assert "check the name" in complaint(lambda: fetch_model("hf:org/mistyped"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    line = complaint(lambda: fetch_model("hf:org/name"))
+    assert "cannot reach" in line and "HF_ENDPOINT" in line and "name a folder" in line
 
 
 def test_a_file_of_an_address(fake, tmp_path):

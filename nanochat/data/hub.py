@@ -1,4 +1,5 @@
-"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_url` for a single file.
+"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_model` for a model to
+start from, `fetch_url` for a single file.
 
 The hub's own client does the transfer: huggingface_hub, or modelscope with `--hub modelscope`. This file adds what a
 training run needs:
@@ -27,10 +28,11 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import data_dir, open_lock
+from nanochat.shell.paths import data_dir, model_dir, open_lock
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0
@@ -38,12 +40,17 @@ MAX_LISTED_FILES = 200_000  # of one repo: a hub that lists more is broken or ho
 MAX_PAGES = 1000  # of such a list, a request each
 
 
+Kind = Literal["dataset", "model"]  # of a repository
+
+
 class HuggingFace:
     """huggingface_hub, imported at the first request: `--help` and runs on local text do without it."""
 
     variable = "HF_ENDPOINT"
+    branch = "main"
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind = "dataset") -> None:
+        self.kind: Kind = kind
         mirror = os.environ.get(self.variable)
         self.endpoint = (mirror or "https://huggingface.co").rstrip("/")
         if not re.match(r"https?://[^/]", self.endpoint):
@@ -58,7 +65,8 @@ class HuggingFace:
 
         # One request for commit and files. It is not retried, so that a machine without a network learns it at once.
         api = HfApi(endpoint=self.endpoint)
-        info = api.dataset_info(source.repo, revision=source.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
+        ask = api.dataset_info if self.kind == "dataset" else api.model_info
+        info = ask(source.repo, revision=source.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
         files: Files = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
         return info.sha or source.revision, files
 
@@ -67,7 +75,7 @@ class HuggingFace:
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(
-            repo, path, repo_type="dataset", revision=commit, endpoint=self.endpoint, local_dir=folder
+            repo, path, repo_type=self.kind, revision=commit, endpoint=self.endpoint, local_dir=folder
         )
 
 
@@ -75,8 +83,10 @@ class ModelScope:
     """The client of ModelScope, an extra that only `--hub modelscope` imports."""
 
     variable = "MODELSCOPE_ENDPOINT"
+    branch = "master"
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind = "dataset") -> None:
+        self.kind: Kind = kind
         self.endpoint = (os.environ.get(self.variable) or "https://www.modelscope.cn").rstrip("/")
 
     def listing(self, source: Source) -> tuple[str, Files]:
@@ -84,6 +94,9 @@ class ModelScope:
         from modelscope.hub.api import HubApi  # pyright: ignore[reportMissingImports]
 
         api = HubApi(endpoint=self.endpoint)
+        if self.kind == "model":
+            rows = api.get_model_files(source.repo, revision=source.revision, recursive=True)
+            return source.revision, {row["Path"]: row.get("Sha256") or None for row in rows if row["Type"] != "tree"}
         entries: dict[str, dict] = {}  # by path; the page after the last one is empty, or repeats
         for page in range(1, MAX_PAGES + 1):
             count = len(entries)
@@ -99,9 +112,13 @@ class ModelScope:
 
     def download(self, repo: str, commit: str, path: str, folder: Path) -> str:
         """Fetch one file into `folder` and return its path there."""
-        from modelscope.hub.file_download import dataset_file_download  # pyright: ignore[reportMissingImports]
+        from modelscope.hub import file_download  # pyright: ignore[reportMissingImports]
 
-        return dataset_file_download(repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint)
+        if self.kind == "model":
+            return file_download.model_file_download(repo, path, revision=commit, local_dir=str(folder))
+        return file_download.dataset_file_download(
+            repo, path, revision=commit, local_dir=str(folder), endpoint=self.endpoint
+        )
 
 
 HUBS = {"hf": HuggingFace, "modelscope": ModelScope}
@@ -135,6 +152,60 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
         files = dict.fromkeys(files)  # the sha256 in the table are those of hf
     with _opened(name, TASKS[name], hub, f"a local file or folder by {name}=PATH") as copy:
         return copy.fetch(files)
+
+
+# What a model needs: its weights under transformers' names (some repositories have them a second time, under others),
+# its settings, and whatever its tokenizer is made of.
+MODEL_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[^/]+\.(json|jinja|model|tiktoken)|merges\.txt|vocab\.txt")
+
+
+def fetch_model(source: str) -> Path:
+    """Download what is missing of `hf:ORG/NAME` or `modelscope:ORG/NAME` and return its folder.
+
+    `@REVISION` after the name is a branch, a tag or a commit. Raises UserError: with what to do next.
+    """
+    hub, _, name = source.partition(":")
+    matched = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII)
+    if matched is None or leaves_folder(name):
+        raise UserError(f"--source {source}: a model of a hub is {hub}:ORG/NAME, such as {hub}:Qwen/Qwen3-0.6B")
+    repo, revision = matched.groups()
+    client = HUBS[hub]("model")
+    folder = model_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
+    with _one_line(source, client, f"{client.endpoint}/{repo}", ["name a folder on this machine"]):
+        copy = _Copy(client, Source(repo, revision or client.branch), folder, f"{source} (licence: see its page)")
+        _, listed = copy.listing()
+        wanted = {path: digest for path, digest in listed.items() if MODEL_FILES.fullmatch(path)}
+        if "config.json" not in wanted or not any(path.endswith(".safetensors") for path in wanted):
+            kinds = {Path(path).suffix for path in listed} & {".bin", ".pt", ".pth", ".gguf"}
+            instead = f"it has {', '.join(sorted(kinds))} alone" if kinds else "it is another kind of repository"
+            raise UserError(
+                f"{client.endpoint}/{repo} has no config.json with model.safetensors ({instead}): name a repository of "
+                "the original weights in safetensors"
+            )
+        copy.fetch(wanted)
+    return folder
+
+
+def check_name(name: str) -> None:
+    """Raises UserError: when this is no name of a repository to push to."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or leaves_folder(name):
+        raise UserError(f"--push {name}: the repository is ORG/NAME, such as me/my-model")
+
+
+def push_model(folder: Path, name: str) -> str:
+    """Upload a folder to the repository `name`, made private if there is none, and return its page.
+
+    Raises UserError: with what to do next.
+    """
+    client = HuggingFace("model")
+    page = f"{client.endpoint}/{name}"
+    with _one_line(f"--push {name} ({folder} is complete)", client, page, ["push it later"]):
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=client.endpoint)
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["*.tmp"])
+    return page
 
 
 class _OnlyHttp(urllib.request.HTTPRedirectHandler):
@@ -175,15 +246,22 @@ def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_C
     source = dataset.sources[hub]
     client = HUBS[hub]()
     folder = data_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
-    try:
+    others = [f"--hub {other}" for other in dataset.sources if other != hub]
+    with _one_line(name, client, f"{client.endpoint}/datasets/{source.repo}", [*others, f"use {instead}"]):
         yield _Copy(client, source, folder, f"{name} (licence: {dataset.licence})")
+
+
+@contextlib.contextmanager
+def _one_line(name: str, client: HuggingFace | ModelScope, page: str, others: list[str]) -> Iterator[None]:
+    """Whatever fails inside is a UserError; `others`: what to do where the hub cannot be reached."""
+    try:
+        yield
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:
-        reason = _reason(error, client.endpoint, f"{client.endpoint}/datasets/{source.repo}")
+        reason = _reason(error, client.endpoint, page)
         if reason.startswith("cannot reach"):
-            others = [f"--hub {other}" for other in dataset.sources if other != hub]
-            reason += ": " + ", or ".join([f"set {client.variable} to a mirror", *others, f"use {instead}"])
+            reason += ": " + ", or ".join([f"set {client.variable} to a mirror", *others])
         raise UserError(f"{name}: {reason}") from error
 
 

@@ -45,9 +45,10 @@ class StageFlags(TrainFlags):
     """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
 
     # model and data
-    source: str = "base"  # a stage, or a checkpoint's folder
+    source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     source_step: int | None = None  # step of the source; default: the newest
+    max_seq_len: Frozen[Count] = 0  # tokens of a row, at most the model's context; 0: the whole of it
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl file; default: by what the base model has read
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer

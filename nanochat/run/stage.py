@@ -118,11 +118,14 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
         source_tag = config.model_tag
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
-        source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing
-    )
+        source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
+        max_seq_len=config.max_seq_len,
+    )  # fmt: skip
     reference = None
     if with_reference:
-        reference, _, _ = checkpoint_manager.load_model(source, device, verified=True, layout=layout)
+        reference, _, _ = checkpoint_manager.load_model(
+            source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len
+        )
     model.train()
     print0(f"source: {source}")
     return Start(

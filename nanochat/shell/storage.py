@@ -119,14 +119,19 @@ def flush(path: Path) -> None:
             os.close(handle)
 
 
+def require_header(path: Path) -> None:
+    """Raises ValueError: when the header of a safetensors file is too large to be one."""
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name}: its header is too large")
+
+
 def layers(path: Path) -> int:
     """How many blocks a file of weights has, from its header alone.
 
     Raises ValueError: when the header is too large to be one.
     """
-    with path.open("rb") as file:
-        if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
-            raise ValueError("its header is too large")
+    require_header(path)
     with safe_open(path, framework="pt") as file:
         return len({name.split(".")[1] for name in file.keys() if name.startswith("blocks.")})  # noqa: SIM118
 

@@ -55,7 +55,8 @@ def default_dpo_tasks(pretraining_data: str) -> str:
 
 
 def _from_hub(data: str) -> bool:
-    return data in DATASETS or ("/" in data and not Path(data).exists())
+    # "web" is what models from elsewhere have read (hf.py).
+    return data in DATASETS or data == "web" or ("/" in data and not Path(data).exists())
 
 
 def open_mixture(text: str, split: Split, hub: str = "hf", seed: int = 0, pairs: bool = False) -> "Mixture":

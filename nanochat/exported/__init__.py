@@ -1,0 +1,1 @@
+"""What a folder carries that other programs read."""

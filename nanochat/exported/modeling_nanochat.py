@@ -1,0 +1,215 @@
+"""nanochat's model for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+
+This file stands alone: `python -m scripts.export --to hf` copies it next to the weights. It computes what
+nanochat/gpt.py computes, which explains each choice. tests/test_export.py compares the two.
+
+Legend: B batch, T new tokens, S cached and new tokens, C width, H query heads, K key/value heads, D head dim.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class NanochatConfig(PretrainedConfig):
+    """The fields of nanochat's GPTConfig, all of which config.json has."""
+
+    model_type = "nanochat"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # What transformers and its caches ask for, under our names.
+    attribute_map = {
+        "hidden_size": "width", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len", "intermediate_size": "mlp_width",
+    }  # fmt: skip
+
+    def __init__(self, **settings):
+        # Set first: the base class looks at some of them. It keeps those that it does not know itself.
+        for name in ("width", "n_layer", "n_head", "n_kv_head", "sequence_len", "mlp_width"):
+            setattr(self, name, settings.pop(name, 0))
+        super().__init__(**settings)
+
+
+class Norm(nn.Module):
+    def __init__(self, config, size: int):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(size)) if config.norm_weight else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer: int):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        H, K, D = config.n_head, config.n_kv_head, config.head_dim
+        self.qkv = nn.Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
+        self.output = nn.Linear(H * D, config.width, bias=False)
+        has_norm = config.qk_norm != "none"
+        self.q_norm = Norm(config, D) if has_norm else nn.Identity()
+        self.k_norm = Norm(config, D) if has_norm else nn.Identity()
+        has_gate = has_value_embedding(config, layer)
+        self.value_gate = nn.Linear(min(32, config.width), K, bias=False) if has_gate else None
+        self.scale = (config.qk_scale**2 if has_norm else 1.0) / math.sqrt(D)
+
+    def forward(self, x, value, cos, sin, mask, cache):
+        c = self.config
+        B, T, _ = x.shape
+        q, k, v = (
+            self.qkv(x)
+            .view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)
+            .split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+        )
+        if c.qk_norm == "before_rotary":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if c.qk_norm == "after_rotary":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_gate is not None:
+            gate = torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
+            v = v + 3 * gate.unsqueeze(-1) * value.view(B, T, c.n_kv_head, c.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)  # (B, K, S, D)
+        grouped = c.n_head != c.n_kv_head
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
+        return self.output(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def has_value_embedding(config, layer: int) -> bool:
+    return config.value_embeddings and layer % 2 == (config.n_layer - 1) % 2
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.is_gated = config.mlp == "swiglu"
+        self.input = nn.Linear(config.width, (2 if self.is_gated else 1) * config.mlp_width, bias=False)
+        self.output = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.input(x)
+        if self.is_gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.output(F.silu(gate) * up)
+        return self.output(F.relu(x).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer: int):
+        super().__init__()
+        self.attention_norm = Norm(config, config.width)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = Norm(config, config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x, value, cos, sin, mask, cache):
+        x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanochatConfig
+    base_model_prefix = ""
+    _no_split_modules = ["Block"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        rows = math.ceil(config.vocab_size / 64) * 64
+        self.embedding = nn.Embedding(rows, config.width)
+        self.embedding_norm = Norm(config, config.width) if config.embedding_norm else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = Norm(config, config.width)
+        self.head = None if config.tied_head else nn.Linear(config.width, rows, bias=False)
+        self.value_embeddings = nn.ModuleDict()
+        for layer in range(config.n_layer):
+            if has_value_embedding(config, layer):
+                self.value_embeddings[str(layer)] = nn.Embedding(rows, config.n_kv_head * config.head_dim)
+        if config.residual_scales:
+            self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
+            self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return None  # its rows are padded: whoever resized or tied it would lose the padding
+
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
+        logits_to_keep=0, **_,
+    ):  # fmt: skip
+        """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows."""
+        c = self.config
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        B, T = input_ids.shape
+        places = torch.arange(seen + T, device=input_ids.device)
+        if position_ids is None:
+            position_ids = places[seen:].expand(B, T)
+            if attention_mask is not None:  # counted without the padding
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, seen:]
+
+        x = self.embedding(input_ids)
+        cos, sin = self._angles(position_ids, x.dtype)
+        masks = self._masks(places, seen, attention_mask)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        first = x
+        for layer, block in enumerate(self.blocks):
+            if c.residual_scales:
+                x = self.residual_scales[layer] * x + self.embedding_scales[layer] * first
+            value = None
+            if str(layer) in self.value_embeddings:
+                value = self.value_embeddings[str(layer)](input_ids)
+            x = block(x, value, cos, sin, masks[self._window(layer)], past_key_values)
+        x = self.norm(x)
+        if isinstance(logits_to_keep, int) and logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        logits = F.linear(x, weight[: c.vocab_size]).float()
+        if c.logit_cap:
+            logits = c.logit_cap * torch.tanh(logits / c.logit_cap)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        D = self.config.head_dim
+        frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device).float() / D)
+        angles = positions[..., None].float() * frequencies  # (B, T, D / 2)
+        angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, T, 1, D)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _window(self, layer: int) -> int:
+        c = self.config
+        letter = c.window_pattern[layer % len(c.window_pattern)]
+        if c.window_tokens:
+            return c.window_tokens if letter == "S" else 0
+        return 0 if letter == "L" or layer == c.n_layer - 1 else max(c.sequence_len // 4, 1)
+
+    def _masks(self, places: Tensor, seen: int, attention_mask: Tensor | None) -> dict[int, Tensor]:
+        """By window a mask (B or 1, 1, T, S), True where the query may attend to the key."""
+        distance = places[seen:, None] - places  # (T, S)
+        masks = {}
+        for window in {self._window(layer) for layer in range(self.config.n_layer)}:
+            mask = (distance >= 0) & ((distance < window) if window else True)
+            if attention_mask is not None:
+                # A padding token attends to itself: without any key its values would not be numbers.
+                mask = mask & attention_mask[:, None, : len(places)].bool() | (distance == 0)
+            masks[window] = mask[:, None] if mask.ndim == 3 else mask[None, None]
+        return masks

@@ -1,0 +1,523 @@
+"""Hugging Face's folders of models: their config.json and ours, their names and ours, weights in and out.
+
+    config.json  generation_config.json      what the model is, and how its replies are drawn
+    model.safetensors                        the weights; or, where they are large, several files and their index:
+    model-00001-of-00002.safetensors  ...    model.safetensors.index.json names the file of each tensor
+    tokenizer.json ...                       tokenizer.py reads these
+
+There is no second model: Qwen, Llama and Mistral are values of GPTConfig. Weights are read a piece at a time, each rank
+its own rows, from files that are mapped and never unpickled. Whoever made the folder may be hostile: what config.json
+asks for is compared with the headers of the weights before anything is built.
+
+Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/test_hf.py.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nanochat.gpt import GPT, GPTConfig, RopeScaling
+from nanochat.parallel.fsdp import held_rows, local, whole_weights
+from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
+from nanochat.shell import storage
+from nanochat.shell.log import warn
+from nanochat.shell.untrusted import read_json, require_file
+
+PIECE_BYTES = 32 << 20  # read at once: what a load takes beyond the weights themselves
+SHARD_BYTES = 5 << 30  # of a file that is written: hubs and file systems take larger ones badly
+MAX_SHARDS = 1000
+MAX_SIZE = 1 << 24  # of a vocabulary, a width or a context
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+# ---------------------------------------------------------------------- names
+
+# Ours -> theirs, in the order in which the rows of theirs are stacked in ours: one product instead of three.
+NAMES = {
+    "embedding.weight": ("model.embed_tokens.weight",),
+    "norm.weight": ("model.norm.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+# The same below blocks.<n>. and model.layers.<n>.
+LAYER_NAMES = {
+    "attention_norm.weight": ("input_layernorm.weight",),
+    "attention.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attention.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight",),
+    "attention.output.weight": ("self_attn.o_proj.weight",),
+    "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp.input.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.output.weight": ("mlp.down_proj.weight",),
+}
+# Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
+IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
+
+
+def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
+    """The tensors that our parameter of so many rows is stacked from, and the rows of each.
+
+    Raises ValueError: for a parameter that no other family has.
+    """
+    block = re.match(r"blocks\.(\d+)\.", name)
+    names = LAYER_NAMES.get(name[block.end() :]) if block else NAMES.get(name)
+    if names is None:
+        raise ValueError(f"Hugging Face's families have no {name}")
+    if block:
+        names = [f"model.layers.{block[1]}.{name}" for name in names]
+    if len(names) == 3:  # q, k, v: with grouped heads q is the largest
+        D = config.head_dim
+        counts = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
+    elif name in ("embedding.weight", "head.weight"):
+        counts = [config.vocab_size]  # without the padding
+    else:
+        counts = [rows // len(names)] * len(names)
+    return list(zip(names, counts, strict=True))
+
+
+# ---------------------------------------------------------------------- config.json
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one family apart from the others."""
+
+    architecture: str  # the class in transformers
+    defaults: dict[str, Any] = field(default_factory=dict)  # what config.json may leave out, as in transformers
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 32}, qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}, qk_norm=True),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+}
+
+# What the model does not compute: the key of config.json, the values that are harmless, and what another one means.
+REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_act", (None, "silu", "swish"), "an activation other than silu"),
+    ("attention_bias", (None, False), "a bias on the attention's output"),
+    ("mlp_bias", (None, False), "biases in the MLP"),
+    ("partial_rotary_factor", (None, 1, 1.0), "rotary positions in a part of the channels"),
+    ("quantization_config", (None,), "quantized weights"),
+    ("num_experts", (None, 0), "a mixture of experts"),
+    ("num_local_experts", (None, 0), "a mixture of experts"),
+    ("use_mrope", (None, False), "rotary positions in several dimensions (mrope)"),
+)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is in Hugging Face's layout; our own, exported ones have a manifest too."""
+    return (path / "config.json").is_file() and not (path / "manifest.json").is_file()
+
+
+def read_config(folder: Path) -> tuple[str, GPTConfig]:
+    """The family of a folder's model, and its config.
+
+    Raises ValueError: for a model that this one does not compute; names what it is.
+    """
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise ValueError("config.json is not an object")
+    return str(config.get("model_type")), to_config(config)
+
+
+def to_config(theirs: dict[str, Any]) -> GPTConfig:
+    """Our config of the same model. Raises ValueError: where there is none."""
+    family = FAMILIES.get(str(theirs.get("model_type")))
+    if family is None:
+        raise ValueError(f"model_type {str(theirs.get('model_type'))[:80]} is not known: one of {', '.join(FAMILIES)}")
+    for key, harmless, meaning in REFUSED:
+        if theirs.get(key) not in harmless:
+            raise ValueError(f"config.json has {key} {str(theirs[key])[:80]}: {meaning}, which this model has not")
+    theirs = {**family.defaults, **theirs}
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if theirs.get(key) is None else theirs[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
+            raise ValueError(f"config.json: {key} is {str(value)[:80]}, not a number from 1 to {MAX_SIZE:,}")
+        return value
+
+    heads = size("num_attention_heads")
+    width = size("hidden_size")
+    layers = size("num_hidden_layers")
+    context = size("max_position_embeddings")
+    theta, scaling = _rope(theirs, context)
+    pattern, window = _windows(theirs, layers)
+    return GPTConfig(
+        vocab_size=size("vocab_size"),
+        sequence_len=context,
+        n_layer=layers,
+        width=width,
+        n_head=heads,
+        n_kv_head=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", width // heads),
+        mlp="swiglu",
+        mlp_width=size("intermediate_size"),
+        window_pattern=pattern,
+        window_tokens=window,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qk_norm="before_rotary" if family.qk_norm else "none",
+        qk_scale=1.0,
+        norm_weight=True,
+        norm_eps=_number(theirs, "rms_norm_eps", 1e-6),
+        attention_bias=family.qkv_bias,
+        tied_head=theirs.get("tie_word_embeddings") is True,
+        embedding_norm=False,
+        value_embeddings=False,
+        residual_scales=False,
+        logit_cap=0.0,
+    )
+
+
+def _number(values: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = default if values.get(key) is None else values[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
+        raise ValueError(f"config.json: {key} is {str(value)[:80]}, not a number above 0")
+    return float(value)
+
+
+def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
+    """The base of the wavelengths, and how they are scaled."""
+    # One object since transformers 5, a number and an object before that.
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError("config.json: the rotary settings are not an object")
+    theta = _number({"rope_theta": rope.get("rope_theta", theirs.get("rope_theta"))}, "rope_theta", 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0) or "mrope_section" in rope:
+        raise ValueError("config.json: rotary positions in a part of the channels or several dimensions (mrope)")
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"config.json: rope_type {str(kind)[:80]} is not known: one of default, linear, llama3, yarn")
+    factor = _number(rope, "factor")
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    original = theirs.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings", context)
+    original = int(_number({"original_max_position_embeddings": original}, "original_max_position_embeddings"))
+    if kind == "llama3":
+        turns = (_number(rope, "low_freq_factor"), _number(rope, "high_freq_factor"))
+        return theta, RopeScaling("llama3", factor, original, *turns)
+    # The gain of YaRN: 0.1 ln(factor) + 1, unless the folder says otherwise.
+    gain = rope.get("attention_factor")
+    if gain is None:
+        mscale = rope.get("mscale")
+        mscale_all_dim = rope.get("mscale_all_dim")
+        gain = _yarn_gain(factor, 1.0)
+        if mscale and mscale_all_dim:
+            gain = _yarn_gain(factor, _number(rope, "mscale")) / _yarn_gain(factor, _number(rope, "mscale_all_dim"))
+    turns = (_number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0))
+    gain = _number({"attention_factor": gain}, "attention_factor")
+    return theta, RopeScaling("yarn", factor, original, *turns, gain, rope.get("truncate", True) is True)
+
+
+def _yarn_gain(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
+    """The window pattern and the tokens of a short window, 0 where no layer has one."""
+    window = theirs.get("sliding_window")
+    kinds = theirs.get("layer_types")
+    if theirs["model_type"] == "mistral":  # all layers alike
+        kinds = None
+        first = 0
+    else:  # Qwen: those from max_window_layers on, where it is switched on
+        window = (window or 4096) if theirs.get("use_sliding_window") is True else None
+        first = theirs.get("max_window_layers", 28)
+    if theirs["model_type"] == "llama" or window is None:
+        return "L", 0
+    if kinds is None:
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    letters = {"full_attention": "L", "sliding_attention": "S"}
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(str(kind) in letters for kind in kinds):
+        raise ValueError(f"config.json: layer_types is not a list of {layers}, each one of {', '.join(letters)}")
+    pattern = "".join(letters[kind] for kind in kinds)
+    if "S" not in pattern:
+        return "L", 0
+    tokens = int(_number({"sliding_window": window}, "sliding_window"))
+    return pattern if "L" in pattern else "S", tokens
+
+
+def family_of(config: GPTConfig) -> str | None:
+    """The family that computes this config, the most widespread one; None: none does."""
+    windows = [config.window(layer) for layer in range(config.n_layer)]
+    plain = config.mlp == "swiglu" and config.norm_weight and not config.logit_cap
+    additions = config.embedding_norm or config.value_embeddings or config.residual_scales
+    if not plain or additions or (config.qk_norm != "none" and config.qk_scale != 1):
+        return None
+    if config.qk_norm == "before_rotary":
+        return None if config.attention_bias else "qwen3"
+    if config.qk_norm == "after_rotary":
+        return None
+    if config.attention_bias:
+        return "qwen2"
+    if any(windows):
+        return "mistral" if len(set(windows)) == 1 else None
+    return "llama"
+
+
+def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
+    """config.json of the same model in a family that computes it, in the form that all versions of transformers,
+    vLLM and llama.cpp read."""
+    windows = [config.window(layer) for layer in range(config.n_layer)]
+    theirs: dict[str, Any] = {
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_len,
+        "num_hidden_layers": config.n_layer,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tied_head,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
+    if family in ("llama", "qwen3"):
+        theirs["attention_bias"] = False
+    if family == "llama":
+        theirs["mlp_bias"] = False
+    if family == "mistral":
+        theirs["sliding_window"] = windows[0] or None
+    if family in ("qwen2", "qwen3"):
+        theirs["use_sliding_window"] = any(windows)
+        if any(windows):
+            theirs["sliding_window"] = max(windows)
+            theirs["max_window_layers"] = windows.index(max(windows))
+            theirs["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    scaling = config.rope_scaling
+    if scaling is not None:
+        rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = scaling.original_len
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": scaling.fewest_turns, "high_freq_factor": scaling.most_turns}
+        if scaling.kind == "yarn":
+            rope |= {"beta_slow": scaling.fewest_turns, "beta_fast": scaling.most_turns}
+            rope |= {"attention_factor": scaling.gain, "truncate": scaling.whole_pairs}
+        theirs["rope_scaling"] = rope
+    return theirs
+
+
+# ---------------------------------------------------------------------- a folder's facts
+
+
+def describe(folder: Path, family: str, config: GPTConfig, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint's meta.json holds, of a folder that has none; the config is added by the caller."""
+    # It has read the web: that decides about the default tasks (tasks/mixture.py). Family and context are for an export
+    # after stages that may have shortened the context.
+    pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family, "context": config.sequence_len}
+    return {
+        "tokenizer": fingerprint,
+        "step": 0,
+        "stage": "hf",
+        "tasks": [],
+        "sampling": _sampling(folder),
+        "pretraining": pretraining,
+        "trained_at": int((folder / "config.json").stat().st_mtime),
+    }
+
+
+def _sampling(folder: Path) -> dict[str, float]:
+    """How replies are drawn, by generation_config.json; a chat model's own settings where it names none."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return saved_settings(CHAT_SAMPLING)
+    theirs = read_json(path)
+    if not isinstance(theirs, dict) or theirs.get("do_sample") is not True:
+        return saved_settings(CHAT_SAMPLING)
+    chosen = {name: theirs[name] for name in NEUTRAL if theirs.get(name) is not None}
+    try:
+        return saved_settings(read_settings(chosen))
+    except ValueError as error:
+        warn(f"{path}: its settings cannot be used ({error}), the usual ones are")
+        return saved_settings(CHAT_SAMPLING)
+
+
+# ---------------------------------------------------------------------- weights in
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a folder, by its header."""
+
+    path: Path
+    shape: list[int]
+    dtype: str  # a key of DTYPES
+
+
+def index(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder by name, read from the headers of its files.
+
+    Raises ValueError: when there is nothing to read; names what is there instead.
+    """
+    listing = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    places: dict[str, str] | None = None
+    if listing.is_file():
+        places = read_json(listing).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError(f"{listing.name} has no weight_map")
+        files = sorted(set(places.values()))
+        if len(files) > MAX_SHARDS or any(
+            Path(file).name != file or not file.endswith(".safetensors") for file in files
+        ):
+            raise ValueError(f"{listing.name} names files that are not plain .safetensors, or more than {MAX_SHARDS}")
+    elif single.exists():
+        files = [single.name]
+    else:
+        raise ValueError(_what_is_there(folder))
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        path = folder / file
+        if not path.exists():
+            raise ValueError(f"{file} is missing: download it again")
+        for name, tensor in _headers(path):
+            if places is None or places.get(name) == file:
+                tensors[name] = tensor
+    missing = set(places or ()) - set(tensors)
+    if missing:
+        raise ValueError(f"{listing.name} names {sorted(missing)[0][:200]}, which is in none of the files")
+    return tensors
+
+
+def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
+    require_file(path)
+    storage.require_header(path)
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            piece = file.get_slice(name)
+            yield name, Stored(path, piece.get_shape(), piece.get_dtype())
+
+
+def _what_is_there(folder: Path) -> str:
+    """Why a folder without safetensors cannot be read."""
+    if any(folder.glob("*.gguf")):
+        return "it has GGUF files, which are quantized for llama.cpp: name the repository of the original weights"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return "its weights are pickled (.bin, .pt), and a pickle can run anything: convert them to safetensors"
+    return "it has no model.safetensors: download it again"
+
+
+def require_shapes(model: GPT, folder: Path) -> dict[str, Stored]:
+    """The folder's tensors, all of which are those of the model, which may be on the meta device.
+
+    Raises ValueError: naming the first that is missing, has another shape, or does not belong there.
+    """
+    stored = index(folder)
+    unknown = set(stored)
+    for name, parameter in model.state_dict().items():
+        for theirs, rows in theirs_of(name, model.config, parameter.shape[0]):
+            shape = [rows, *parameter.shape[1:]]
+            if theirs not in stored:
+                raise ValueError(f"the weights have no {theirs}, which config.json asks for")
+            if stored[theirs].shape != shape:
+                raise ValueError(f"{theirs} is {stored[theirs].shape}, config.json asks for {shape}")
+            if stored[theirs].dtype not in DTYPES:
+                raise ValueError(f"{theirs} is stored as {stored[theirs].dtype}: one of {', '.join(DTYPES)}")
+            unknown.discard(theirs)
+    unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
+    if unknown:
+        raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
+    return stored
+
+
+def layers(stored: dict[str, Stored]) -> int:
+    """How many blocks the weights have."""
+    return len({name.split(".")[2] for name in stored if name.startswith("model.layers.")})
+
+
+@torch.no_grad()
+def load_weights(model: GPT, folder: Path) -> None:
+    """Copy a folder's weights into a model of its config; of a sharded model, this rank's rows.
+
+    Raises ValueError: when names or shapes differ. Raises SafetensorError: when a file cannot be read.
+    """
+    stored = require_shapes(model, folder)
+    for name, target in model.state_dict().items():
+        read_rows(stored, model.config, name, target.shape[0], held_rows(target).start, local(target))
+
+
+def read_rows(stored: dict[str, Stored], config: GPTConfig, name: str, rows: int, first: int, target: Tensor) -> None:
+    """Fill `target` with rows of our parameter `name`, from row `first` on; the whole parameter has so many `rows`."""
+    start = 0  # of the next of theirs, counted in the parameter's rows
+    end = first + len(target)
+    for theirs, count in theirs_of(name, config, rows):
+        begin = max(start, first)
+        stop = min(start + count, end)
+        if begin < stop:
+            _read_part(stored[theirs].path, theirs, begin - start, target[begin - first : stop - first])
+        start += count
+    # What is left are rows of the padded vocabulary. Nothing reads them; they are zero, not what was in memory.
+    target[max(start - first, 0) :].zero_()
+
+
+def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
+    """Fill a target with rows of a tensor, from row `first` on."""
+    # A mapped file's pages count as this process's memory until the mapping ends: it is opened anew for each piece.
+    # That costs a look at the header; a whole file, mapped once, would double the memory of a load.
+    step = max(1, PIECE_BYTES // (4 * max(1, target[0].numel())))
+    for row in range(0, len(target), step):
+        part = target[row : row + step]
+        with safe_open(path, framework="pt") as file:
+            part.copy_(file.get_slice(name)[first + row : first + row + len(part)])
+
+
+# ---------------------------------------------------------------------- weights out
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a folder's matrices."""
+    dtypes = [tensor.dtype for tensor in index(folder).values() if len(tensor.shape) > 1]
+    return DTYPES[max(set(dtypes), key=dtypes.count)]
+
+
+def write_weights(folder: Path, model: GPT, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+    """Write a model's weights under Hugging Face's names, in several files where they are large.
+
+    Returns the facts of each file for a manifest. Raises ValueError: for a model that no family computes.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in whole_weights(model):
+        start = 0
+        for theirs, rows in theirs_of(name, model.config, weight.shape[0]):
+            held = sum(tensor.numel() for tensor in shards[-1].values()) * dtype.itemsize
+            part = weight[start : start + rows]
+            if shards[-1] and held + part.numel() * dtype.itemsize > shard_bytes:
+                shards.append({})
+            shards[-1][theirs] = part
+            start += rows
+    files = {}
+    weight_map = {}
+    total = 0
+    for number, tensors in enumerate(shards, start=1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        converted = {theirs: part.to(dtype) for theirs, part in tensors.items()}  # one file at a time
+        files[name] = storage.write_tensors(folder / name, converted, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in converted.values())
+    if len(shards) > 1:
+        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        name = "model.safetensors.index.json"
+        files[name] = storage.write_json(folder / name, listing)
+    return files
