@@ -133,12 +133,13 @@ def main(config: Config) -> None:
                 files[name] = storage.write_file(unfinished / name, [content.encode()])
             else:
                 files[name] = storage.write_json(unfinished / name, content)
+        size = sum(file["bytes"] for file in files.values())
         if family is None:
+            files.pop("modeling_nanochat.py", None)  # a download for this project leaves it out (data/hub.py)
             checkpoint_manager.commit(unfinished, out, files)
         else:  # a manifest would make it a checkpoint of ours
             checkpoint_manager.publish(unfinished, out)
 
-    size = sum(file["bytes"] for file in files.values())
     shape = f", as {family}" if family else ""
     print0(f"exported {source} to {out}: {size:,} bytes, weights in {described['dtype']}{shape}")
     if config.push is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from nanochat.run.flags import StageFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Positive, Range
+from nanochat.shell.cli import Count, Fraction, Positive, Range, UserError
 from nanochat.shell.log import counted, print0
 from nanochat.shell.screen import phase, track
 
@@ -64,6 +64,8 @@ def main(config: Config) -> None:
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
     )
     batch_tokens = micro_tokens * accumulation
+    if not config.num_iterations and not start.pretraining["tokens"]:
+        raise UserError("--num_iterations: this model does not say how many tokens it has read: give the steps")
     steps = config.num_iterations or max(1, round(start.pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer = make_optimizer(model, rates, device, layout=start.layout)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import save_family
 from safetensors.torch import load_file, save_file
 from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 
@@ -16,7 +17,9 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.mesh import lay_out
+from nanochat.shell import cli
 from nanochat.tokenizer import EXPORTED_NAME
+from scripts import export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -166,6 +169,29 @@ def test_every_rank_reads_its_rows(folders):
         assert weights.pop("held") < 0.52 * total
         for name, weight in model.state_dict().items():
             assert torch.equal(weights[name], weight), name
+
+
+def test_an_imported_model_is_exported_with_its_tokenizer(folders, tmp_path, monkeypatch):
+    """From a family's folder to another: config, weights, ids and template are the same in transformers."""
+    source = save_family(tmp_path / "source", "qwen3")
+    oracle = make_oracle("qwen3")
+    oracle.resize_token_embeddings(700)  # wider than the vocabulary, as Qwen's
+    oracle.generation_config.eos_token_id = json.loads((source / "generation_config.json").read_text())["eos_token_id"]
+    oracle.bfloat16().save_pretrained(source)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", str(source), "--out", str(tmp_path / "out")])
+    cli.run(export.main, export.Config)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    original = load_file(source / "model.safetensors")
+    assert set(written) == set(original) and written["model.norm.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    _, before, _ = load_model(str(source), "cpu")
+    _, after, _ = load_model(str(tmp_path / "out"), "cpu")
+    assert after.fingerprint() == before.fingerprint()
+    theirs = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "out")]
+    messages = [{"role": "user", "content": "Hello! 从前 12"}]
+    ids = [one.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for one in theirs]
+    assert ids[0] == ids[1] and len(ids[0]) > 10
 
 
 def test_sampling_is_the_folders(folders, tmp_path):
