@@ -12,12 +12,13 @@ Source: the settings of transformers' `apply_chat_template` (the environment, it
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, wraps
 from typing import Any
 
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import replace_surrogates
 
 # Operations that a template may use for one conversation, about a second. Of a text 64 characters count as one.
@@ -32,7 +33,12 @@ LEFT_OUT = ("center", "format", "urlize", "wordwrap", "striptags", "pprint", "ra
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
-class TemplateError(ValueError):
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]  # (start, end) in a text
+Special = tuple[int, int, str]  # (start, end, name) of a special token in a text
+
+
+class TemplateError(UserError):
     """A template cannot render a conversation, or refuses to."""
 
 
@@ -41,8 +47,8 @@ class RenderedText:
     """A conversation as text."""
 
     text: str
-    specials: list[tuple[int, int, str]]  # (start, end, name) of each special token; the rest is plain text
-    marked: list[tuple[int, int]]  # (start, end) of what {% generation %} encloses
+    specials: list[Special]  # in order; the rest is plain text
+    marked: list[Span]  # what {% generation %} encloses
 
 
 class ChatTemplate:
@@ -69,7 +75,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> RenderedText:
@@ -96,6 +102,49 @@ class ChatTemplate:
         with _complaints():
             text = template.render(fields)
         return self._divided(text, guard)
+
+    @cached_property
+    def reply_opening(self) -> str:
+        """What a prompt ends with, such as `<|im_start|>assistant` and a line end; empty where it has nothing more than
+        the conversation."""
+        question = [{"role": "user", "content": "Hello"}]
+        try:
+            text = self.render(question).text
+            prompt = self.render(question, add_generation_prompt=True).text
+        except TemplateError:
+            return ""
+        return prompt.removeprefix(text) if prompt.startswith(text) else ""
+
+    def learned(
+        self, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
+    ) -> list[Span | None]:
+        """Of each assistant's message in the rendered conversation, what the model writes: from where the reply begins
+        to its end, one of the special tokens `ends`. None where the template leaves no such place.
+        """
+        replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.has_marks and len(whole.marked) == len(replies):
+            return list(whole.marked)
+        # Without marks a reply is what its turn has more than the prompt before it:
+        #
+        #     messages[:1] and the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+        #     messages[:2]                    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
+        #     learned                                                                              5.<|im_end|>
+        #
+        # That counts only where the whole conversation begins with it. Qwen3's template leaves the thoughts of earlier
+        # replies out: there the model would learn from a text to which it never replies.
+        spans: list[Span | None] = []
+        for number in replies:
+            try:
+                prompt = self.render(messages[:number], tools, add_generation_prompt=True).text
+                turn = self.render(messages[: number + 1], tools)
+            except TemplateError:  # it refuses a part of this conversation
+                spans.append(None)
+                continue
+            start = len(prompt)
+            end = next((end for first, end, name in turn.specials if first >= start and name in ends), len(turn.text))
+            is_exact = turn.text.startswith(prompt) and whole.text.startswith(turn.text[:end])
+            spans.append((start, end) if is_exact else None)
+        return spans
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """A copy of the messages in which no text contains a special token's name, or ends with the begin of one."""
@@ -127,7 +176,7 @@ class ChatTemplate:
     def _divided(self, text: str, guard: str) -> RenderedText:
         """The text without our marks, and where its special tokens are."""
         begin, end = state.marks
-        marked: list[tuple[int, int]] = []
+        marked: list[Span] = []
         pieces = []
         length = 0  # of the text so far, without any of our characters
         opened = 0
@@ -141,7 +190,7 @@ class ChatTemplate:
                 length += len(piece)
 
         # Special tokens are looked for where the guards still are.
-        specials = []
+        specials: list[Special] = []
         guarded = text.replace(begin, "").replace(end, "")
         guards = 0  # before `at`
         counted = 0
@@ -191,7 +240,7 @@ class _complaints:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception):  # a template can raise anything: 1 / 0, no such key, memory
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise TemplateError(f"the chat template cannot render this conversation: {reason}") from error
+            raise TemplateError(f"the chat template fails: {reason}") from error
 
 
 def _spend(work: int) -> None:

@@ -6,12 +6,18 @@ then `user` and `assistant` in turn. A content is a text, or a list of parts `{"
 
 SFT, RL, evaluation, the terminal chat and the server all render here, and nowhere else: a model must be served exactly
 the format that it was trained on. One token of difference costs quality, and nothing reports it.
+
+A model of another family keeps its own format, which its chat template writes (chat_template.py). Its messages may also
+have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it describes.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.chat_template import ChatTemplate
+from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
@@ -56,6 +62,7 @@ class Rendered:
     ids: list[int]
     mask: list[int]  # 1 under each token that the assistant chooses
     cut: bool  # it was longer than max_tokens: its end is missing
+    unlearned: int = 0  # replies that a chat template writes otherwise when more turns follow: nothing is learned there
 
     @property
     def target_count(self) -> int:
@@ -113,8 +120,28 @@ def _check_message(number: int, message: dict) -> None:
         raise ValueError(f'message {number} ({role}): "train" is true or false')
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None) -> Rendered:
-    """Token ids and loss mask of a whole conversation, cut off after `max_tokens`."""
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None = None,
+    tools: Sequence[Any] | None = None,
+) -> Rendered:
+    """Token ids and loss mask of a whole conversation, cut off after `max_tokens`.
+
+    Raises UserError: when a chat template refuses the conversation, or there is none.
+    """
+    if isinstance(tokenizer, ImportedTokenizer):
+        ids, mask, unlearned = _render_by_template(tokenizer, messages, tools)
+    else:
+        ids, mask = _render(tokenizer, messages)
+        unlearned = 0
+    # Training cuts the end off, because each target needs all that precedes it and nothing that follows.
+    if max_tokens is None or len(ids) <= max_tokens:
+        return Rendered(ids, mask, cut=False, unlearned=unlearned)
+    return Rendered(ids[:max_tokens], mask[:max_tokens], cut=True, unlearned=unlearned)
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
     ids = [tokenizer.get_bos_token_id()]
     mask = [0]
     for message in messages:
@@ -136,10 +163,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | 
         # The end of a turn is the assistant's choice too: this is where it learns to stop.
         ids.append(tokenizer.encode_special(f"<|{role}_end|>"))
         mask.append(int(learned))
-    # Training cuts the end off, because each target needs all that precedes it and nothing that follows.
-    if max_tokens is None or len(ids) <= max_tokens:
-        return Rendered(ids, mask, cut=False)
-    return Rendered(ids[:max_tokens], mask[:max_tokens], cut=True)
+    return ids, mask
 
 
 @dataclass(frozen=True)
@@ -150,19 +174,28 @@ class Prompt:
     oldest: int  # index of the oldest message that it reads, the system message aside
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None = None,
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
-    ids = _shortened(tokenizer, messages, max_tokens).ids
+    ids = _shortened(tokenizer, messages, max_tokens, tools).ids
     if max_tokens is not None and len(ids) > max_tokens:
         raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
     return ids
 
 
 def fit_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], context: int, reply_tokens: int | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    context: int,
+    reply_tokens: int | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> Prompt:
     """The prompt of a chat of any length: half of the context stays free for the reply, or less for one of at most
     `reply_tokens`.
@@ -172,11 +205,15 @@ def fit_prompt(
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
     # (docs/measurements.md). What the model no longer reads costs less than a reply that it cannot finish.
     room = min(reply_tokens or context, context // 2)
-    return _shortened(tokenizer, messages, context - room)
+    return _shortened(tokenizer, messages, context - room, tools)
 
 
-def _shortened(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None) -> Prompt:
+def _shortened(
+    tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None, tools: Sequence[Any] | None
+) -> Prompt:
     """The prompt without the oldest turns, as few as its length requires."""
+    if isinstance(tokenizer, ImportedTokenizer):
+        return _shortened_by_template(tokenizer, messages, max_tokens, tools)
     # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
     # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
     # must follow the newest question. For example:
@@ -224,6 +261,8 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
     # A model can generate anything, so nothing here raises. A mark in the wrong place is dropped. A call that was not
     # closed, because the reply was cut off there, is text: a reader would see nothing of it, and rendered again it
     # would be a call without a result.
+    if isinstance(tokenizer, ImportedTokenizer):
+        return _parse_by_template(tokenizer, ids)
     opening = {tokenizer.encode_special(start): kind for kind, (start, _) in MARKS.items() if start}
     closing = {tokenizer.encode_special(end) for _, end in MARKS.values() if end}
     end = tokenizer.encode_special("<|assistant_end|>")
@@ -245,3 +284,87 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
         runs[-1] = ("text", runs[-1][1])
     # Decoded once per part and not per token: a character may be spread over several tokens.
     return [{"type": kind, "text": tokenizer.decode(tokens)} for kind, tokens in runs if tokens]
+
+
+# ---------------------------------------------------------------------- by the chat template of another family
+
+
+def _template(tokenizer: ImportedTokenizer) -> ChatTemplate:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "this model has no chat template, so it continues text and holds no conversation: take its "
+            "instruction-tuned relative, or put a chat_template.jinja next to its tokenizer.json"
+        )
+    return tokenizer.chat_template
+
+
+def _for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as templates read them: a content is a text."""
+    # The model has no marks for calculator calls. Of "It is " + call + result + "5." it reads and learns "It is 5."
+    plain = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if name != "train" and value is not None}
+        plain.append({**fields, "content": text_of(message.get("content") or "")})
+    return plain
+
+
+def _render_by_template(
+    tokenizer: ImportedTokenizer, messages: Sequence[Message], tools: Sequence[Any] | None
+) -> tuple[list[int], list[int], int]:
+    """Token ids, loss mask, and how many replies are not learned although they should be."""
+    template = _template(tokenizer)
+    plain = _for_template(messages)
+    whole = template.render(plain, tools)
+    ends = {name for name, index in tokenizer.special_ids.items() if index in tokenizer.reply_ends}
+    spans = []
+    unlearned = 0
+    replies = [message for message in messages if message["role"] == "assistant"]
+    for message, span in zip(replies, template.learned(whole, plain, tools, ends), strict=True):
+        has_content = text_of(message.get("content") or "") or message.get("tool_calls")
+        if not has_content or not message.get("train", True):
+            continue
+        if span is None:
+            unlearned += 1
+        else:
+            spans.append(span)
+    ids, mask = tokenizer.encode_rendered(whole, spans)
+    return ids, mask, unlearned
+
+
+def _shortened_by_template(
+    tokenizer: ImportedTokenizer, messages: Sequence[Message], max_tokens: int | None, tools: Sequence[Any] | None
+) -> Prompt:
+    template = _template(tokenizer)
+    first = 1 if messages[0]["role"] == "system" else 0
+    # A reply that the model continues is written after the prompt by itself: a template would end its turn.
+    begun: list[int] = []
+    if messages[-1]["role"] == "assistant":
+        begun = tokenizer.encode_continuation(text_of(messages[-1]["content"]))
+        messages = messages[:-1]
+    plain = _for_template(messages)
+    questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
+
+    def prompt(oldest: int) -> list[int]:
+        rendered = template.render([*plain[:first], *plain[oldest:]], tools, add_generation_prompt=True)
+        return tokenizer.encode_rendered(rendered)[0] + begun
+
+    # Each possible beginning gives another text, and the later it begins, the shorter it is: a few are tried.
+    ids = prompt(first)
+    if max_tokens is None or len(ids) <= max_tokens or len(questions) < 2:
+        return Prompt(ids, first)
+    earlier = questions[1:-1]  # the first is too long, and the last always stays
+    fitting = bisect.bisect_left(earlier, True, key=lambda oldest: len(prompt(oldest)) <= max_tokens)
+    oldest = [*earlier, questions[-1]][fitting]
+    return Prompt(prompt(oldest), oldest)
+
+
+def _parse_by_template(tokenizer: ImportedTokenizer, ids: Iterable[int]) -> list[Part]:
+    special = set(tokenizer.special_ids.values())
+    tokens = []
+    for token in ids:
+        if token in tokenizer.reply_ends:
+            break
+        if token not in special:
+            tokens.append(token)
+    text = tokenizer.decode(tokens)
+    return [{"type": "text", "text": text}] if text else []

@@ -51,7 +51,7 @@ PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their
 
 
 # A reply is complete with the assistant's end token, cut off by its length or the context, and broken by any other
-# special token, which the assistant must not write.
+# special token, which the assistant must not write. Models of other families may have several end tokens.
 Ending = Literal["complete", "cut off", "broken"]
 
 # ---------------------------------------------------------------------- a row and its tokens
@@ -124,14 +124,13 @@ class Engine:
         self.graphs = devices.records(self.device.kind, graphs)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
-        self.call_start = tokenizer.encode_special("<|python_start|>")
-        self.call_end = tokenizer.encode_special("<|python_end|>")
-        self.answer_start = tokenizer.encode_special("<|output_start|>")
-        self.answer_end = tokenizer.encode_special("<|output_end|>")
-        self.reply_end = tokenizer.encode_special("<|assistant_end|>")
-        # A reply ends with any special token except those of a call: the end of the message or document, and the marks
-        # that only the user, the system or the tool may write.
-        self.stop_ids = set(tokenizer.special_ids.values()) - {self.call_start, self.call_end}
+        # The marks of calculator calls. Models of other families have none: -1 is no token.
+        self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
+        self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
+        self.answer_start = tokenizer.special_ids.get("<|output_start|>", -1)
+        self.answer_end = tokenizer.special_ids.get("<|output_end|>", -1)
+        self.reply_end = tokenizer.reply_ends[0]
+        self.stop_ids = set(tokenizer.stop_ids)
 
     # ---- weights
 
@@ -232,7 +231,7 @@ class Engine:
         # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
         if not tokens or not mask[-1] or tokens[-1] not in self.stop_ids:
             return "cut off"
-        return "complete" if tokens[-1] == self.reply_end else "broken"
+        return "complete" if tokens[-1] in self.tokenizer.reply_ends else "broken"
 
     def generate_batch(
         self, tokens: Sequence[int], num_samples: int = 1, max_tokens: int = 256, **sampling: Any

@@ -13,12 +13,12 @@ tokenizer.json, with its sha256. Two kinds are read, between them nearly every l
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate
+from nanochat.chat_template import ChatTemplate, RenderedText
 from nanochat.shell.untrusted import read_json, read_text
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
 
@@ -65,6 +65,7 @@ class ImportedTokenizer(Tokenizer):
             raise ValueError(f"it has ids up to {self.vocab_size - 1:,}: up to {MAX_IDS - 1:,} are read")
         added = self._library.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
+        self._special = {token.content: token for token in added.values() if token.special}
 
         # What they stand for.
         kinds = set(_types(self._content.get("decoder"))) | set(_types(self._content.get("pre_tokenizer")))
@@ -83,6 +84,11 @@ class ImportedTokenizer(Tokenizer):
         # SentencePiece puts a space before a text, and takes it away again when it decodes one.
         self.strips_space = any(_strips_space(part) for part in _parts(self._content.get("decoder")))
 
+        # Where a space is put: before each text, also before what follows a special token?
+        first, after = self._probe()
+        self._adds_space = first
+        self._adds_space_after_special = after
+
         # What begins a document and ends a reply.
         self.names = {role: name for role in NAMES if (name := _name(self.config.get(role))) is not None}
         ends = [names[self.names["eos_token"]]] if self.names.get("eos_token") in names else []
@@ -97,6 +103,7 @@ class ImportedTokenizer(Tokenizer):
         if not {*ends, self._bos} <= set(self.special_ids.values()):
             raise ValueError("the tokens that begin and end a text are not special in it: texts could contain them")
         self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids) if self.templates else None
+        self.can_chat = self.chat_template is not None
 
     @classmethod
     def from_folder(cls, folder: Path, content: dict[str, Any]) -> "ImportedTokenizer":
@@ -179,6 +186,82 @@ class ImportedTokenizer(Tokenizer):
         # "fast": without the place of each token in the text, which takes most of the time. The batch of one releases
         # the interpreter's lock.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        if self._adds_space:
+            # Without the space that SentencePiece puts before a text. A line end is a token that nothing joins.
+            line_end = self.encode("\n")
+            ids = self.encode("\n" + text)
+            if ids[: len(line_end)] == line_end:
+                return ids[len(line_end) :]
+        return self.encode(text)
+
+    def encode_rendered(
+        self, rendered: RenderedText, spans: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a conversation, and a mask with a 1 under the tokens of the spans (start, end) of its text.
+
+        They are those of the whole text, unless a token would cross the border of a span, or the place where a reply
+        begins: the model reads what is before it as a prompt, and begins with a new token.
+        """
+        ids: list[int] = []
+        mask: list[int] = []
+        opening = self.chat_template.reply_opening if self.chat_template is not None else ""
+        begins = [match.end() for match in re.finditer(re.escape(opening), rendered.text)] if opening else []
+        borders = sorted({*begins, *(border for span in spans for border in span)})
+
+        def add(tokens: Sequence[int], start: int) -> None:
+            ids.extend(tokens)
+            mask.extend([int(any(first <= start < end for first, end in spans))] * len(tokens))
+
+        at = 0
+        text = rendered.text
+        follows_special = False
+        for start, end, name in [*rendered.specials, (len(text), len(text), "")]:
+            flags = self._special.get(name)
+            stop = at + len(text[at:start].rstrip()) if flags is not None and flags.lstrip else start
+            if stop > at:
+                cuts = [border - at for border in borders if at < border < stop]
+                is_begin = self._adds_space_after_special if follows_special else at == 0
+                place = at
+                for piece, length in self._pieces(text[at:stop], cuts, is_begin):
+                    add(piece, place)
+                    place += length
+            if flags is not None:
+                add([self.special_ids[name]], start)
+            at = end
+            if flags is not None and flags.rstrip:  # it takes the white space after it along
+                at = len(text) - len(text[end:].lstrip())
+            follows_special = True
+        return ids, mask
+
+    def _pieces(self, text: str, cuts: Sequence[int], is_begin: bool) -> list[tuple[list[int], int]]:
+        """The ids of a text, in pieces that end at the cuts, each with the length of its text."""
+        encode = self.encode if is_begin else self.encode_continuation
+        whole = encode(text)
+        pieces = []
+        done = 0  # tokens
+        last = 0  # cut
+        for number, cut in enumerate(cuts):
+            before = encode(text[:cut])
+            if whole[: len(before)] != before:  # a token crosses the cut
+                left = self._pieces(text[:cut], cuts[:number], is_begin)
+                return left + self._pieces(text[cut:], [other - cut for other in cuts[number + 1 :]], False)
+            pieces.append((whole[done : len(before)], cut - last))
+            done = len(before)
+            last = cut
+        return [*pieces, (whole[done:], len(text) - last)]
+
+    def _probe(self) -> tuple[bool, bool]:
+        """Whether a space is put before a text, and before a text after a special token."""
+        first = self.decode_bytes(self.encode("a"))[:1] == b" "
+        name = next((name for name, token in self._special.items() if not token.rstrip), None)
+        if not first or name is None:
+            return first, False
+        self._library.encode_special_tokens = False
+        _, *after = self._encode(f"{name}a")
+        self._library.encode_special_tokens = True
+        return first, self.decode_bytes(after)[:1] == b" "
 
     def decode(self, ids: Iterable[int]) -> str:
         text = super().decode(ids)

@@ -99,6 +99,7 @@ class Tokenizer:
     text_end: int  # the token after a text of a base model
     strips_space = False  # a reply of its own is shown without the space before its first word
     chat_template: "ChatTemplate | None" = None  # None: the chat format of conversation.py
+    can_chat = True  # False: another family's without a chat template
 
     def __init__(
         self,
@@ -255,6 +256,10 @@ class Tokenizer:
         if append is not None:
             ids.append(self._special_id(append))
         return ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that follows other text."""
+        return self.encode(text)
 
     def encode_batch(
         self, texts: Sequence[str], prepend: int | str | None = None, num_threads: int = 1

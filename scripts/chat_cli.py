@@ -72,9 +72,10 @@ def main(config: Config) -> None:
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])
-    if config.system and stage == "base":
+    has_turns = stage != "base" and tokenizer.can_chat
+    if config.system and not has_turns:
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
-    chat = Chat(Engine(model, tokenizer, device, config.graphs), config, sampling, has_turns=stage != "base")
+    chat = Chat(Engine(model, tokenizer, device, config.graphs), config, sampling, has_turns)
 
     # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -290,6 +291,8 @@ class Chat:
                     piece = decoder.decode(b"", final=True) + self.marks[new.id]
                 else:
                     piece = decoder.decode(self.tokenizer.decode_bytes([new.id]))
+                    if self.has_turns and self.tokenizer.strips_space and len(made) == 1:
+                        piece = piece.removeprefix(" ")
                 in_call = new.kind != "text"
                 self.show(piece, in_call)
                 in_call = in_call and new.id != self.engine.answer_end

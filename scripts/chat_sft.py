@@ -83,7 +83,13 @@ def main(config: Config) -> None:
         "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
-    opening, _ = draw(train, first, examples)
+    opening, opened = draw(train, first, examples)
+    unlearned = sum(one.unlearned for one in opened)
+    if unlearned:
+        print0(
+            f"the chat template writes {unlearned} replies of the first {examples} conversations otherwise when more "
+            "turns follow, as templates do that drop earlier thoughts: such replies are read, and not learned"
+        )
     # Micro-batches have a few shapes: the one of the run's first micro-batch is compiled, wherever the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)

@@ -165,7 +165,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             tokenizer,
             name=config.name or f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
             context=model.config.sequence_len,
-            chats=meta["stage"] != "base",
+            chats=meta["stage"] != "base" and tokenizer.can_chat,
             created=int(time.time()),
             fingerprint=f"fp_{weights_sha256(Path(meta['folder']))[:12]}",
             sampling=SamplingParams(**meta["sampling"]),

@@ -175,8 +175,10 @@ def create_app(
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str]:
         """vLLM's, as far as lm-eval needs it: it then tokenizes with this server, and needs no tokenizer of its own."""
-        end = "<|assistant_end|>" if state.ready_model().chats else "<|bos|>"
-        return {"bos_token": "<|bos|>", "eos_token": end}
+        model = state.ready_model()
+        tokenizer = model.tokenizer
+        bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
+        return {"bos_token": bos, "eos_token": eos}
 
     parsing = asyncio.Lock()
     compiling = asyncio.Lock()

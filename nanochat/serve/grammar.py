@@ -56,14 +56,15 @@ class Vocabulary:
         except ImportError as error:
             raise SchemaError("replies that follow a schema need llguidance: pip install llguidance") from error
         self._library = llguidance
-        # No text becomes a special token: llguidance takes a token that begins with the byte 0xff for one.
-        names = [b"\xff" + name.encode() for name in tokenizer.special_ids]
-        # The attributes that llguidance's wrapper reads.
-        self.tokens = [*tokenizer.tokens, *names]
+        # The attributes that llguidance's wrapper reads. No text becomes a special token: llguidance takes a token that
+        # begins with the byte 0xff for one. So are ids that a vocabulary leaves out.
+        self.tokens = [text or b"\xff<%d>" % index for index, text in enumerate(tokenizer.token_texts)]
+        for name, index in tokenizer.special_ids.items():
+            self.tokens[index] = b"\xff" + name.encode()
         self.special_token_ids = list(tokenizer.special_ids.values())
         self.eos_token_id = end
         self.bos_token_id = None
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_continuation
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=end
         )

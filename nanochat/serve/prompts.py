@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
+from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
+from nanochat.shell.cli import UserError
 
 # Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
 # many are 15 MB and take half a second to write, spread over the reply's tokens.
@@ -51,6 +53,15 @@ def check_chats(model: LoadedModel) -> None:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
 
 
+def check_tools(model: LoadedModel, body: ChatBody) -> None:
+    """Raises ApiError: 400 for tools where the model writes calls in a form that this server does not read."""
+    if not isinstance(model.tokenizer, ImportedTokenizer):
+        return
+    if body.candidates or any(message.role == "tool" or message.tool_calls for message in body.messages):
+        message = f"tools: this server does not read the calls that {model.name} writes; leave them out"
+        raise ApiError(400, message, param="tools", code="unsupported_parameter")
+
+
 def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: dict[str, Any]) -> Grammar:
     """What the reply must follow, from its schema. It takes milliseconds, for a hostile schema half a second.
 
@@ -71,6 +82,14 @@ def check_model_name(model: LoadedModel, name: str | None) -> None:
 
 
 def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
+    check_tools(model, body)
+    try:
+        return _encode_chat(model, body)
+    except UserError as error:  # a chat template's own complaint, such as "roles must alternate"
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     messages = body.conversation()
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
@@ -91,9 +110,10 @@ def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         check_length(model, [prompt])
         return model.tokenizer.encode(prompt, prepend=bos)
-    vocabulary = len(model.tokenizer.tokens)  # without the special tokens
+    vocabulary = model.tokenizer.vocab_size
+    special = set(model.tokenizer.special_ids.values())
     prompt = prompt[_is_begun(model, prompt) :]
-    if not all(0 <= token < vocabulary for token in prompt):
+    if not all(0 <= token < vocabulary and token not in special for token in prompt):
         raise ApiError(400, f"token ids are 0 to {vocabulary - 1}, without the special tokens", param="prompt")
     return [bos, *prompt]
 
@@ -114,8 +134,9 @@ def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
         if len(body.prompt) // model.longest_token > MAX_TOKENIZED:
             raise _too_many_tokens("prompt")
         begin = None if body.add_special_tokens is False else tokenizer.get_bos_token_id()
-        if begin is None and body.prompt == "<|bos|>":
-            tokens = [tokenizer.get_bos_token_id()]  # this is how lm-eval looks up its id
+        bos = tokenizer.get_bos_token_id()
+        if begin is None and body.prompt == tokenizer.decode([bos]):
+            tokens = [bos]  # this is how lm-eval looks up its id
         else:
             tokens = tokenizer.encode(body.prompt, prepend=begin)
     if len(tokens) > MAX_TOKENIZED:
@@ -175,6 +196,11 @@ def check_logprobs(requests: Sequence[Request]) -> None:
         raise ApiError(400, message, param="max_tokens", code="invalid_value")
 
 
+def _strips_space(model: LoadedModel, body: ChatBody | CompletionBody) -> bool:
+    """Whether the text is a reply of its own, and no continuation, by a tokenizer that puts a space before a text."""
+    return isinstance(body, ChatBody) and model.tokenizer.strips_space and body.messages[-1].role != "assistant"
+
+
 def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
@@ -213,6 +239,7 @@ def submit(
                 stop=body.stop_strings if body.calls != "schema" else (),  # they would break the call
                 logprobs=body.num_logprobs,
                 echo=echo,
+                strips_space=_strips_space(model, body),
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
                 calls=body.calls,

@@ -330,8 +330,9 @@ class CompletionSerializer(_ChoicesSerializer):
             lists["token_logprobs"].append(None if is_first else token["logprob"])
             lists["top_logprobs"].append(None if is_first else best)
             lists["text_offset"].append(self._offsets[number])
-            if one.token_id < len(self.tokenizer.tokens):  # a special token has a name and no text
-                self._offsets[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
+            texts = self.tokenizer.token_texts
+            if one.token_id < len(texts) and texts[one.token_id]:  # a special token has a name and no text
+                self._offsets[number] += len(self._decoders[number].decode(texts[one.token_id]))
         return lists
 
 

@@ -49,6 +49,7 @@ class Request:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
     echo: int = 0  # so many of the prompt's last tokens come before the reply, with `logprobs` as well
+    strips_space: bool = False  # its text begins without the space before its first word
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
@@ -123,9 +124,10 @@ class Stream:
 class TextOut:
     """Turns token ids into text that may be shown: whole characters, no special tokens, nothing of a stop string."""
 
-    def __init__(self, tokens: list[bytes], stop: tuple[str, ...]):
+    def __init__(self, tokens: list[bytes], stop: tuple[str, ...], strips_space: bool = False):
         self.tokens = tokens
         self.stop = stop
+        self.strips_space = strips_space  # leave out a space before the first word
         self.longest = max((len(one) for one in stop), default=0)
         self.stopped = False  # a stop string is complete; nothing follows
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -137,7 +139,11 @@ class TextOut:
 
     def plain(self, token: int) -> str:
         """The same where stop strings do not count."""
-        return self.decoder.decode(self.tokens[token]) if token < len(self.tokens) else ""
+        data = self.tokens[token] if token < len(self.tokens) else b""  # the output layer may be wider
+        if self.strips_space and data:
+            data = data.removeprefix(b" ")
+            self.strips_space = False
+        return self.decoder.decode(data)
 
     def flush(self) -> str:
         """The rest, where a text ends: half a character becomes U+FFFD."""
@@ -194,7 +200,7 @@ class _RequestRow(Row):
         self.held: list[tuple[TokenLogprob, str]] = []  # with their text, of tokens that are not shown yet
         self.shown = 0  # characters of the first of these tokens that are shown
         self.open_call: list[Chunk] = []  # held back until it is closed; see `_hand_out`
-        self.out = TextOut(tokens, request.stop)
+        self.out = TextOut(tokens, request.stop, request.strips_space)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # of its last token
 
@@ -258,7 +264,7 @@ class Scheduler:
         They belong to one client, so a prompt that several of them share is read once.
         Raises Overloaded: when not all find room, or the scheduler is closing.
         """
-        tokens = self.engine.tokenizer.tokens
+        tokens = self.engine.tokenizer.token_texts
         group = _Group(next(self._turns))
         rows = []
         for number, request in enumerate(requests):
@@ -374,9 +380,9 @@ class Scheduler:
 
     def _echo_text(self, row: _RequestRow) -> None:
         """Put the text of the echoed prompt into the stream, and the entry of its first token."""
-        tokens = self.engine.tokenizer.tokens
+        tokens = self.engine.tokenizer.token_texts
         echoed = row.prompt[-row.request.echo :]
-        text = b"".join(tokens[token] for token in echoed if token < len(tokens))  # special tokens have no text
+        text = b"".join(tokens[token] for token in echoed)
         row.stream.put(Chunk((), text.decode(errors="replace")))
         if row.request.logprobs >= 0:
             row.stream.put(Chunk(logprobs=(TokenLogprob(echoed[0], None),)))

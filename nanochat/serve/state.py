@@ -36,14 +36,17 @@ class LoadedModel:
     @cached_property
     def longest_token(self) -> int:
         """Bytes of the tokenizer's longest token."""
-        return max(map(len, self.tokenizer.tokens))
+        return max(map(len, self.tokenizer.token_texts))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens for grammars; made at first use, which takes a second for a large vocabulary."""
-        return Vocabulary(
-            self.tokenizer, self.tokenizer.encode_special("<|assistant_end|>" if self.chats else "<|bos|>")
-        )
+        return Vocabulary(self.tokenizer, self.end)
+
+    @property
+    def end(self) -> int:
+        """The token after a reply; of a base model, after a text."""
+        return self.tokenizer.reply_ends[0] if self.chats else self.tokenizer.text_end
 
 
 class ServerState:
