@@ -81,7 +81,7 @@ case $profile in
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     mid=(--device_batch_size 16 --num_iterations 180 --eval_every 60 --eval_tokens 32768 --save_every 60)
     sft=(--device_batch_size 16 --num_iterations 90 --eval_every 30 --save_every 30)
-    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 36 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
+    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 42 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
       --eval_every 0 --eval_examples 100 --save_every 10)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories
     ;;

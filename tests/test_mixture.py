@@ -15,6 +15,7 @@ from nanochat.demo.checker import check_story
 from nanochat.demo.corpus import held_out_pair
 from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import (
+    BUILT_IN_RL_TASKS,
     BUILT_IN_TASKS,
     CHINESE_TASKS,
     HUB_TASKS,
@@ -137,7 +138,7 @@ def test_a_wrong_flag_is_one_line(flag, problem):
 def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
-    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == ("stories", "gsm8k")
+    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == (BUILT_IN_RL_TASKS, "gsm8k")
     assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
     # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.
     assert default_tasks("fineweb-edu-chinese") == default_tasks("fineweb-edu-chinese", "modelscope") == CHINESE_TASKS
