@@ -7,6 +7,9 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
                                                      optimizer, loader and random generators (shell/storage.py)
     manifest.json                                    size and sha256 of every other file
 
+A run that trains adapters alone (lora.py) saves adapter.safetensors in place of model.safetensors: a few MB, and in
+meta.json where the weights are that they belong to, with their sha256.
+
 A save is atomic: a folder named `step_<n>` is complete, at whatever moment a process was killed. A reader compares
 every file with the manifest, so it also notices what a disk damaged later, and falls back to the step before.
 """
@@ -18,7 +21,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,14 @@ from torch import Tensor
 
 from nanochat import device as devices
 from nanochat import hf
+from nanochat import lora as adapters
 from nanochat.data import hub
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.lora import Lora
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
-from nanochat.parallel.fsdp import load_whole, require_shapes, shard, whole_weights
+from nanochat.parallel.fsdp import load_whole, require_shapes, shard, trained_parameters, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
 from nanochat.shell import paths, storage
@@ -131,7 +136,7 @@ def save(
     # Which part of it this rank writes, and how much all ranks write together. What several ranks hold alike is written
     # once, by the first of them. Rank 0's share is the largest: this sum is never too small.
     share, entries = storage.share_of(state, device.rank)
-    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    weight_bytes = sum(tensor.nbytes for tensor in trained_parameters(model).values())
     share_bytes = sum(tensor.nbytes for tensor in share.values())
     needed_bytes = weight_bytes + share_bytes * device.world_size
 
@@ -225,8 +230,9 @@ def write_model(
 ) -> dict[str, Any]:
     """Write what a later stage or the engine needs into a folder; returns the files for its manifest."""
     about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
+    weights_name = _weights_name(meta)
     return {
-        "model.safetensors": storage.write_tensors(folder / "model.safetensors", weights, about),
+        weights_name: storage.write_tensors(folder / weights_name, weights, about),
         "meta.json": storage.write_json(folder / "meta.json", meta),
         tokenizer_name: storage.facts(tokenizer.save(folder, tokenizer_name)),  # `save` flushes it
     }
@@ -290,9 +296,9 @@ def verify(step_folder: Path) -> dict[str, Any]:
             # The size first: it finds a file cut short without reading it. A changed byte shows in the hash alone.
             if path.stat().st_size != size or storage.sha256(path) != sha256:
                 raise DamagedCheckpoint(f"{path} is damaged, or its line in manifest.json")
-    needed = {"model.safetensors", "meta.json", "tokenizer.json"}
     with _damage_of(step_folder / "meta.json"):
         meta = read_json(step_folder / "meta.json")
+        needed = {_weights_name(meta), "meta.json", "tokenizer.json"}
         version = meta.get("version")
         ranks = meta.get("world_size", 0)
         if ranks:
@@ -335,12 +341,13 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def load_weights(model: GPT, step_folder: Path) -> None:
-    """Copy a verified checkpoint's weights into a model of the same config; of a sharded model, this rank's rows."""
+    """Copy a verified checkpoint's weights into a model of the same config, or its adapters into a model that has the
+    same base and adapters; of a sharded model, this rank's rows."""
     if hf.is_folder(step_folder):
         with _damage_of(step_folder):
             hf.load_weights(model, step_folder)
         return
-    path = step_folder / "model.safetensors"
+    path = step_folder / _weights_name({"adapter": adapters.settings_of(model)})
     with _damage_of(path):
         load_whole(model, path)
 
@@ -391,6 +398,8 @@ def load_model(
     layout: Layout | None = None,
     activation_checkpointing: bool = False,
     max_seq_len: int = 0,
+    lora: Callable[[GPTConfig], Lora | None] | None = None,
+    seed: int = 0,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage, a folder or a repository of a hub, as `find_source` finds it.
 
@@ -399,6 +408,9 @@ def load_model(
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
     (parallel/fsdp.py). `max_seq_len` shortens the model's context; 0 leaves it.
+
+    Adapters of a checkpoint are merged into the weights of their base. Where `lora` returns settings for the model's
+    shape, it gets new ones to train, drawn by `seed`; all else is frozen, and in the dtype of the products.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -414,21 +426,33 @@ def load_model(
         else:
             meta = read_json(folder / "meta.json")
             config = GPTConfig(**meta["model"])
-        _require_agreement(folder, meta, config, tokenizer)
+        base, merged = _lineage(folder)
+        _require_agreement(folder, base, meta, config, tokenizer)
         meta |= _facts_of_use(folder, meta)
         config = _shortened(config, max_seq_len)
+        for older in merged:
+            older.require_fit(config, str(folder))
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         with torch.device("meta"):
             model = GPT(config, device.kernels)
-        if hf.is_folder(folder):
-            hf.require_shapes(model, folder)
+        if hf.is_folder(base):
+            hf.require_shapes(model, base)
         else:
-            require_shapes(model, folder / "model.safetensors")
+            require_shapes(model, base / "model.safetensors")
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        settings = lora(config) if lora is not None else None
+        if settings is not None:
+            with torch.device("meta"):
+                adapters.attach(model.to(device.dtype), settings)
         shard(model, layout or Layout(), device, activation_checkpointing)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
-        load_weights(model, folder)
+        if settings is None and not merged:
+            load_weights(model, folder)
+        else:
+            adapters.load_base(model, shapes, _row_reader(base, config), merged)
+            adapters.init_adapters(model, seed)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 
@@ -443,7 +467,78 @@ def _shortened(config: GPTConfig, max_seq_len: int) -> GPTConfig:
     return replace(config, sequence_len=max_seq_len)
 
 
-def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
+def _weights_name(meta: dict[str, Any]) -> str:
+    """The file of what a checkpoint's run has trained."""
+    return "model.safetensors" if meta.get("adapter") is None else "adapter.safetensors"
+
+
+def _lineage(step_folder: Path) -> tuple[Path, list[adapters.Adapters]]:
+    """The folder of whole weights that a checkpoint begins from, and the adapters to merge into them, the oldest
+    first.
+
+    Raises UserError: when the base of adapters is missing, or is not the one that they were trained on.
+    """
+    sources: list[adapters.Adapters] = []
+    while len(sources) <= adapters.MAX_BASES:
+        meta = _meta_of_adapters(step_folder)
+        if meta is None:
+            return step_folder, sources[::-1]
+        settings = adapters.settings_from(meta["adapter"])
+        sources.append(adapters.read_adapters(step_folder / "adapter.safetensors", settings))
+        step_folder = find_base(step_folder, meta)
+    raise ValueError("its base is adapters, too, and so on without end")
+
+
+def _meta_of_adapters(step_folder: Path) -> dict[str, Any] | None:
+    """The meta data of a checkpoint that holds adapters; None: it holds whole weights."""
+    if hf.is_folder(step_folder):
+        return None
+    meta = read_json(step_folder / "meta.json")
+    return None if meta.get("adapter") is None else meta
+
+
+def _row_reader(folder: Path, config: GPTConfig) -> adapters.RowReader:
+    """Reads rows of a folder's weights, one parameter at a time."""
+    if hf.is_folder(folder):
+        stored = hf.index(folder)
+        return lambda name, rows, first, target: hf.read_rows(stored, config, name, rows, first, target)
+
+    def read(name: str, rows: int, first: int, target: Tensor) -> None:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            target.copy_(file.get_slice(name)[first : first + len(target)])
+
+    return read
+
+
+def find_base(step_folder: Path, meta: dict[str, Any]) -> Path:
+    """The folder of the weights that a checkpoint's adapters belong to: where they were, or wherever below the base
+    folder the same weights are now.
+
+    Raises UserError: when they are missing, or others are in their place.
+    """
+    wanted = str(meta["adapter"]["base_sha256"])
+    checkpoints = paths.base_dir() / "checkpoints"
+    named = checkpoints / str(meta["adapter"]["base"])[:MAX_NAME]  # an absolute path replaces what is before it
+    for folder in (named, *sorted(checkpoints.glob("*/*/step_*"))):
+        with contextlib.suppress(*UNREADABLE):  # not a checkpoint, or a damaged one
+            if weights_sha256(folder) == wanted:
+                return folder
+    why = "has other weights now" if named.is_dir() else "is missing"
+    raise UserError(
+        f"{step_folder} holds adapters, and {named}, which they were trained on, {why}: put the weights of sha256 "
+        f"{wanted[:12]}... back there"
+    )
+
+
+def base_of(source: Path) -> dict[str, str]:
+    """What meta.json of adapters says about their base."""
+    folder = source.resolve()
+    checkpoints = (paths.base_dir() / "checkpoints").resolve()
+    where = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else folder
+    return {"base": where.as_posix(), "base_sha256": weights_sha256(source)}
+
+
+def _require_agreement(folder: Path, base: Path, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
     """Compare meta data with the other files before a model is built: what they ask for could fill the memory.
 
     Raises ValueError: when they do not belong together.
@@ -461,13 +556,13 @@ def _require_agreement(folder: Path, meta: dict[str, Any], config: GPTConfig, to
         raise ValueError("tokenizer.json is not the tokenizer that meta.json names, or too large for the model")
     # Layers cost time and memory even without weights. The rotary tables, (2, context, head_dim) in fp32, are not in
     # the file: a context whose tables are larger than all weights is not one that was trained.
-    if hf.is_folder(folder):
-        stored = hf.index(folder)
+    if hf.is_folder(base):
+        stored = hf.index(base)
         layers = hf.layers(stored)
         files = {tensor.path for tensor in stored.values()}
     else:
-        files = {folder / "model.safetensors"}
-        layers = storage.layers(folder / "model.safetensors")
+        files = {base / "model.safetensors"}
+        layers = storage.layers(base / "model.safetensors")
     if config.n_layer != layers:
         raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
     if not 1 <= layers <= MAX_LAYERS:
@@ -519,6 +614,21 @@ def find_source(
     if device is not None:
         found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step)))
         return Path(str(found))
+    found = _find_source(source, model_tag, step)
+    # Adapters are as whole as their base.
+    base = found
+    for _ in range(adapters.MAX_BASES):
+        with _damage_of(base / "meta.json"):
+            meta = _meta_of_adapters(base)
+            if meta is None:
+                break
+            base = find_base(base, meta)
+        if not hf.is_folder(base):  # such a folder has no sums of its own: `find_base` has compared it
+            verify(base)
+    return found
+
+
+def _find_source(source: str, model_tag: str | None, step: int | None) -> Path:
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
         source = "base"
@@ -596,16 +706,19 @@ def tag_of(step_folder: Path) -> str:
 
 
 def weights_sha256(step_folder: Path) -> str:
-    """The sha256 of the model's weights, from the manifest of a checkpoint that was verified."""
+    """The sha256 of the model's weights or adapters, from the manifest of a checkpoint that was verified."""
     if hf.is_folder(step_folder):  # it has none: all files are read
         paths = sorted({tensor.path for tensor in hf.index(step_folder).values()})
         return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
     manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
-    return manifest["model.safetensors"]["sha256"]
+    file = manifest.get("model.safetensors") or manifest["adapter.safetensors"]
+    return file["sha256"]
 
 
 def stored_dtype(step_folder: Path) -> torch.dtype:
     """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
+    with _damage_of(step_folder):
+        step_folder, _ = _lineage(step_folder)
     if hf.is_folder(step_folder):
         return hf.stored_dtype(step_folder)
     with _damage_of(step_folder), safe_open(step_folder / "model.safetensors", framework="pt") as file:

@@ -79,7 +79,7 @@ def token_losses(
     For losses that weigh each token (RL, DPO). The backward pass computes each chunk's logits a second time.
     """
     # Asked here: in `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
-    has_backward = torch.is_grad_enabled() and weight.requires_grad
+    has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _TokenLosses.apply(  # type: ignore[no-any-return]
         hidden, weight, targets, cap, chunk_tokens, capped_tanh, has_backward
     )
@@ -158,7 +158,8 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
         loss = torch.zeros((), device=hidden.device)
-        grad_weight = torch.zeros(weight.shape, device=weight.device)
+        # A frozen head (lora.py) needs no gradient: it would be as large as the head in fp32.
+        grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         # A chunk is as large as suits the device (`loss_chunk_tokens` in kernels/). An accelerator gets few large ones.
         # A CPU takes 2^21 logits, 256 tokens at V 8,192, which stay in its caches: a training step takes 398 ms, and
@@ -170,7 +171,8 @@ class _SummedLoss(torch.autograd.Function):
             # chunks share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
             grad = _chunk_gradient(chunk, torch.ones_like(chunk.counts)).to(h.dtype)
             grad_hidden.append(grad @ matrix)  # (n, W)
-            grad_weight += grad.T @ h  # (V, W)
+            if grad_weight is not None:
+                grad_weight += grad.T @ h  # (V, W)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -182,7 +184,8 @@ class _SummedLoss(torch.autograd.Function):
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
-        grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
         # One for each argument of forward: the others have no gradient.
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -213,12 +216,15 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         hidden, matrix, targets = ctx.saved_tensors
         cap, chunk_tokens, capped_tanh = ctx.options
-        grad_weight = torch.zeros(matrix.shape, device=matrix.device)
+        grad_weight = torch.zeros(matrix.shape, device=matrix.device) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), grads[0].split(chunk_tokens))
         for h, t, weights in zip(*parts, strict=True):
             chunk = _chunk_loss(h, matrix, t, cap, capped_tanh)
             grad = _chunk_gradient(chunk, weights[:, None]).to(h.dtype)
             grad_hidden.append(grad @ matrix)  # (n, W)
-            grad_weight += grad.T @ h  # (V, W)
-        return torch.cat(grad_hidden), grad_weight.to(ctx.weight_dtype), None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.T @ h  # (V, W)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        return torch.cat(grad_hidden), grad_weight, None, None, None, None, None

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
+from nanochat import lora
 from nanochat.attention import KVCache
 from nanochat.device import Device
 from nanochat.gpt import GPT
@@ -139,18 +140,25 @@ class Engine:
             return model
         # In fp32 the snapshot would be equal to the model, so the engine shares its weights.
         packs = model.kernels.packs(self.device.dtype)
+        # Adapters in training (lora.py) stay apart from their frozen base, which is in the device's dtype already.
+        # Merged in bf16 they would be lost where they change a weight by less than it resolves.
+        adapted = lora.settings_of(model)
+        if adapted is not None and not is_sharded(model):
+            return model.eval()
         if self.device.dtype == torch.float32 and not packs and not is_sharded(model):
             return model.eval()
         # Decoding a few rows is bound by reading the weights once per token, not by arithmetic: bf16 halves the bytes.
         # A model on "meta" has shapes and no memory: no fp32 copy is ever there as a whole.
         with torch.device("meta"):
             copied = GPT(model.config, model.kernels).to(self.device.dtype)
+            if adapted is not None:
+                lora.attach(copied, adapted)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
         # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)
         # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
         # (docs/measurements.md).
-        return (model.kernels.pack(copied) if packs else copied).eval()
+        return (model.kernels.pack(copied) if packs and adapted is None else copied).eval()
 
     @torch.no_grad()
     def update(self, model: GPT) -> None:
@@ -302,6 +310,8 @@ class Engine:
 def _copy_weights(copied: GPT, model: GPT) -> None:
     for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
         mine.copy_(whole(theirs))
+    for mine, theirs in zip(copied.buffers(), model.buffers(), strict=True):  # a base of 4 bits is made of them
+        mine.copy_(theirs)
 
 
 # ---------------------------------------------------------------------- the decoder

@@ -100,10 +100,13 @@ def scaling_parameters(config: GPTConfig) -> int:
     return config.n_layer * (qkv + attention_output + mlp) + head
 
 
-def flops_per_token(config: GPTConfig) -> int:
-    """Training FLOPs a token, forward and backward (source: Chowdhery et al. 2022, PaLM, appendix B)."""
+def flops_per_token(config: GPTConfig, is_frozen: bool = False) -> int:
+    """Training FLOPs a token, forward and backward (source: Chowdhery et al. 2022, PaLM, appendix B).
+
+    `is_frozen`: the parameters are not trained, only adapters, whose own products do not count.
+    """
     # A parameter costs a multiplication and an addition forward, and twice that backward: the gradient of its input and
-    # its own. That makes 6.
+    # its own. That makes 6, and 4 of a frozen one, which has none of its own.
     # Attention adds 12 for each channel and each key in the window: two products, q k and the weighted sum of values,
     # again 6 each. Keys that causality masks count as well: the convention of the paper, so that MFU compares.
     T = config.sequence_len
@@ -111,7 +114,7 @@ def flops_per_token(config: GPTConfig) -> int:
     for layer in range(config.n_layer):
         window = config.window(layer)  # 0: all of the row
         keys += min(window or T, T)
-    return 6 * scaling_parameters(config) + 12 * config.n_head * config.head_dim * keys
+    return (4 if is_frozen else 6) * scaling_parameters(config) + 12 * config.n_head * config.head_dim * keys
 
 
 def training_tokens(config: GPTConfig, ratio: float) -> int:

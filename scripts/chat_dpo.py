@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from nanochat.run.flags import StageFlags
+from nanochat.run.flags import ChatFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
 from nanochat.shell.log import counted, print0
@@ -20,7 +20,7 @@ from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(StageFlags):
+class Config(ChatFlags):
     source: str = "sft"  # a stage, a folder or hf:ORG/NAME; frozen, it is the reference too
     # horizon and batch
     num_iterations: Positive = 100  # steps
@@ -32,6 +32,8 @@ class Config(StageFlags):
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)]] = 0.0  # share of pairs taken for the wrong way round (dpo)
     sft_weight: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # of the chosen reply's own cross-entropy
     # optimizer
+    # Ten times the usual rate of full fine-tuning (source: Schulman et al. 2025, LoRA Without Regret).
+    lora_learning_rate: Annotated[float, Range(0, 100)] = 1e-5  # absolute, in place of --lr_scale
     lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation, device
@@ -47,7 +49,7 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import losses, scaling
+    from nanochat import lora, losses, scaling
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import Rendered, render
     from nanochat.data.packing import pack_pairs
@@ -104,13 +106,18 @@ def main(config: Config) -> None:
     examples = config.target_examples_per_step
     batch_tokens = examples * row_tokens  # about: a reply is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    peak_lr = rates.matrix
+    if start.adapter is None:
+        optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    else:
+        peak_lr = config.lora_learning_rate
+        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {examples} pairs")
 
     # ------------------------------------------------------------------ train
     assert start.source is not None
-    token_flops = scaling.flops_per_token(model.config)
+    token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
     run = Run(
         "dpo", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={
@@ -165,7 +172,7 @@ def main(config: Config) -> None:
             left_out += examples - len(pairs)
             if run.should_log:
                 means = losses.mean_pair_stats(pair_stats, device)
-                run.log(stats, lr=rates.matrix * schedule.lr(step), left_out=left_out, **means)
+                run.log(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 
 

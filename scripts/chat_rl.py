@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from nanochat.run.flags import StageFlags
+from nanochat.run.flags import ChatFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
 from nanochat.shell.log import print0
@@ -18,7 +18,7 @@ from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(StageFlags):
+class Config(ChatFlags):
     source: str = "sft"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     # samples
     num_iterations: Positive = 60  # steps
@@ -38,6 +38,8 @@ class Config(StageFlags):
     clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default 0.2, for dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
     # optimizer
+    # Ten times the usual rate of full fine-tuning (source: Schulman et al. 2025, LoRA Without Regret).
+    lora_learning_rate: Annotated[float, Range(0, 100)] = 1e-5  # absolute, in place of --lr_scale
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
     table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # scales embeddings and head again: less noise there
     # evaluation, logging, device
@@ -55,7 +57,7 @@ def main(config: Config) -> None:
     import numpy as np
     import torch
 
-    from nanochat import losses, rollout, scaling
+    from nanochat import lora, losses, rollout, scaling
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
@@ -92,7 +94,12 @@ def main(config: Config) -> None:
     examples = config.examples_per_step
     # Rewards make noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
     rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    peak_lr = rates.matrix
+    if start.adapter is None:
+        optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    else:
+        peak_lr = config.lora_learning_rate
+        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
@@ -195,7 +202,7 @@ def main(config: Config) -> None:
             if run.should_log:
                 replies = max(1, samples.rewards.size)
                 metrics = {
-                    "lr": rates.matrix * lr,
+                    "lr": peak_lr * lr,
                     "reward": samples.rewards.sum() / replies,
                     "response_tokens": sum(sum(mask) for mask in samples.masks) / replies,
                     "with_advantage": with_advantage / replies,

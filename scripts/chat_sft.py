@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.run.flags import StageFlags
+from nanochat.run.flags import ChatFlags
 from nanochat.shell import cli
 from nanochat.shell.cli import Fraction, Frozen, Positive, Range
 from nanochat.shell.log import counted, print0
@@ -17,7 +17,7 @@ from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(StageFlags):
+class Config(ChatFlags):
     source: str = "mid"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     # horizon and batch
     num_iterations: Positive = 200  # steps
@@ -36,7 +36,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import scaling
+    from nanochat import lora, scaling
     from nanochat.conversation import Rendered, render
     from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
@@ -73,12 +73,17 @@ def main(config: Config) -> None:
     first = start.pretraining.get("conversations", 0)  # the next one after those that mid-training has read
     batch_tokens = examples * row_tokens  # about: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    peak_lr = rates.matrix
+    if start.adapter is None:
+        optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    else:
+        peak_lr = config.lora_learning_rate
+        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {examples} conversations")
 
     # ------------------------------------------------------------------ train
-    token_flops = scaling.flops_per_token(model.config)
+    token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
     run = Run(
         "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={"what --tasks names": train.fingerprint()},
@@ -131,7 +136,7 @@ def main(config: Config) -> None:
                 # The share of what the step computed that is not padding.
                 computed = sum(micro.inputs.numel() for micro in mine) * device.world_size
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
-                lr = rates.matrix * schedule.lr(step)
+                lr = peak_lr * schedule.lr(step)
                 run.log(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
                 no_target = 0
                 cut = 0

@@ -30,6 +30,7 @@ ORDER = (
     ("scaling",),
     ("train",),
     ("losses",),
+    ("lora",),
     ("sampling",),
     ("hf",),
     ("checkpoint_manager",),

@@ -211,7 +211,7 @@ def exactly_resumed(
     files = [path.name for path in (folder / f"step_{steps:06d}").iterdir() if path.name != "manifest.json"]
     files = [name for name in files if name != "meta.json"]  # it has seconds in it
     straight = lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}
-    assert "model.safetensors" in files and len(files) > 3
+    assert {"model.safetensors", "adapter.safetensors"} & set(files) and len(files) > 3
     for kept in parts or (steps // 2, steps // 4):
         for step in range(kept + 1, steps + 1):
             shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)

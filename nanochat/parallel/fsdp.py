@@ -39,7 +39,10 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     """
     if activation_checkpointing:
         for block in model.blocks:
-            block.forward = functools.partial(_recomputed, block.forward)
+            # Dropout must draw the same again. Nothing else in a block is random, and keeping the generators' states
+            # would wait for the device.
+            is_random = any(getattr(module, "dropout", 0) for module in block.modules())
+            block.forward = functools.partial(_recomputed, block.forward, is_random)
     if not layout.sharded:
         return
     if device.kind == "cpu":
@@ -63,9 +66,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
 
 
-def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
-    # Nothing in a block is random, and keeping the generators' states would wait for the device.
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+def _recomputed(forward: Callable[..., Any], is_random: bool, *inputs: Any) -> Any:
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=is_random)
 
 
 def _require_means(device: Device) -> None:
@@ -111,17 +113,23 @@ def fill(tensor: Tensor, values: Tensor) -> None:
     local(tensor).copy_(values[held_rows(tensor)])
 
 
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds, by name: all parameters, or of a model with frozen ones (lora.py) the others."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty elsewhere."""
+    """Every trained parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty
+    elsewhere."""
     is_main = not dist.is_initialized() or dist.get_rank() == 0
-    for name, parameter in model.state_dict().items():
+    for name, parameter in trained_parameters(model).items():
         gathered = whole(parameter)
         yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
 
 
 def require_shapes(model: nn.Module, path: Path) -> None:
     """Raises ValueError: when a file holds other names or shapes than the model, which may be on the meta device."""
-    targets = model.state_dict()
+    targets = trained_parameters(model)
     with safe_open(path, framework="pt") as file:
         differing = set(targets) ^ set(file.keys())
         if differing:
@@ -133,13 +141,13 @@ def require_shapes(model: nn.Module, path: Path) -> None:
 
 
 def load_whole(model: nn.Module, path: Path) -> None:
-    """Read this process's rows of every parameter from a file of whole weights.
+    """Read this process's rows of every trained parameter from a file of whole weights.
 
     Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
     """
     require_shapes(model, path)
     with safe_open(path, framework="pt") as file:
-        for name, target in model.state_dict().items():
+        for name, target in trained_parameters(model).items():
             source = file.get_slice(name)
             rows = held_rows(target)
             local(target).copy_(source[rows.start : rows.stop])

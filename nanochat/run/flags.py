@@ -5,12 +5,16 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from nanochat.sampling import NEUTRAL, SamplingParams
 from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed
+
+if TYPE_CHECKING:
+    from nanochat.gpt import GPTConfig
+    from nanochat.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,29 @@ class StageFlags(TrainFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
+
+
+@dataclass(frozen=True)
+class ChatFlags(StageFlags):
+    """The flags of the stages that can train adapters alone (nanochat/lora.py)."""
+
+    # adapters
+    lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train adapters of this rank alone; 0: the model itself
+    lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # they are multiplied by alpha / rank
+    lora_rslora: Frozen[bool] = False  # by alpha / sqrt(rank), for ranks of 64 and more
+    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of what an adapter reads, in training
+    lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
+    lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
+    lora_learning_rate: Annotated[float, Range(0, 100)] = 2e-4  # absolute, in place of --lr_scale: AdamW trains them
+
+    def lora(self, config: "GPTConfig") -> "Lora | None":
+        """The adapters for a model of this shape; None: none. Raises UserError: when it cannot have them."""
+        if not self.lora_rank:
+            return None
+        from nanochat.lora import Lora, choose_targets  # it imports torch, and --help must answer at once
+
+        targets = choose_targets(self.lora_targets, self.lora_rank, config)
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_dropout, targets, self.lora_rslora, self.lora_base)
 
 
 Flags = TypeVar("Flags", bound=SamplingParams)

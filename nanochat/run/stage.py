@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager, scaling
+from nanochat import checkpoint_manager, lora, scaling
 from nanochat import device as devices
 from nanochat.attention import Segments
 from nanochat.device import Device
@@ -50,7 +50,7 @@ from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
-from nanochat.run.flags import StageFlags, TrainFlags
+from nanochat.run.flags import ChatFlags, StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.shell import provenance, screen
@@ -83,7 +83,8 @@ class Start:
     tasks: list[str] = dataclasses.field(default_factory=list)  # those that the source has learned
     # How its replies are to be drawn.
     sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
-    reference: GPT | None = None  # a frozen copy of the source's model
+    reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
+    adapter: dict[str, Any] | None = None  # of a model that trains adapters alone: their settings and their base
 
 
 def open_device(config: TrainFlags) -> tuple[Device, Layout]:
@@ -119,21 +120,27 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
-        max_seq_len=config.max_seq_len,
+        max_seq_len=config.max_seq_len, lora=config.lora if isinstance(config, ChatFlags) else None, seed=config.seed,
     )  # fmt: skip
-    reference = None
-    if with_reference:
+    settings = lora.settings_of(model)
+    reference: Any = None
+    if with_reference and settings is not None:
+        reference = lora.without_adapters(model)
+    elif with_reference:
         reference, _, _ = checkpoint_manager.load_model(
             source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len
         )
     model.train()
     print0(f"source: {source}")
+    if settings is not None:
+        print0(lora.describe(model, settings))
     return Start(
         began, device, layout, model, tokenizer,
         tag=config.model_tag or checkpoint_manager.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
         reference=reference,
+        adapter=None if settings is None else {**lora.facts(settings), **checkpoint_manager.base_of(source)},
     )  # fmt: skip
 
 
@@ -229,6 +236,7 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
     if meta.get("stage") == "base":  # before the flag existed, every token read its whole row
         facts.setdefault("--document_mask", "off")
+    facts.setdefault("--lora_rank", 0)  # likewise
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta.get("fingerprints", {})}
 
@@ -269,6 +277,7 @@ def write_facts(path: Path, start: Start, stage: str) -> None:
         "tag": start.tag,
         "started": datetime.datetime.fromtimestamp(start.began, datetime.timezone.utc).isoformat(timespec="seconds"),
         "parameters": scaling.parameter_counts(start.model)["total"],
+        "adapter": start.adapter,
         "layers": model.n_layer,
         "context": model.sequence_len,
         "vocab_size": model.vocab_size,
@@ -387,6 +396,9 @@ class Run:
         # For whoever serves the checkpoint: how to draw its replies, and what to ask it.
         self.meta["sampling"] = start.sampling
         self.meta["tasks"] = list(dict.fromkeys([*start.tasks, *(task.name for task in tasks)]))
+        if start.adapter is not None:
+            self.meta["adapter"] = start.adapter
+            fingerprints["the base's weights"] = start.adapter["base_sha256"]
         if start.source is not None:
             self.meta["source"] = checkpoint_manager.short_name(start.source)
         self.progress = Progress()
@@ -451,6 +463,9 @@ class Run:
         there is one. `forward_alone`: some passes have no backward pass.
         Raises UserError: when `mode` is "on" and the model cannot be compiled.
         """
+        if isinstance(model, lora.without_adapters):
+            compiled = self.compile(model.model, mode, step_flops, shape, part, forward_alone=forward_alone)
+            return model if compiled is model.model else lora.without_adapters(compiled)
         # OneShape runs every pass with autograd, and FSDP then waits for the backward pass to free what it gathered.
         if forward_alone and self.start.layout.sharded:
             if mode == "on":

@@ -1,0 +1,578 @@
+"""Adapters: nothing changes at the start, gradients as autograd's and peft's, merged = unmerged, 4 bits within their
+bound, and runs that resume exactly, shard equally and leave a few kilobytes.
+
+The stages run as in test_stages, from its small base model.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_stages import (  # noqa: F401 (fixtures)
+    DPO,
+    RL,
+    SFT,
+    exactly_resumed,
+    losses,
+    metrics,
+    pretrained,
+    sha256,
+    start,
+)
+from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat import lora
+from nanochat.checkpoint_manager import load_model
+from nanochat.device import Device
+from nanochat.engine import Engine, SamplingParams
+from nanochat.gpt import GPT
+from nanochat.lora import NF4_BLOCK, Adapters, FrozenLinear, Lora, dequantize, frozen_layers, quantize
+from nanochat.parallel.fsdp import shard, whole
+from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.run.flags import ChatFlags
+from nanochat.train import next_token_loss, train_step
+
+LIVELY = Lora(4, 8.0)
+FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--lora_learning_rate=0.01")
+
+
+def tokens_of(config: Any, rows: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, config.vocab_size, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def adapted_model(shape: str = "fast", settings: Lora = LIVELY, lively: bool = True, **options: Any) -> GPT:
+    """A model with adapters; with `lively` their B is not 0."""
+    changes = options.pop("changes", {})
+    model = lively_model(tiny_config(**{**SHAPES[shape], **changes}), **options)
+    return adapt(model, settings, lively)
+
+
+def adapt(model: GPT, settings: Lora = LIVELY, lively: bool = True) -> GPT:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = model.to(model.kernels.dtype)
+    lora.attach(model, settings)
+    for name, layer in model.named_modules():
+        if isinstance(layer, FrozenLinear):
+            layer.set_weight(weights[f"{name}.weight"])
+    lora.init_adapters(model)
+    if lively:
+        generator = torch.Generator().manual_seed(7)
+        for layer in frozen_layers(model):
+            if layer.lora_B is not None:
+                layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=generator) * 0.1
+    return model
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    inputs, targets = tokens_of(model.config)
+    model(inputs, targets).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---------------------------------------------------------------------- the mathematics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fresh_adapters_change_no_bit(shape, dtype):
+    kernels = cpu_device(dtype=dtype).kernels
+    plain = lively_model(tiny_config(**SHAPES[shape]), kernels=kernels)
+    inputs, targets = tokens_of(plain.config)
+    adapted = adapted_model(shape, lively=False, kernels=kernels)
+    assert torch.equal(adapted(inputs), plain(inputs)) and torch.equal(adapted(inputs, targets), plain(inputs, targets))
+    assert adapted.embedding.weight.dtype == dtype
+    trained = {p.dtype for p in adapted.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+
+
+def written_out(layer: FrozenLinear, x: Tensor) -> Any:
+    """The layer's definition, target by target, by autograd."""
+    weight = layer.weight
+    if layer.is_quantized:
+        weight = dequantize(layer.codes, layer.factors, (layer.out_features, layer.in_features), torch.float32)
+    y = list(F.linear(x, weight, layer.bias).split(1, dim=-1))
+    place, first = 0, 0
+    for start_, stop in layer.rows:
+        A = layer.lora_A[place * layer.lora.rank : (place + 1) * layer.lora.rank]
+        B = layer.lora_B[first : first + stop - start_]
+        dropped = F.dropout(x, layer.dropout) if layer.dropout else x
+        added = layer.lora.scale * dropped @ A.T @ B.T
+        for row in range(start_, stop):
+            y[row] = y[row] + added[..., row - start_ : row - start_ + 1]
+        place, first = place + 1, first + stop - start_
+    y = torch.cat(y, dim=-1)
+    if not layer.is_stacked:
+        return y
+    q, k, v = y.chunk(3, dim=-1)
+    return torch.stack((q, k)), v
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LIVELY,
+        Lora(4, 8.0, targets=("v_proj", "q_proj", "down_proj"), rank_stabilized=True),
+        Lora(4, 8.0, targets=("o_proj",), dropout=0.3),
+        Lora(4, 8.0, base_format="nf4"),
+        Lora(3, 8.0, targets=("up_proj", "k_proj"), base_format="nf4"),
+    ],
+    ids=["all", "some", "dropout", "nf4", "nf4-some"],
+)
+@pytest.mark.parametrize("shape", ["ungrouped", "qwen2", "qwen3"])
+def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings):
+    model = adapted_model(shape, settings)
+    torch.manual_seed(3)
+    found = gradients(model)
+    assert set(found) == {name for name, _ in model.named_parameters() if ".lora_" in name}
+    model.zero_grad()
+    monkeypatch.setattr(FrozenLinear, "forward", written_out)
+    torch.manual_seed(3)
+    expected = gradients(model)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_rank_stabilized_adapters_grow_with_the_root():
+    assert Lora(16, 32.0).scale == 2.0 and Lora(16, 32.0, rank_stabilized=True).scale == 8.0
+
+
+def test_dropout_is_for_learning_alone():
+    model = adapted_model(settings=Lora(4, 8.0, dropout=0.5))
+    inputs, _ = tokens_of(model.config)
+    assert not torch.equal(model(inputs), model(inputs))
+    with torch.no_grad():
+        assert torch.equal(model(inputs), model(inputs))
+        assert torch.equal(model(inputs), adapted_model()(inputs))
+
+
+def test_recomputed_blocks_draw_the_same_dropout():
+    kept, recomputed = (adapted_model(settings=Lora(4, 8.0, dropout=0.5)) for _ in range(2))
+    shard(recomputed, Layout(), cpu_device(), activation_checkpointing=True)
+    torch.manual_seed(1)
+    expected = gradients(kept)
+    torch.manual_seed(1)
+    found = gradients(recomputed)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_without_adapters_is_the_base_and_they_come_back():
+    plain = lively_model(tiny_config())
+    model = adapted_model()
+    inputs, targets = tokens_of(plain.config)
+    adapted = model(inputs)
+    assert not torch.equal(adapted, plain(inputs))
+    reference = lora.without_adapters(model)
+    assert torch.equal(reference(inputs), plain(inputs))
+    assert torch.equal(reference(inputs, targets, reduction="none"), plain(inputs, targets, reduction="none"))
+    with pytest.raises(TypeError):
+        reference(no_such=1)
+    assert torch.equal(model(inputs), adapted)
+
+
+# ---------------------------------------------------------------------- what a step keeps
+
+
+class Kept:
+    """Bytes that autograd keeps for backward, each piece of memory once; parameters are not counted."""
+
+    def __init__(self, model: GPT):
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.storages: dict[int, int] = {}
+        self.alive: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.own:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+            self.alive.append(tensor)
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+def kept_bytes(model: GPT) -> int:
+    kept = Kept(model)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        inputs, targets = tokens_of(model.config)
+        model(inputs, targets)
+    return kept.bytes
+
+
+def test_bytes_of_parameters_state_and_what_backward_keeps():
+    device = cpu_device(dtype=torch.bfloat16)
+    changes = {**SHAPES["qwen3"], "width": 64, "mlp_width": 128, "sequence_len": 16}
+    full = lively_model(tiny_config(**changes), kernels=device.kernels)
+    matrices = sum(p.numel() for name, p in full.named_parameters() if name.startswith("blocks") and p.ndim == 2)
+    others = sum(p.numel() for p in full.parameters()) - matrices
+    kept = {"full": kept_bytes(full)}
+    for name in ("plain", "nf4"):
+        model = adapted_model("qwen3", Lora(2, base_format=name), kernels=device.kernels, changes=changes)
+        layers = frozen_layers(model)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trained == sum(
+            2 * (layer.in_features * len(layer.rows) + sum(stop - begin for begin, stop in layer.rows))
+            for layer in layers
+        )
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        if name == "plain":
+            assert frozen == 2 * (matrices + others)
+        else:
+            assert frozen == 2 * others
+            assert sum(layer.codes.nbytes + layer.factors.nbytes for layer in layers) == matrices * 4.5 / 8
+        optimizer = lora.make_optimizer(model, 0.01, device, Layout())
+        assert sum(tensor.numel() for tensor in optimizer.state_dict().values()) == 2 * trained + 1
+        kept[name] = kept_bytes(model)
+    # Full training keeps the matrices in bf16 and the gradient of the head too; 4 bits keep what 16 do.
+    assert kept["nf4"] == kept["plain"] < kept["full"] - 2 * matrices
+
+
+# ---------------------------------------------------------------------- 4 bits
+
+
+def test_four_bits_keep_their_bound():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 70, generator=generator) * 0.02  # the last block is not full
+    weight[5] = 0
+    weight[7, 3] = 4.0  # an outlier
+    codes, factors = quantize(weight)
+    assert codes.dtype == torch.uint8 and 8 * codes.nbytes == 4 * math.ceil(weight.numel() / NF4_BLOCK) * NF4_BLOCK
+    back = dequantize(codes, factors, weight.shape, torch.float32)
+    blocks = F.pad((weight - back).flatten(), (0, -weight.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
+    assert (blocks.abs().amax(dim=1) <= 0.1520 * factors + 1e-9).all()
+    assert (blocks.abs().amax(dim=1) / factors.clamp(min=1e-9)).max() > 0.1, "the bound is not loose"
+    assert torch.equal(back[5], torch.zeros(70)) and back[7, 3] == 4.0
+    # What is in 4 bits already stays as it is.
+    assert torch.equal(dequantize(*quantize(back), weight.shape, torch.float32), back)
+    assert dequantize(codes, factors, weight.shape, torch.bfloat16).equal(back.bfloat16())
+    normal = torch.randn(1 << 20, generator=generator)
+    lost = (dequantize(*quantize(normal), normal.shape, torch.float32) - normal).square().mean().sqrt().item()
+    assert lost == pytest.approx(0.092, abs=0.001)
+
+
+# ---------------------------------------------------------------------- merged
+
+
+def adapters_of(model: GPT) -> Adapters:
+    settings = lora.settings_of(model)
+    assert settings is not None
+    return Adapters(settings, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+
+
+@pytest.mark.parametrize("settings", [LIVELY, Lora(3, 8.0, targets=("k_proj", "up_proj"), base_format="nf4")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_is_unmerged(shape, settings):
+    adapted = adapted_model(shape, settings)
+    merged = lively_model(tiny_config(**SHAPES[shape]))
+    source = adapters_of(adapted)
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(source.merged(name, parameter.clone(), merged.config))
+    inputs, _ = tokens_of(merged.config)
+    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(merged(inputs), lively_model(tiny_config(**SHAPES[shape]))(inputs), atol=1e-2)
+
+
+@pytest.mark.parametrize("settings", [LIVELY, Lora(4, 8.0, base_format="nf4")], ids=["plain", "nf4"])
+def test_the_engine_reads_adapters_as_they_are_trained(settings):
+    tokenizer = tiny_tokenizer()
+    model = adapted_model(settings=settings, changes={"vocab_size": tokenizer.vocab_size})
+    engine = Engine(model, tokenizer, cpu_device())
+    engine.stop_ids = set()
+    assert engine.model is model, "no second copy of the base is in memory"
+
+    def replies() -> list[list[int]]:
+        return engine.generate([[5, 6, 7], [9] * 5], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0]
+
+    def uncached() -> list[list[int]]:
+        made = []
+        for prompt in ([5, 6, 7], [9] * 5):
+            tokens = list(prompt)
+            for _ in range(12):
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            made.append(tokens[len(prompt) :])
+        return made
+
+    first = replies()
+    assert first == uncached()
+    with torch.no_grad():
+        for layer in frozen_layers(model):
+            layer.lora_B.mul_(-3)
+    engine.update(model)
+    assert replies() == uncached() != first
+
+
+# ---------------------------------------------------------------------- stages
+
+
+def folder_of(base: Path, stage: str, step: int, tag: str = "d1") -> Path:  # noqa: F811
+    return base / "checkpoints" / stage / tag / f"step_{step:06d}"
+
+
+@pytest.mark.parametrize(
+    ("script", "stage", "flags"),
+    [
+        ("chat_sft", "sft", (*SFT, "--lora_dropout=0.1")),
+        ("chat_dpo", "dpo", (*DPO, "--lora_base=nf4")),
+        ("chat_rl", "rl", (*RL, "--kl=0.1", "--updates_per_step=2")),
+    ],
+)
+def test_stages_with_adapters_resume_exactly(start, script, stage, flags):  # noqa: F811
+    steps = 4
+    flags = (*flags, *FLAGS, "--source=base", "--save_every=1", "--eval_every=2", f"--num_iterations={steps}")
+    exactly_resumed(start, script, stage, flags, steps)
+    folder = folder_of(start, stage, steps)
+    names = {path.name for path in folder.iterdir()}
+    assert "adapter.safetensors" in names and "model.safetensors" not in names
+    trained = load_file(folder / "adapter.safetensors")
+    assert {tuple(name.split(".")[-1:])[0] for name in trained} == {"lora_A", "lora_B"}
+    numbers = sum(tensor.numel() for tensor in trained.values())
+    assert (folder / "adapter.safetensors").stat().st_size < 4 * numbers + 2000
+    state = (folder / "training.rank0.safetensors").stat().st_size
+    assert state < 8 * numbers + 20000, "the optimizer's state is the adapters' alone"
+    if stage == "dpo":
+        assert losses(start, stage)[0] == pytest.approx(math.log(2), abs=1e-7)
+        assert metrics(start, stage)[-1]["margin"] != 0
+
+
+@pytest.fixture
+def tuned(start) -> Iterator[Path]:  # noqa: F811
+    call("chat_sft", *SFT, *FLAGS, "--source=base", "--num_iterations=3")
+    yield start
+
+
+def same_weights(one: GPT, other: GPT) -> bool:
+    weights = other.state_dict()
+    return all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
+
+
+def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
+    """It is loaded merged, exported, and trained further; and it misses its base in one line."""
+    model, _, meta = load_model("sft", "cpu")
+    untouched, _, _ = load_model("base", "cpu")
+    assert not any(isinstance(module, FrozenLinear) for module in model.modules())
+    assert (meta["adapter"]["base"], meta["adapter"]["rank"]) == ("base/d1/step_000020", 4)
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, untouched.state_dict()[name])}
+    assert changed == {name for name in model.state_dict() if ".attention." in name or ".mlp." in name} - {
+        name for name in model.state_dict() if "value_gate" in name
+    }
+    # Exported, it is whole by itself.
+    call("export", "--source", "sft", "--out", str(tmp_path / "merged"))
+    exported, _, about = load_model(tmp_path / "merged", "cpu")
+    assert same_weights(exported, model) and "adapter" not in about
+
+    # Adapters upon adapters, and all weights upon adapters.
+    call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=sft", "--num_iterations=1")
+    call("chat_rl", *RL, "--source=dpo", "--num_iterations=1", "--eval_examples=1")
+    upon, _, meta = load_model("dpo", "cpu")
+    assert meta["adapter"]["base"] == "sft/d1/step_000003"
+    assert (folder_of(tuned, "rl", 1) / "model.safetensors").is_file()
+
+    # The base was moved to another tag: it is found by its weights.
+    home = tuned / "checkpoints/base/d1"
+    home.rename(home.with_name("elsewhere"))
+    assert same_weights(load_model("dpo", "cpu")[0], upon)
+    # It is gone, or is another one.
+    shutil.move(tuned / "checkpoints/base", tmp_path / "away")
+    line = complaint(lambda: load_model("sft", "cpu"))
+    assert "base/d1/step_000020" in line and "is missing" in line
+    shutil.copytree(folder_of(tuned, "rl", 1), folder_of(tuned, "base", 20))
+    assert "has other weights now" in complaint(lambda: load_model("sft", "cpu"))
+
+
+def test_a_mistake_costs_one_line(tuned, capsys):
+    flags = (*SFT, "--source=base", "--num_iterations=4")
+    for more, message in (
+        (("--lora_rank=4", "--lora_targets=q_prj"), "--lora_targets q_prj: this model has q_proj"),
+        (("--lora_rank=4", "--lora_targets=gate_proj"), "--lora_targets gate_proj: this model has"),
+        (("--lora_rank=1000",), "--lora_rank 1000: q_proj of this model is"),
+        (("--resume",), "--lora_rank 4, not 0"),
+        (("--resume", *FLAGS, "--lora_alpha=9"), "--lora_alpha 8.0, not 9.0"),
+    ):
+        assert message in mistake(capsys, "chat_sft", *flags, *more)[1], message
+    call("chat_sft", *flags, "--model_tag=plain", "--source_tag=d1")
+    _, message = mistake(capsys, "chat_sft", *flags, "--model_tag=plain", "--source_tag=d1", "--resume", *FLAGS)
+    assert "--lora_rank 0, not 4" in message
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
+    """Losses, adapters and their optimizer's state after steps under each layout, on the same global batches."""
+    results = {}
+    for how in ("ddp", "fsdp"):
+        layout = lay_out(device, how)  # type: ignore[arg-type]
+        base_weights = lively_model(tiny_config(**SHAPES["qwen3"]))
+        whole_weights = base_weights.state_dict()
+        with torch.device("meta"):
+            model = GPT(base_weights.config, device.kernels).to(device.dtype)
+            lora.attach(model, settings)
+        shard(model, layout, device)
+        model.to_empty(device=device.torch_device)
+        model.fill_rotary()
+        parameters = dict(model.named_parameters())
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)}
+        for name, weight in whole_weights.items():
+            layer = layers.get(name.rpartition(".")[0])
+            if layer is not None and name.endswith("weight"):
+                layer.set_weight(weight)
+            else:
+                lora.fill(parameters[name], weight)
+        lora.init_adapters(model)
+        optimizer = lora.make_optimizer(model, 0.01, device, layout)
+        stats = []
+        for step in range(3):
+            inputs, targets = tokens_of(model.config, rows=4, seed=step)
+            mine = slice(device.rank, None, device.world_size)
+            batch = inputs[mine], targets[mine]
+            result = train_step(model, optimizer, [batch], next_token_loss, device=device)
+            stats.append([result.loss.item(), result.grad_norm.item()])
+        results[how] = {
+            "stats": stats,
+            "weights": {n: whole(p).clone() for n, p in model.named_parameters() if p.requires_grad},
+            "state": {n: whole(t).clone() for n, t in optimizer.state_dict().items()},
+        }
+    return results
+
+
+def all_settings(device: Device) -> list[dict[str, Any]]:
+    results = [sharded_steps(device, settings) for settings in (LIVELY, Lora(3, 8.0, base_format="nf4"))]
+    if device.world_size > 1:  # a base in bf16 among adapters in fp32
+        half = Device(**{**vars(device), "dtype": torch.bfloat16})
+        sharded_steps(half, LIVELY)
+    return results
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_train_adapters_as_one_process_does():
+    alone = all_settings(cpu_device())
+    ranks = run_ranks(all_settings, world_size=2)
+    for rank in ranks:
+        for expected, found in zip(alone, rank, strict=True):
+            for how in ("ddp", "fsdp"):
+                for one, other in zip(expected["ddp"]["stats"], found[how]["stats"], strict=True):
+                    assert other == pytest.approx(one, rel=1e-5)
+                for part, tolerance in (("weights", 3e-5), ("state", 1e-4)):
+                    assert found[how][part].keys() == expected["ddp"][part].keys()
+                    for name, value in expected["ddp"][part].items():
+                        torch.testing.assert_close(found[how][part][name], value, rtol=1e-3, atol=tolerance)
+
+
+# ---------------------------------------------------------------------- peft
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tuple[Any, GPT]:
+    """The same tiny Qwen3 as transformers has it and as ours."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    pytest.importorskip("peft", reason="the extra `dev` brings peft")
+    torch.manual_seed(0)
+    settings = transformers.Qwen3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=32,
+        rope_theta=10000.0,
+    )  # fmt: skip
+    theirs = transformers.Qwen3ForCausalLM(settings).float()
+    changes = {"vocab_size": 128, "n_layer": 2, "width": 32, "mlp_width": 48, "window_pattern": "L", "norm_eps": 1e-6}
+    ours = lively_model(tiny_config(**{**SHAPES["qwen3"], **changes}))
+    names = theirs.state_dict()
+    with torch.no_grad():
+        ours.embedding.weight.copy_(names["model.embed_tokens.weight"])
+        ours.norm.weight.copy_(names["model.norm.weight"])
+        for i, block in enumerate(ours.blocks):
+            layer = {name.split(".", 3)[3]: t for name, t in names.items() if name.startswith(f"model.layers.{i}.")}
+            block.attention_norm.weight.copy_(layer["input_layernorm.weight"])
+            block.mlp_norm.weight.copy_(layer["post_attention_layernorm.weight"])
+            block.attention.q_norm.weight.copy_(layer["self_attn.q_norm.weight"])
+            block.attention.k_norm.weight.copy_(layer["self_attn.k_norm.weight"])
+            qkv = [layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]
+            block.attention.qkv.weight.copy_(torch.cat(qkv))
+            block.attention.output.weight.copy_(layer["self_attn.o_proj.weight"])
+            block.mlp.input.weight.copy_(torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]))
+            block.mlp.output.weight.copy_(layer["mlp.down_proj.weight"])
+    inputs, _ = tokens_of(ours.config)
+    torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-4, atol=1e-5)
+    return theirs, ours
+
+
+def clone_of(model: GPT) -> GPT:
+    copied = GPT(model.config)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("v_proj", "up_proj")], ids=["all", "some"])
+def test_peft_reads_our_adapters_and_has_their_gradients(qwen, tmp_path, targets):
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    adapted = adapt(clone_of(plain), Lora(4, 6.0, targets=targets, rank_stabilized=len(targets) == 2))
+    lora.write_peft(tmp_path, adapters_of(adapted), plain.config, "somewhere")
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(theirs), str(tmp_path), is_trainable=True)
+    inputs, labels = tokens_of(plain.config)
+    torch.testing.assert_close(adapted(inputs), wrapped(inputs).logits, rtol=1e-5, atol=1e-5)
+
+    loss = F.cross_entropy(wrapped(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    named = {name.replace(".default", ""): p for name, p in wrapped.named_parameters() if p.requires_grad}
+    found = gradients(adapted)
+    gradient_folder = tmp_path / "gradients"
+    gradient_folder.mkdir()
+    lora.write_peft(gradient_folder, Adapters(adapters_of(adapted).lora, found), plain.config, "")
+    as_theirs = load_file(gradient_folder / lora.PEFT_WEIGHTS)
+    assert set(as_theirs) == set(named)
+    for name, gradient in as_theirs.items():
+        expected = named[name].grad
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_our_model_reads_pefts_adapters(qwen, tmp_path):
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=7, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(copy.deepcopy(theirs), settings).eval()
+    wrapped.save_pretrained(str(tmp_path))
+    source = lora.read_peft(tmp_path, plain.config)
+    assert source.lora == Lora(3, 7, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
+    model = clone_of(plain)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.merged(name, parameter.clone(), model.config))
+    inputs, _ = tokens_of(plain.config)
+    torch.testing.assert_close(model(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-5)
+    # There and back: the same tensors.
+    lora.write_peft(tmp_path / ".", source, plain.config, "")
+    again = lora.read_peft(tmp_path, plain.config)
+    assert again.tensors.keys() == source.tensors.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in source.tensors.items())
+    # Of another model, or of another kind.
+    other = tiny_config(**SHAPES["qwen3"], vocab_size=128)
+    assert "adapters for another model" in complaint(lambda: lora.read_peft(tmp_path, other))
+    path = tmp_path / lora.PEFT_CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
+    assert "not plain LoRA (use_dora)" in complaint(lambda: lora.read_peft(tmp_path, plain.config))
+
+
+def test_the_flags_have_no_adapters_by_default():
+    assert ChatFlags().lora(tiny_config()) is None
