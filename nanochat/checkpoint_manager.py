@@ -489,6 +489,16 @@ def _lineage(step_folder: Path) -> tuple[Path, list[adapters.Adapters]]:
     raise ValueError("its base is adapters, too, and so on without end")
 
 
+def load_adapters(step_folder: Path) -> tuple[adapters.Adapters, str]:
+    """The adapters in a checkpoint, and the name of their base. Raises UserError: when it holds whole weights."""
+    with _damage_of(step_folder):
+        meta = _meta_of_adapters(step_folder)
+        if meta is None:
+            raise UserError(f"{step_folder} holds no adapters: name a checkpoint of a run with --lora_rank")
+        settings = adapters.settings_from(meta["adapter"])
+        return adapters.read_adapters(step_folder / "adapter.safetensors", settings), str(meta["adapter"]["base"])
+
+
 def _meta_of_adapters(step_folder: Path) -> dict[str, Any] | None:
     """The meta data of a checkpoint that holds adapters; None: it holds whole weights."""
     if hf.is_folder(step_folder):

@@ -16,7 +16,6 @@ Legend: N tokens, r rank, I inputs, O outputs of a layer.
 
 import contextlib
 import functools
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel.fsdp import fill, held_rows, local
 from nanochat.parallel.mesh import Layout
 from nanochat.shell.cli import UserError
+from nanochat.shell.untrusted import read_json, require_file
 
 # The matrices that can have an adapter, by the names that Hugging Face and peft give them. Here q, k and v are rows of
 # one matrix, and gate and up of another. Each part still has an A and a B of its own, as it has there.
@@ -463,6 +463,14 @@ def read_adapters(path: Path, lora: Lora) -> Adapters:
         return Adapters(lora, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
+@torch.no_grad()
+def merge(model: GPT, adapters: Adapters) -> None:
+    """Merge adapters into a model's weights, in place."""
+    for name, parameter in model.named_parameters():
+        if adapters.changes(name):
+            parameter.copy_(adapters.merged(name, parameter.detach(), model.config))
+
+
 # Fills a tensor with rows of a parameter: its name, how many rows it has, and the first one to read.
 RowReader = Callable[[str, int, int, Tensor], None]
 
@@ -530,7 +538,9 @@ def read_peft(folder: Path, config: GPTConfig) -> Adapters:
 
     Raises UserError: when they are of a kind that is not plain LoRA on the blocks' matrices, or of another model.
     """
-    settings = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+    if not (folder / PEFT_CONFIG).is_file() or not (folder / PEFT_WEIGHTS).is_file():
+        raise UserError(f"{folder} has no {PEFT_CONFIG} and {PEFT_WEIGHTS}: name a folder that peft has saved")
+    settings = read_json(folder / PEFT_CONFIG)
     # peft's variants store other numbers under the same names; what is unset or empty changes nothing.
     variants = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
     used = [name for name in variants if settings.get(name)]
@@ -538,7 +548,10 @@ def read_peft(folder: Path, config: GPTConfig) -> Adapters:
     if settings.get("peft_type") != "LORA" or used:
         kind = ", ".join(used) or settings.get("peft_type")
         raise UserError(f"{folder} is not plain LoRA ({kind}): merge it with peft, and name that model as --source")
-    rank = settings["r"]
+    rank = settings.get("r")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(settings.get("lora_alpha"), int | float):
+        raise UserError(f"{folder / PEFT_CONFIG} has no rank r above 0 or no lora_alpha: save it again with peft")
+    require_file(folder / PEFT_WEIGHTS)
     with safe_open(folder / PEFT_WEIGHTS, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     pattern = re.compile(r"base_model\.model\.model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.lora_[AB]\.weight")

@@ -2,11 +2,15 @@
 
 python -m scripts.export --to safetensors --source sft --out my_model --dtype bfloat16
 python -m scripts.export --to hf --source sft --out my_model --push me/my-model
+python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out merged
 
 `--to hf` writes what AutoModelForCausalLM, vLLM and the like load: the weights under the names of the model's family
 (Qwen, Llama, Mistral), with its tokenizer, chat template and generation_config.json. A model of our own shape has no
 family: modeling_nanochat.py goes with it, and transformers loads it with trust_remote_code=True. There, as with every
 model of a hub, a special token that is spelled out in a chat's text becomes one.
+
+Adapters (LoRA) are merged into their base: those of a source that holds some, and those of `--adapter`, a folder of the
+library peft. `--to peft` writes the adapters of the source alone, as such a folder.
 
 With `--to safetensors` the folder holds model.safetensors, config.json, the tokenizer, meta.json (which checkpoint it
 was) and manifest.json (every file's size and sha256), and no training state. `load_model("my_model")`, and
@@ -34,7 +38,9 @@ MODELING = Path(__file__).parent.parent / "nanochat" / "exported" / "modeling_na
 @dataclass(frozen=True)
 class Config:
     out: str  # the folder to make; it must not exist yet
-    to: Literal["safetensors", "hf"] = "safetensors"  # for this project, or for transformers and what reads its folders
+    # For this project, for transformers and what reads its folders, or the adapters alone for peft.
+    to: Literal["safetensors", "hf", "peft"] = "safetensors"
+    adapter: str | None = None  # a folder of peft's: merge its adapters into the source
     source: str = "auto"  # a stage, the furthest of them (auto), a folder, or hf:ORG/NAME
     model_tag: str | None = None  # of the source; default: the tag last written
     step: int | None = None  # of the source; default: its newest whole step
@@ -75,7 +81,7 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import checkpoint_manager, hf
+    from nanochat import checkpoint_manager, hf, lora
     from nanochat.data import hub
     from nanochat.shell import storage
     from nanochat.tokenizer import EXPORTED_NAME
@@ -85,6 +91,8 @@ def main(config: Config) -> None:
         hub.check_name(config.push)
     source = checkpoint_manager.find_source(config.source, config.model_tag, config.step)
     model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True)
+    if config.adapter is not None:
+        lora.merge(model, lora.read_peft(Path(config.adapter).expanduser(), model.config))
     dtype = getattr(torch, config.dtype, None) or checkpoint_manager.stored_dtype(source)
     exported = {key: meta[key] for key in KEPT if key in meta}
     exported["version"] = checkpoint_manager.FORMAT_VERSION
@@ -100,6 +108,13 @@ def main(config: Config) -> None:
     unfinished = checkpoint_manager.unfinished_path(out)
     if out.exists():
         raise UserError(f"--out {config.out} exists already: name another folder, or remove it")
+    if config.to == "peft":
+        adapters, base = checkpoint_manager.load_adapters(source)
+        unfinished.mkdir(parents=True)
+        lora.write_peft(unfinished, adapters, model.config, base)
+        checkpoint_manager.publish(unfinished, out)
+        print0(f"exported the adapters of {source} to {out}")
+        return
     weight_bytes = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
     with checkpoint_manager.explained_full_disk(out, weight_bytes):
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -276,10 +276,7 @@ def adapters_of(model: GPT) -> Adapters:
 def test_merged_is_unmerged(shape, settings):
     adapted = adapted_model(shape, settings)
     merged = lively_model(tiny_config(**SHAPES[shape]))
-    source = adapters_of(adapted)
-    with torch.no_grad():
-        for name, parameter in merged.named_parameters():
-            parameter.copy_(source.merged(name, parameter.clone(), merged.config))
+    lora.merge(merged, adapters_of(adapted))
     inputs, _ = tokens_of(merged.config)
     torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(merged(inputs), lively_model(tiny_config(**SHAPES[shape]))(inputs), atol=1e-2)
@@ -556,9 +553,7 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     source = lora.read_peft(tmp_path, plain.config)
     assert source.lora == Lora(3, 7, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
     model = clone_of(plain)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.merged(name, parameter.clone(), model.config))
+    lora.merge(model, source)
     inputs, _ = tokens_of(plain.config)
     torch.testing.assert_close(model(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-5)
     # There and back: the same tensors.
@@ -572,6 +567,45 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     path = tmp_path / lora.PEFT_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
     assert "not plain LoRA (use_dora)" in complaint(lambda: lora.read_peft(tmp_path, plain.config))
+
+
+def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_path, capsys):  # noqa: F811
+    """From a folder in Hugging Face's layout to adapters, and from there to a merged folder and to one of peft's."""
+    import peft
+    import transformers
+
+    theirs, _ = qwen
+    shutil.copytree(pretrained, base)
+    folder = tmp_path / "qwen"
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(**{**theirs.config.to_dict(), "vocab_size": 512, "max_position_embeddings": 64})
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    shutil.copy(base / "tokenizer" / "tokenizer.json", folder / "nanochat_tokenizer.json")
+    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=2", "--model_tag=q")
+    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=3", "--model_tag=q", "--resume")
+    tuned_model, _, meta = load_model("sft", "cpu", model_tag="q")
+    assert meta["adapter"]["base"] == str(folder)
+    flags = ("--source=sft", "--model_tag=q")
+    call("export", *flags, "--to=hf", f"--out={tmp_path / 'merged'}")
+    call("export", *flags, "--to=peft", f"--out={tmp_path / 'peft'}")
+    call("export", f"--source={folder}", f"--adapter={tmp_path / 'peft'}", "--to=hf", f"--out={tmp_path / 'again'}")
+    inputs, _ = tokens_of(tuned_model.config)
+    expected = tuned_model(inputs)
+    untouched = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    assert not torch.allclose(untouched(inputs).logits, expected, atol=1e-3)
+    for name in ("merged", "again"):
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        torch.testing.assert_close(merged(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    wrapped = peft.PeftModel.from_pretrained(untouched, str(tmp_path / "peft"))
+    torch.testing.assert_close(wrapped(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    # Mistakes.
+    out = f"--out={tmp_path / 'x'}"
+    assert "no adapters" in mistake(capsys, "export", "--source=base", "--to=peft", out)[1]
+    assert "has no adapter_config.json" in mistake(capsys, "export", "--source=base", f"--adapter={folder}", out)[1]
+    wrong = ("--source=base", f"--adapter={tmp_path / 'peft'}", out)
+    assert "adapters for another model" in mistake(capsys, "export", *wrong)[1]
+    shutil.rmtree(folder)
+    assert "is missing" in mistake(capsys, "export", *flags, out)[1]
 
 
 def test_the_flags_have_no_adapters_by_default():

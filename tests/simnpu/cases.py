@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import engine, scaling
+from nanochat import engine, lora, scaling
 from nanochat.attention import Segments
 from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine, SamplingParams
@@ -24,6 +24,7 @@ from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
+from nanochat.parallel.mesh import Layout
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
 from simnpu import operators
@@ -155,6 +156,29 @@ def train_losses(
             parameter.double().sum().item() if device == "cpu" else parameter.cpu().double().sum().item()
             for parameter in model.parameters()
         ]
+
+
+def adapter_losses(
+    device: str, dtype: str = "float32", shape: str = "qwen3", base_format: Any = "plain", steps: int = 4
+) -> list[float]:
+    """Losses and gradient norms of some steps that train adapters alone."""
+    found = devices.init(device, dtype)
+    model = _model(found, shape)
+    weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
+    lora.attach(model.to(found.dtype), lora.Lora(4, 8.0, base_format=base_format))
+    for name, layer in model.named_modules():
+        if isinstance(layer, lora.FrozenLinear):
+            layer.set_weight(weights[f"{name}.weight"])
+    lora.init_adapters(model)
+    optimizer = lora.make_optimizer(model, 0.01, found, Layout())
+    generator = torch.Generator().manual_seed(1)
+    figures = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 100, (3, 33), generator=generator)
+        batch = tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:]))
+        stats = train_step(model, optimizer, [batch], next_token_loss, device=found)
+        figures += [stats.loss.item(), stats.grad_norm.item()]
+    return figures
 
 
 def skipped_steps(device: str, fused: bool = False) -> list[bool]:

@@ -58,6 +58,16 @@ def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
     assert close(on_npu, on_cpu, 1e-4)  # norms of gradients and sums of weights, where rounding adds up
 
 
+@pytest.mark.parametrize("base_format", ["plain", "nf4"])
+@pytest.mark.parametrize("shape", ["ungrouped", "qwen3"])
+def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: str):
+    on_cpu = cases.adapter_losses("cpu", shape=shape, base_format=base_format)
+    on_npu = simulated("adapter_losses", shape=shape, base_format=base_format)
+    assert close(on_npu[::2], on_cpu[::2], 1e-5) and close(on_npu, on_cpu, 1e-4)
+    in_bf16 = simulated("adapter_losses", dtype="bfloat16", shape=shape, base_format=base_format)
+    assert close(in_bf16[::2], on_cpu[::2], 1e-2)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_the_same_operations_in_fp32_give_the_same_bits(simulated: On, packed: bool):
     """Without the fused operators, and with AdamW for the matrices: Muon multiplies transposed views, whose products a
