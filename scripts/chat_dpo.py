@@ -73,8 +73,8 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_dpo_tasks(start.pretraining["data"])
     require_pairs(parse_tasks(tasks))
-    train = open_mixture(tasks, "train", config.hub, config.seed, pairs=True)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, pairs=True)
+    train = open_mixture(tasks, "train", config.hub, config.seed, pairs=True, bad_records=config.bad_records)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed, pairs=True, bad_records=config.bad_records)
     print0(f"tasks: {tasks}")
 
     def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Rendered, Rendered]]:

@@ -50,8 +50,8 @@ def main(config: Config) -> None:
     model = start.model
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
-    train = open_mixture(tasks, "train", config.hub, config.seed)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed)
+    train = open_mixture(tasks, "train", config.hub, config.seed, bad_records=config.bad_records)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed, bad_records=config.bad_records)
     print0(f"tasks: {tasks}")
 
     def draw(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:

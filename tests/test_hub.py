@@ -20,7 +20,9 @@ from tiny import complaint
 
 from nanochat.data import catalog, hub
 from nanochat.data.catalog import Dataset, Source
-from nanochat.data.hub import fetch, fetch_model, fetch_split, fetch_url, leaves_folder
+from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
+from nanochat.data.splits import choose_config, choose_files
+from nanochat.tasks.registry import open_task, parse_tasks
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 COMMIT = "c0ffee" + "0" * 34
@@ -307,6 +309,75 @@ def test_modelscope_through_its_own_client(fake, tiny_task, tmp_path):
 def test_modelscope_without_its_client_is_one_line(fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope.hub.api", None)
     assert "pip install modelscope" in complaint(lambda: fetch("org/name", "modelscope"))
+
+
+# ---------------------------------------------------------------------- chats of any data set
+
+
+def chats(word: str, count: int) -> bytes:
+    rows = [{"prompt": f"{word} {n}", "completion": "yes"} for n in range(count)]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_chats_of_any_data_set(fake, tmp_path, capsys):
+    fake.files = {"data/train.jsonl": chats("learn", 5), "data/test.jsonl": chats("test", 3), "README.md": b"hello"}
+    [spec] = parse_tasks("org/name:2")
+    train, test = (open_task(spec, part) for part in ("train", "test"))
+    assert (train.name, spec.weight, len(train), len(test)) == ("org/name", 2.0, 5, 3)
+    assert test.example(2).messages[0]["content"] == "test 2"
+    assert data_files(tmp_path / "base/data/org--name") == ["data--test.jsonl", "data--train.jsonl"]
+    seen = len(fake.seen)
+    [spec] = parse_tasks("org/name@test")  # nothing else is held out: a share of it is
+    assert [open_task(spec, part).example(0).messages[0]["content"] for part in ("train", "test")] == [
+        "test 0",
+        "test 2",
+    ]
+    assert len(fake.seen) == seen and not open_task(spec, "train", pairs=False).has_pairs
+    line = complaint(lambda: open_task(spec, "train", pairs=True))
+    assert "unknown form (with prompt, completion); known forms:" in line
+    line = complaint(lambda: open_task(parse_tasks("org/name@en")[0], "train"))
+    assert line.startswith("--tasks org/name@en is not a file or folder here; as a hub dataset, org/name: ")
+    assert "no split en: it has test, train" in line
+
+
+def test_a_configuration_of_a_data_set(fake):
+    fake.files = {f"{name}/train-00000-of-00001.jsonl": chats(name, 4) for name in ("en", "zh")}
+    assert "its configurations are en, zh: name one, ORG/NAME/en" in complaint(
+        lambda: fetch_part("o/n", None, None, "train")
+    )
+    train, held_out = fetch_part("o/n", "zh", None, "train")
+    assert [path.name for path in train] == ["zh--train-00000-of-00001.jsonl"] and not held_out
+    assert "no configuration fr" in complaint(lambda: fetch_part("o/n", "fr", None, "train"))
+    fake.status = 401
+    assert "HF_TOKEN" in complaint(lambda: fetch_part("o/gated", None, None, "train"))
+
+
+LISTS = [
+    ("data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet", "", "2 1"),
+    ("alpaca_data.json dataset_infos.json", "", "1 0"),
+    ("train.json test.json train.parquet", "", "1 0"),  # of two copies one
+    ("data/train_sft-00000-of-00001-a3ecf9.parquet data/test_sft-00000-of-00001.parquet", "", "1 1"),
+    ("train_sft.jsonl test_sft.jsonl train_gen.jsonl test_gen.jsonl", "@train_gen", "1 1"),
+    ("train_sft.jsonl test_sft.jsonl train_gen.jsonl", "", "name one by @"),
+    ("code.jsonl math.jsonl chat.jsonl", "", "3 0"),
+    ("code.jsonl math.jsonl dev.jsonl", "@train", "2 1"),
+    ("code.jsonl math.jsonl dev.jsonl", "@math", "1 1"),
+    ("train/a.csv train/b.csv valid/a.csv", "", "2 1"),
+    ("contest.jsonl latest.jsonl", "", "2 0"),
+    ("test.jsonl", "", "its splits are test: name one by @test"),
+    ("test.jsonl train.jsonl", "@test", "1 0"),
+    ("default/train/0000.parquet other/train/0000.parquet", "", "1 0"),
+    ("README.md .hidden/train.jsonl", "", "no file in it ends in .parquet"),
+]
+
+
+@pytest.mark.parametrize(("paths", "split", "chosen"), LISTS)
+def test_the_files_of_a_split_by_their_names(paths, split, chosen):
+    def choose() -> str:
+        found = choose_files(choose_config(paths.split(), None), split.strip("@") or None)
+        return f"{len(found.train)} {len(found.held_out)}"
+
+    assert chosen in (complaint(choose) if "name" in chosen or "no file" in chosen else choose())
 
 
 # ---------------------------------------------------------------------- a file on no hub, processes

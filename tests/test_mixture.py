@@ -109,6 +109,14 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
         TaskSpec("conversations", str(file), 3.0),
         TaskSpec("addition", None, 1.0),
     ]
+    names = f"mine={file}:2,org/name={tmp_path}@train_sft,org/name,a-b/c.d/en@train_sft:0.5,{tmp_path}@test"
+    assert parse_tasks(names) == [
+        TaskSpec("conversations", str(file), 2.0, "mine"),
+        TaskSpec("conversations", f"{tmp_path}@train_sft", 1.0, "org/name"),
+        TaskSpec("conversations", "org/name", 1.0, "org/name"),
+        TaskSpec("conversations", "a-b/c.d/en@train_sft", 0.5, "a-b/c.d/en@train_sft"),
+        TaskSpec("conversations", f"{tmp_path}@test", 1.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,11 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
         ("gsm8k=", "no path"),
         ("first_questions", "no path: first_questions=PATH"),
         ("/nowhere.jsonl", "no such task or file"),
+        ("org/chats.jsonl", "no such task or file"),
+        ("mine=/nowhere", "no such task or file"),
+        ("storys=/tmp", "did you mean stories"),
+        ("../x@train", "no such task or file"),
+        ("org/name/a/b", "no such task or file"),
     ],
 )
 def test_a_wrong_flag_is_one_line(flag, problem):

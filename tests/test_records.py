@@ -1,8 +1,10 @@
 """records.py: any record of any format in any order, splits found in folders, and damage reported in one line."""
 
+import csv
 import gzip
 import json
 import random
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -116,11 +118,91 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_paths_that_cannot_be(tmp_path):
     assert complaint(lambda: open_records([tmp_path / "no.jsonl"])).endswith("no.jsonl: no such file or folder")
     assert "no file in this folder ends in .jsonl, .jsonl.gz, .parquet" in complaint(lambda: open_records([tmp_path]))
-    (tmp_path / "a.json").write_text("[]")
-    assert "unknown suffix '.json'" in complaint(lambda: open_records([tmp_path / "a.json"]))
-    assert "jq -c '.[]' a.json > a.jsonl" in complaint(lambda: open_records([tmp_path / "a.json"]))
+    (tmp_path / "a.xlsx").write_text("[]")
+    assert "unknown suffix '.xlsx'" in complaint(lambda: open_records([tmp_path / "a.xlsx"]))
     (tmp_path / "a.jsonl").write_text("\n \n")
     assert "a.jsonl: there are no rows in it" in complaint(lambda: open_records([tmp_path / "a.jsonl"]))
+
+
+# ---- .json, .csv -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_items_of_a_json_list_are_records(tmp_path, indent):
+    odd = [{"a": '], "b": {', "b": "\\\\"}, {"a": "\\", "b": ["[", {"}": '"'}]}, [], "text", 3, None]
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff \n" + json.dumps([*WANTED[:50], *odd], indent=indent, ensure_ascii=False) + "\n")
+    opened = open_records([path])
+    assert [opened[n] for n in range(len(opened))] == [*WANTED[:50], *odd]
+    assert str(opened.error(2, "?")) == f"{path} item 3 ?"
+    path.write_text("\n".join(json.dumps(row) for row in WANTED[:9]))  # one value a line
+    opened = open_records([path])
+    assert [opened[n] for n in range(len(opened))] == WANTED[:9] and opened.where(8) == f"{path} line 9"
+
+
+def test_a_damaged_json_list_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    for text, problem in (
+        ('[{"a": 1}, {"a": "', "the list does not end"),
+        ('[{"a": "x\\', "the list does not end"),
+        ("[" * 100_000, "the list does not end"),
+        ("[1]\n[2]", "something follows the list; for one JSON value a line name it .jsonl"),
+        ("[]", "there are no rows in it"),
+        ("", "there are no rows in it"),
+    ):
+        path.write_text(text)
+        assert problem in complaint(lambda: open_records([path]))
+    path.write_text('[{"a": 1}, {"a": 1], ' + "[" * 9000 + "]" * 9000 + "]")
+    opened = open_records([path])
+    assert opened[0] == {"a": 1}
+    for place in (1, 2):
+        assert complaint(lambda place=place: opened[place]).startswith(f"{path} item {place + 1} is not JSON")
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    path.write_text('["' + "x" * (1 << 20) + '"]')
+    assert "the item at byte 1 is longer than 1 MiB" in complaint(lambda: open_records([path]))
+
+
+def test_the_rows_of_a_csv_are_records(tmp_path):
+    path = tmp_path / "a.csv"
+    header, rows = ["question", "answer"], [['é, "1"\n2', "x" * 200_000], ["", "😀"], ["b\r\nc", "d"]]
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([header, *rows[:2], [], rows[2]])
+    opened = open_records([path])
+    assert [opened[n] for n in range(len(opened))] == [dict(zip(header, row, strict=True)) for row in rows]
+    assert (
+        opened.where(2) == f"{path} line 6" and opened[2]["answer"] == "d"
+    )  # after a row of two lines and a blank one
+
+
+def test_a_damaged_csv_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_CSV_ROW_BYTES", 1000)
+    path = tmp_path / "a.csv"
+    for data, problem in (
+        (b"a,b\n1\n", f"{path} line 2 has 1 values, and the header names 2"),
+        (b"a,b\n1,2,3\n", f"{path} line 2 has 3 values"),
+        (b"a,a\n1,2\n", "names the columns, each once"),
+        (b"a,\n1,2\n", "names the columns, each once"),
+        (b'a,b\n1,"' + b"2\n" * 600, "the row at byte 4 is longer than 0 MiB: is a quote not closed?"),
+        (b'a,b\n1,"2', "is a damaged .csv"),
+        (b'a,b\n1,"2"3\n', "is a damaged .csv"),
+        (b"a,b\r1,2\r", "is a damaged .csv"),
+        ("a,b\n1,你\n".encode("gb18030"), "is not UTF-8 (byte 6): convert it, for example iconv -f gb18030 -t utf-8"),
+        ("a,b\n1,2\n".encode("utf-16"), "is not UTF-8"),
+        (b"a,b\n1,2\0\n", "") if sys.version_info >= (3, 11) else (b"a,b\n1,2\0\n", "is a damaged .csv"),
+        (b"a,b\n", "there are no rows in it"),
+    ):
+        path.write_bytes(data)
+        if problem:
+            assert problem in complaint(lambda: open_records([path])[0])
+        else:
+            assert open_records([path])[0] == {"a": "1", "b": "2\0"}
+
+
+def test_settings_of_a_folder_are_no_records(tmp_path):
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    write(tmp_path / "a.jsonl", WANTED[:3])
+    assert len(open_records([tmp_path])) == 3
 
 
 # ---- Splits ----------------------------------------------------------------------------------------------

@@ -491,6 +491,12 @@ FORMS = [
     {"instruction": "Hello", "output": "Hi!"},
     {"messages": [*HELLO, {"role": "user", "content": "Are you there?"}]},  # nobody answers
     {"messages": [{"role": "user", "content": "Hello", "name": None, "train": None}, HELLO[1]]},
+    {"conversation": HELLO, "turn": 1},
+    {"messages": None, "prompt": "Hello", "completion": "Hi!"},
+    {"prompt": [HELLO[0]], "completion": [HELLO[1]]},
+    {"question": "Hello", "response": "Hi!", "system_prompt": ""},
+    {"instruction": "", "input": "Hello", "output": "Hi!", "history": []},
+    {"query": "Hello", "response": HELLO[1]},
 ]
 
 
@@ -507,6 +513,12 @@ def test_what_a_form_keeps():
     parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     mrequested = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
     assert messages_of({"messages": mrequested}) == mrequested
+    weighted = [HELLO[0], {"role": "assistant", "content": parts, "weight": 0}, *HELLO[:1], HELLO[1] | {"weight": 1}]
+    assert messages_of({"messages": weighted}) == mrequested + HELLO
+    for form in ({"conversations": FORMS[4]}, {"question": "Hello", "answer": "Hi!"}):
+        assert messages_of({"system": "Be brief.", **form}) == [system, *HELLO]
+    dolly = {"instruction": "Add.", "context": "1 and 2", "response": "3", "history": [["Hello", "Hi!"]]}
+    assert messages_of(dolly)[:3] == [*HELLO, requested]
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
@@ -548,7 +560,13 @@ BAD_ROWS = [
     ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
     ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 has the role 'tool'"),
-    ({"instruction": "Add."}, "cannot be used: message 1 (assistant) has no content"),
+    ({"instruction": "Add.", "output": None}, "cannot be used: message 1 (assistant) has no content"),
+    ({"instruction": "Add."}, "cannot be used: unknown form (with instruction); known forms:"),
+    ({"instruction": "Add.", "output": "3", "history": ["Hello"]}, 'cannot be used: its "history" is not a list of'),
+    (
+        {"messages": [HELLO[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
+        "cannot be used: a message calls a function outside of its content",
+    ),
     ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
     ({}, "cannot be used: unknown form (with nothing)"),
     ("Hello", "cannot be used: unknown form (but str)"),
@@ -560,9 +578,55 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
 def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
-    assert complaint(lambda: Conversations("train", str(path))).startswith(f"{path} line 3 {problem}")
+    line = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    assert line.startswith(f"{path} line 3 {problem}")
     path.write_text('{"messages": \n')
     assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
+def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
+    rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]], "id": n} for n in range(20)]
+    for place in (2, 3, 7):
+        rows[place]["messages"].append({"role": "tool", "content": "42"})
+    rows[5]["messages"].append(HELLO[0])
+    path = write(tmp_path / name, rows)
+    task = Conversations("train", str(path))
+    used = [n for n in range(18) if n not in (2, 3, 7)]
+    assert [task.example(n).messages[0]["content"] for n in range(len(task))] == [str(n) for n in used]
+    left_out, dropped = capsys.readouterr().err.splitlines()
+    where = {"mine.jsonl": "line 3", "mine.parquet": "row 3"}[name]
+    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 has the role 'tool'"
+    assert wanted in left_out and "--bad_records fail" in left_out
+    assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
+    assert len(Conversations("test", str(path))) == 2 and not capsys.readouterr().err
+    write(path, [{"messages": HELLO[1:]}] * 4)
+    assert "3 of 3 records left out: first" in complaint(lambda: Conversations("train", str(path)))
+
+
+def test_a_parquet_of_a_known_form_is_read_without_its_other_columns(tmp_path):
+    rows = [{"prompt": "Hello", "completion": "Hi!", "embedding": [0.5] * 9, "chosen": "x"}] * 2
+    path = write(tmp_path / "a.parquet", rows)
+    assert sorted(Conversations("train", str(path)).records[0]) == ["completion", "prompt"]
+    problem = 'unknown form (with prompt, completion, embedding, chosen); known forms: {"chosen": [...]'
+    assert problem in complaint(lambda: Preferences("train", str(path)))
+
+
+def test_alpaca_as_csv(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('instruction,input,output\nAdd.,"1, 2\n",3\n"Say ""Hi""!",,Hi!\n')
+    task = Conversations("train", str(path))
+    assert task.example(0).messages[0]["content"] == "Add.\n\n1, 2\n" and len(task) == 1
+    assert Conversations("test", str(path)).example(0).messages[0]["content"] == 'Say "Hi"!'
+
+
+def test_a_split_of_a_folder_is_named(tmp_path):
+    for name, count in (("train_sft", 4), ("test_sft", 2), ("train_gen", 3)):
+        write(tmp_path / f"{name}.jsonl", [HELLO] * count)
+    sizes = [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")]
+    assert sizes == [4, 2]
+    assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
+    assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
 
 
 def test_conversations_need_a_path():
@@ -631,7 +695,7 @@ BAD_PAIRS = [
     (HELLO, "unknown form (but list); known forms:"),
     ({"messages": HELLO}, "unknown form (with messages)"),
     ({"chosen": HELLO}, "unknown form (with chosen)"),
-    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "unknown form (with prompt, chosen, rejected)"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
@@ -650,7 +714,7 @@ BAD_PAIRS = [
 @pytest.mark.parametrize(("row", "problem"), BAD_PAIRS)
 def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
-    line = complaint(lambda: Preferences("train", str(path)))
+    line = complaint(lambda: Preferences("train", str(path), bad_records="fail"))
     assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
 

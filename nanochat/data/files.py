@@ -6,14 +6,18 @@ rows are. A damaged or hostile file is a UserError with its name and line.
 
     .txt        documents between lines `<|endoftext|>`, or else pieces of about 4 KiB: nothing lost, nothing twice
     .jsonl[.gz] one JSON value a line; a .gz is unpacked into a temporary file when it is opened
+    .json       a list, of which each item is a row; or one JSON value a line
+    .csv        UTF-8 with a header; each row is an object of texts
     .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
 """
 
 import array
 import bisect
 import contextlib
+import csv
 import functools
 import gzip
+import io
 import itertools
 import json
 import mmap
@@ -35,6 +39,7 @@ from nanochat.shell.paths import base_dir
 DOCUMENT_BYTES = 4096  # of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
 MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is no row
+MAX_CSV_ROW_BYTES = 16 << 20  # after a quote that nothing closes all the rest is one row, of four bytes a character
 MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
 MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... which is looked at from this size on
@@ -46,11 +51,15 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-TEXT_SUFFIXES = (".txt", *RECORD_SUFFIXES)
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
+STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # of JSON: a text up to its end or its first \, or a mark
+IN_TEXT = re.compile(rb'["\\]')
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # what each record must have, and of which type
+# The columns to read of a .parquet, or what chooses them among those that it has; None: all.
+Columns = Sequence[str] | Callable[[list[str]], list[str] | None] | None
 KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
 
 
@@ -102,8 +111,12 @@ class Records:
 
     def error(self, index: int, problem: str) -> UserError:
         """What to raise for a record that is not as it should be: its file, its line, the problem."""
+        return UserError(f"{self.where(index)} {problem}")
+
+    def where(self, index: int) -> str:
+        """The file of a record, and its line."""
         file, row = self.place(index)
-        return UserError(f"{file.where(row)} {problem}")
+        return file.where(row)
 
     def checked(self, index: int, value: Any) -> Any:
         """The value of record `index`. Raises UserError: when it is not an object with the fields."""
@@ -148,6 +161,8 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
                 files.append(file)
         if not files:
             raise UserError(f"{lead}: no file in this folder ends in {known}")
+        # Data sets come with settings in .json. Such a file holds rows only where there are no others.
+        files = [file for file in files if file.suffix.lower() != ".json"] or files
         refuse_links_out(path, files)
         return sorted(files, key=lambda file: file.relative_to(path).as_posix())
     if not path.exists():
@@ -155,8 +170,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
     if not path.is_file():
         raise UserError(f"{lead}: neither a file nor a folder")  # a pipe would block for ever
     if not path.name.lower().endswith(tuple(suffixes)):
-        hint = f" (for a JSON list: jq -c '.[]' {path.name} > {path.stem}.jsonl)" if path.suffix == ".json" else ""
-        raise UserError(f"{lead}: unknown suffix {path.suffix!r}; known are {known}{hint}")
+        raise UserError(f"{lead}: unknown suffix {path.suffix!r}; known are {known}")
     return [path]
 
 
@@ -168,7 +182,7 @@ def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
             raise UserError(f"{file} is a link out of {folder}: copy the folder with `cp -rL`, or name the file itself")
 
 
-def open_file(path: Path, columns: Sequence[str] | None = None) -> DataFile:
+def open_file(path: Path, columns: Columns = None) -> DataFile:
     """A file of any known format. `columns` of a .parquet: only these are read; None: all.
 
     Raises UserError: when the file cannot be read.
@@ -180,6 +194,10 @@ def open_file(path: Path, columns: Sequence[str] | None = None) -> DataFile:
         return TextFile(path)
     if name.endswith(".parquet"):
         return ParquetFile(path, columns)
+    if name.endswith(".csv"):
+        return CsvFile(path)
+    if name.endswith(".json"):
+        return JsonFile(path)
     return JsonLinesFile(path)
 
 
@@ -352,6 +370,116 @@ class JsonLinesFile(SpanFile):
                 begin = end
 
 
+class JsonFile(JsonLinesFile):
+    """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with path.open("rb") as file:
+            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
+        self.is_list = start.startswith(b"[")
+        self._index(self._items() if self.is_list else self._lines())
+
+    def where(self, row: int) -> str:
+        return f"{self.path} item {row + 1}" if self.is_list else super().where(row)
+
+    def _items(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each item of the list."""
+        # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
+        # would hold the whole list as objects, which take ten times the bytes of the file.
+        with _mapped(self.path) as data:
+            depth = 0
+            begin = 0  # of the item
+            place = 0  # where to look on
+            while match := STRUCTURE.search(data, place):
+                place = match.end()
+                mark = data[place - 1 : place]
+                if mark == b"\\":
+                    place = self._end_of_text(data, place + 1)
+                elif mark in b"[{":
+                    depth += 1
+                    if depth == 1:
+                        begin = place
+                elif mark in b",]}":
+                    depth -= mark != b","
+                    is_end_of_item = depth == 0 or (depth == 1 and mark == b",")
+                    if is_end_of_item and data[begin : place - 1].strip():
+                        yield begin, place - 1
+                    if is_end_of_item:
+                        begin = place
+                if place - begin > MAX_LINE_BYTES:
+                    raise UserError(
+                        f"{self.path}: the item at byte {begin:,} is longer than {MAX_LINE_BYTES >> 20} MiB"
+                    )
+                if depth == 0:
+                    break
+            if depth:
+                raise UserError(f"{self.path} is a damaged .json: the list does not end; fetch or write it again")
+            if data[place : place + COPY_BYTES].strip():
+                raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
+
+    def _end_of_text(self, data: mmap.mmap, place: int) -> int:
+        """The end of the JSON text that `place` is in."""
+        while match := IN_TEXT.search(data, place):
+            place = match.end()
+            if match[0] == b'"':
+                return place
+            place += 1  # what follows a backslash ends nothing
+        return len(data)
+
+
+class CsvFile(SpanFile):
+    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
+        self.header: list[str] = []
+        self._index(self._rows())
+
+    where = JsonLinesFile.where
+
+    def _parse(self, row: int, data: bytes) -> dict[str, str]:
+        [values] = csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True)
+        if len(values) != len(self.header):
+            problem = f"has {len(values)} values, and the header names {len(self.header)}"
+            raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
+        return dict(zip(self.header, values, strict=True))
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each row after the header."""
+        end = 0  # of the lines that the parser has taken; those of a row, as it takes no more
+
+        def lines(file: IO[bytes]) -> Iterator[str]:
+            nonlocal end
+            while line := file.readline(MAX_CSV_ROW_BYTES):
+                end += len(line)
+                if end - begin >= MAX_CSV_ROW_BYTES:
+                    limit = f"longer than {MAX_CSV_ROW_BYTES >> 20} MiB"
+                    raise UserError(f"{self.path}: the row at byte {begin:,} is {limit}: is a quote not closed?")
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    advice = "convert it, for example iconv -f gb18030 -t utf-8"
+                    raise UserError(
+                        f"{self.path} is not UTF-8 (byte {end - len(line) + error.start:,}): {advice}"
+                    ) from error
+                yield text.removeprefix("\ufeff") if begin == 0 else text
+
+        begin = 0
+        with _damage_in_one_line(self.path, ".csv", csv.Error), self.path.open("rb") as file:
+            for values in csv.reader(lines(file), strict=True):
+                if not self.header:
+                    self.header = [name.strip() for name in values]
+                    if values and (not all(self.header) or len(set(self.header)) < len(self.header)):
+                        raise UserError(
+                            f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
+                        )
+                elif values:
+                    yield begin, end
+                begin = end
+
+
 def _refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
     if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
         raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
@@ -387,12 +515,11 @@ def _packed_bytes(group: Any) -> int:
 class ParquetFile(DataFile):
     """The rows of a parquet file as dictionaries of the wanted columns."""
 
-    def __init__(self, path: Path, columns: Sequence[str] | None = None):
+    def __init__(self, path: Path, columns: Columns = None):
         import pyarrow
         import pyarrow.parquet
 
         self.path = path
-        self.columns = None if columns is None else list(columns)
         self.lock = threading.Lock()
         # Text that is not UTF-8, and dates and numbers that Python does not have, are found when a row is made of them.
         self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
@@ -402,6 +529,7 @@ class ParquetFile(DataFile):
             # Buffered, not pre-buffered: 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
             names = self.file.schema_arrow.names
+            self.columns = columns(names) if callable(columns) else columns and list(columns)
             for column in self.columns or ():
                 if column not in names:
                     raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")

@@ -1,5 +1,5 @@
-"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_model` for a model to
-start from, `fetch_url` for a single file.
+"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_part` for those of any
+`org/name`, `fetch_model` for a model to start from, `fetch_url` for a single file.
 
 The hub's own client does the transfer: huggingface_hub, or modelscope with `--hub modelscope`. This file adds what a
 training run needs:
@@ -25,12 +25,13 @@ import ssl
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
+from nanochat.data.splits import choose_config, choose_files
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import data_dir, model_dir, open_lock
 
@@ -129,8 +130,7 @@ def fetch(name: str, hub: str = "hf", shards: int | None = None) -> list[Path]:
 
     `name` is a key of DATASETS or any `org/name` of the hub. Raises UserError: with what to do next.
     """
-    sources = {"hf": Source(name, "main"), "modelscope": Source(name, "master")}
-    dataset = DATASETS.get(name) or Dataset(sources, licence="see its page")
+    dataset = DATASETS.get(name) or _any_dataset(name)
     copied = [other for other in DATASETS if hub in DATASETS[other].sources]
     instead = "--data demo" if hub in dataset.sources else f"--data {' or '.join(copied)}"
     with _opened(name, dataset, hub, instead) as copy:
@@ -152,6 +152,28 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
         files = dict.fromkeys(files)  # the sha256 in the table are those of hf
     with _opened(name, TASKS[name], hub, f"a local file or folder by {name}=PATH") as copy:
         return copy.fetch(files)
+
+
+def fetch_part(
+    repo: str, config: str | None, split: str | None, part: Literal["train", "test"], hub: str = "hf"
+) -> tuple[list[Path], list[Path]]:
+    """Download what is missing of one part of any `org/name`; returns (files to learn from, files held out).
+
+    The files of the other part are named without being fetched, unless none are held out. Raises UserError: with what
+    to do next.
+    """
+    with _opened(repo, _any_dataset(repo), hub, "a local file or folder") as copy:
+        _, listed = copy.listing()
+        chosen = choose_files(choose_config(listed, config), split)
+        wanted = chosen.held_out if part == "test" and chosen.held_out else chosen.train
+        copy.fetch({path: listed[path] for path in wanted})
+        return copy.targets(chosen.train), copy.targets(chosen.held_out)
+
+
+def _any_dataset(name: str) -> Dataset:
+    """What no table here knows."""
+    sources = {"hf": Source(name, "main"), "modelscope": Source(name, "master")}
+    return Dataset(sources, licence="see its page")
 
 
 # What a model needs: its weights under transformers' names (some repositories have them a second time, under others),
@@ -297,9 +319,13 @@ class _Copy:
         unfinished.replace(record)
         return commit, files
 
+    def targets(self, paths: Iterable[str]) -> list[Path]:
+        """Where files are here: a path of a repo becomes one file name, which cannot leave the folder."""
+        return [self.folder / path.replace("/", "--").lstrip(".") for path in paths]
+
     def fetch(self, wanted: Files) -> list[Path]:
-        """The wanted files, flat: a path of a repo becomes one file name, which cannot leave the folder."""
-        targets = {path: self.folder / path.replace("/", "--").lstrip(".") for path in wanted}
+        """The wanted files; what is missing is downloaded."""
+        targets = dict(zip(wanted, self.targets(wanted), strict=True))
         missing = [path for path in wanted if not targets[path].exists()]
         if not missing:
             return list(targets.values())

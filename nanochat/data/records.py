@@ -1,27 +1,31 @@
 """Records of tasks by number: a question with its answer, a conversation, a preference pair.
 
-`open_records(paths)` opens .jsonl[.gz] and .parquet files or folders (files.py), `open_split(name, split, path, hub)`
-one split of a task's dataset, from a local path or from the hub. Any order of records is cheap to read.
+`open_records(paths)` opens files or folders of any format of files.py, `open_split(name, split, path, hub)` one split
+of a task's dataset, from a local path or from the hub, and `open_part(source, part, hub)` the training part or the
+held-out part of anybody's. Any order of records is cheap to read.
 """
 
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from nanochat.data import hub as hubs
-from nanochat.data.catalog import TASKS
-from nanochat.data.files import RECORD_SUFFIXES, Fields, Records, list_files, open_file, refuse_links_out
+from nanochat.data.catalog import HUB_NAME, TASKS
+from nanochat.data.files import RECORD_SUFFIXES, Columns, Fields, Records, list_files, open_file, refuse_links_out
+from nanochat.data.splits import choose_files
 from nanochat.shell.cli import UserError
 
 
-def open_records(paths: Iterable[str | Path], fields: Fields | None = None) -> Records:
-    """The records of some files and folders in order.
+def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:
+    """The records of some files and folders in order. `columns`: of a .parquet; by default those of `fields`.
 
     Raises UserError: when a path is missing, of no known format or damaged, or all of them hold no record.
     """
     paths = [Path(path).expanduser() for path in paths]
-    columns = None if fields is None else list(fields)
+    if columns is None and fields is not None:
+        columns = list(fields)
     files = [open_file(file, columns) for path in paths for file in list_files(path, RECORD_SUFFIXES)]
     records = Records(files, fields)
     if not len(records):
@@ -47,6 +51,39 @@ def open_split(
     if not files:
         raise UserError(f"{path}: no {split}.jsonl[.gz] and no {split}*.parquet in this folder: name the file itself")
     return open_records(files, fields)
+
+
+def open_part(source: str, part: Literal["train", "test"], hub: str, columns: Columns = None) -> Records:
+    """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
+
+    `@SPLIT` after it names a split. What is held out are the files that splits.py finds, or else the last tenth of
+    the rows. Raises UserError: with what to do next.
+    """
+    name, at, requested = source.rpartition("@")
+    if not at or Path(source).expanduser().exists():
+        name = source
+        requested = ""
+    place = Path(name).expanduser()
+    if place.is_dir():
+        files = {file.relative_to(place).as_posix(): file for file in list_files(place, RECORD_SUFFIXES)}
+        chosen = choose_files(list(files), requested or None)
+        train, held_out = ([files[path] for path in paths] for paths in (chosen.train, chosen.held_out))
+    elif place.exists() or not (on_hub := HUB_NAME.fullmatch(name)):
+        if requested:
+            raise UserError(f"{source}: {name} is not a folder with splits: leave @{requested} out")
+        train, held_out = [place], []
+    else:
+        try:
+            train, held_out = hubs.fetch_part(on_hub["repo"], on_hub["config"], requested or None, part, hub)
+        except UserError as error:
+            raise UserError(f"--tasks {source} is not a file or folder here; as a hub dataset, {error}") from error
+    if held_out:
+        return open_records(train if part == "train" else held_out, columns=columns)
+    records = open_records(train, columns=columns)
+    count = len(records)
+    cut = min(count * 9 // 10, count - 1) if count > 1 else count
+    part_rows = range(cut) if part == "train" else range(cut, count)
+    return Records(records.files, first=part_rows.start, end=part_rows.stop)
 
 
 def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only: bool = False) -> list[Path]:

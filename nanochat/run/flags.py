@@ -53,7 +53,8 @@ class StageFlags(TrainFlags):
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Frozen[Count] = 0  # tokens of a row, at most the model's context; 0: the whole of it
-    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or a .jsonl file; default: by what the base model has read
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or PATH or ORG/NAME; default: by what the base model has read
+    bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining

@@ -1,27 +1,49 @@
-"""Conversations of your own: any .jsonl[.gz] or .parquet, a conversation per row, in one of these forms.
+"""Conversations of your own, or of any data set of a hub: a conversation per row, in one of these forms.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     [{"role": "user", "content": "..."}, ...]                         the list alone
     {"conversations": [{"from": "human", "value": "..."}, ...]}       ShareGPT's: human, gpt, system
     {"instruction": "...", "input": "...", "output": "..."}           Alpaca's
+    {"prompt": ..., "completion": ...}                                texts, messages or lists of messages
 
-A folder's own train and test files are the splits; otherwise the last 10% of the rows are the test split. Every row is
-checked when the file is opened. A last question without an answer is dropped: there is nothing to learn from it.
+"conversation" means "conversations" too; "prompt", "question" and "query" mean "instruction"; "completion", "response"
+and "answer" mean "output"; "context" means "input". A text under "system" or "system_prompt" goes before all, and
+"history", a list of [question, answer], before the question. `"train": false` or `"weight": 0` in a message: not
+learned.
+
+The rows are those of data/records.py. All are checked when they are opened. One that is in a known form and still no
+conversation is left out and counted, or with `bad_records="fail"` an error; so is a row in no known form, always. A
+last question without an answer is dropped: there is nothing to learn from it.
 """
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
 
 from nanochat.conversation import Message, check_messages
-from nanochat.data.files import Records
-from nanochat.data.records import find_split, open_records
+from nanochat.data.records import open_part
 from nanochat.shell.cli import UserError
+from nanochat.shell.log import warn
+from nanochat.shell.screen import track
 from nanochat.tasks.recorded import RecordTask
 from nanochat.tasks.task import Example, Split
 
-SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
+LISTS = ("messages", "conversations", "conversation")
+QUESTIONS = ("instruction", "prompt", "question", "query")
+ANSWERS = ("output", "completion", "response", "answer")
+INPUTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
-KNOWN = '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}'
+KNOWN = (
+    '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
+    '{"prompt", "completion"}'
+)
+BadRecords = Literal["skip", "fail"]
+
+
+class UnknownForm(ValueError):
+    """A record in none of the forms above."""
 
 
 class Conversations(RecordTask):
@@ -30,25 +52,74 @@ class Conversations(RecordTask):
     name = "conversations"
     kind = "dialogue"
     has_pairs = False
+    columns = {*LISTS, *QUESTIONS, *ANSWERS, *INPUTS, *SYSTEMS, "history"}  # that are read
 
-    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+    def __init__(
+        self,
+        split: Split,
+        path: str | None = None,
+        hub: str = "hf",
+        label: str | None = None,
+        bad_records: BadRecords = "skip",
+    ):
+        """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name."""
         if path is None:
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
-        place = Path(path).expanduser()
-        files_of = {name: find_split(place, names) if place.is_dir() else [] for name, names in SPLIT_NAMES.items()}
-        if all(files_of.values()):
-            self.records = open_records(files_of[split])
-        else:
-            self.records = open_records([place])
-            count = len(self.records)
-            cut = min(count * 9 // 10, count - 1) if count > 1 else count
-            part = range(cut) if split == "train" else range(cut, count)
-            self.records = Records(self.records.files, first=part.start, end=part.stop)
-        for index in range(len(self)):
-            self.example(index)
+        self.name = label or self.name
+        self.records = open_part(path, split, hub, self.columns_to_read)
+        self.numbers = self._checked(f"{path} ({split})", bad_records)  # of the records that are used
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def example(self, index: int) -> Example:
+        return self.records.parse(int(self.numbers[index]), self.read)
 
     def read(self, record: Any) -> Example:
         return Example(messages_of(record))
+
+    def check(self, record: Any) -> bool:
+        """Whether a last question is dropped of it. Raises ValueError: when it is no conversation."""
+        messages = conversation_of(record)
+        return len(answered(messages)) < len(messages)
+
+    @staticmethod
+    def is_known(names: Iterable[str]) -> bool:
+        """Whether records with these fields are in a known form."""
+        has_both = any(name in QUESTIONS for name in names) and any(name in ANSWERS for name in names)
+        return has_both or any(name in LISTS for name in names)
+
+    def columns_to_read(self, names: list[str]) -> list[str] | None:
+        """Of the columns of a .parquet; all of them where the form is unknown, for the message."""
+        return [name for name in names if name in self.columns] if self.is_known(names) else None
+
+    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
+        """The numbers of the records that are conversations; a warning counts the others.
+
+        Raises UserError: for a record in no known form, with `bad_records="fail"` for any that is no conversation, and
+        when there are no others.
+        """
+        count = len(self.records)
+        used = np.ones(count, dtype=bool)
+        first = ""  # that is left out: its place and its problem
+        questions = 0  # at the end of a conversation
+        for index in track(range(count), f"checking {self.name}"):
+            record = self.records[index]
+            try:
+                questions += self.check(record)
+            except ValueError as problem:
+                if bad_records == "fail" or isinstance(problem, UnknownForm):
+                    raise self.records.error(index, f"cannot be used: {problem}") from problem
+                used[index] = False
+                first = first or f"{self.records.where(index)}: {problem}"
+        if first:
+            left_out = f"{count - used.sum():,} of {count:,} records left out: first {first}"
+            if not used.any():
+                raise UserError(f"--tasks {source}: {left_out}")
+            warn(f"--tasks {source}: {left_out} (--bad_records fail makes this an error)")
+        if questions:
+            warn(f"--tasks {source}: the last message of {questions:,} of {count:,} is a question: it is dropped")
+        return used.nonzero()[0]
 
 
 def messages_of(record: Any) -> list[Message]:
@@ -56,40 +127,87 @@ def messages_of(record: Any) -> list[Message]:
 
     Raises ValueError: with the problem.
     """
+    return answered(conversation_of(record))
+
+
+def answered(messages: list[Message]) -> list[Message]:
+    """A conversation without a last question that nobody answers. Raises ValueError: when nothing is left of it."""
+    if messages[-1]["role"] != "user":
+        return messages
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("there is no message from the assistant")
+    return messages[:-1]
+
+
+def conversation_of(record: Any) -> list[Message]:
+    """All messages of a record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = record if isinstance(record, dict) else {}
-    if isinstance(fields.get("messages"), list):
-        messages = fields["messages"]
-    elif isinstance(fields.get("conversations"), list):
-        messages = fields["conversations"]
-    elif isinstance(fields.get("instruction"), str):
-        question = "\n\n".join(text for text in (fields["instruction"], fields.get("input")) if text)
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": fields.get("output")}]
+    lists = [fields[name] for name in LISTS if isinstance(fields.get(name), list)]
+    if lists:
+        messages = lists[0]
     elif isinstance(record, list):
         messages = record
+    elif Conversations.is_known(fields):
+        messages = question_of(fields) + as_messages(first_of(fields, ANSWERS), "assistant")
     else:
-        raise ValueError(f"unknown form ({contents(record)}); known forms: {KNOWN}")
-    messages = [plain(message) for message in messages]
+        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {KNOWN}")
+    messages = [plain(message) for message in with_system(fields, messages)]
     check_messages(messages)
-    if messages[-1]["role"] == "user":
-        messages.pop()
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("there is no message from the assistant")
     return messages
+
+
+def question_of(fields: dict[str, Any]) -> list[Any]:
+    """The messages before the reply, of a record that has the question in a field of its own."""
+    question = first_of(fields, QUESTIONS)
+    more = first_of(fields, INPUTS)
+    if isinstance(question, str) and isinstance(more, str) and more:
+        question = f"{question}\n\n{more}" if question else more
+    messages = []
+    for turn in fields.get("history") or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ValueError('its "history" is not a list of [question, answer]')
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return messages + as_messages(question, "user")
+
+
+def with_system(fields: dict[str, Any], messages: list[Any]) -> list[Any]:
+    """The messages after the record's own system message, where it has one."""
+    system = first_of(fields, SYSTEMS)
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def first_of(fields: dict[str, Any], names: Iterable[str]) -> Any:
+    """The value of the first of these fields that is there and not null."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def as_messages(value: Any, role: str) -> list[Any]:
+    """A text, a message or a list of messages as messages, still unchecked."""
+    if isinstance(value, list):
+        return value
+    return [value if isinstance(value, dict) else {"role": role, "content": value}]
 
 
 def contents(record: Any) -> str:
     """The fields of a record, for messages."""
     if isinstance(record, dict):
-        return f"with {', '.join(record) or 'nothing'}"
+        return f"with {', '.join(record)[:400] or 'nothing'}"
     return f"but {type(record).__name__}"
 
 
 def plain(message: Any) -> Any:
-    """A message without other keys: a column of a .parquet has in each message every key that any of them has."""
+    """A message without other keys: a column of a .parquet has in each message every key that any of them has.
+
+    Raises ValueError: for a call of a function beside the content, which would get lost.
+    """
     if not isinstance(message, dict):
         return message
+    if message.get("tool_calls") or message.get("function_call"):
+        raise ValueError("a message calls a function outside of its content (tool_calls)")
     if "from" in message and "role" not in message:
         sender = message["from"]
         role = ROLES.get(sender, sender) if isinstance(sender, str) else sender
-        message = {"role": role, "content": message.get("value"), "train": message.get("train")}
+        message = {**message, "role": role, "content": message.get("value")}
+    if message.get("weight") == 0 and message.get("train") is None:
+        message = {**message, "train": False}
     return {key: message[key] for key in ("role", "content", "train") if message.get(key) is not None}

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -62,13 +63,22 @@ def _from_hub(data: str) -> bool:
     return data in DATASETS or data == "web" or ("/" in data and not Path(data).exists())
 
 
-def open_mixture(text: str, split: Split, hub: str = "hf", seed: int = 0, pairs: bool = False) -> "Mixture":
+def open_mixture(
+    text: str,
+    split: Split,
+    hub: str = "hf",
+    seed: int = 0,
+    pairs: bool = False,
+    bad_records: Literal["skip", "fail"] = "skip",
+) -> "Mixture":
     """The mixture that a --tasks flag describes; its files hold conversations, or preference `pairs`.
+
+    `bad_records`: whether those that are neither are left out with a warning, or an error.
 
     Raises UserError: when a name is unknown, or data are missing or damaged.
     """
     specs = parse_tasks(text)
-    tasks = [open_task(spec, split, hub, pairs) for spec in specs]
+    tasks = [open_task(spec, split, hub, pairs, bad_records) for spec in specs]
     return Mixture(tasks, [spec.weight for spec in specs], seed)
 
 

@@ -1,4 +1,4 @@
-"""Preference pairs of your own: any .jsonl[.gz] or .parquet, a pair per row, in one of these forms.
+"""Preference pairs of your own, or of any data set of a hub: a pair per row, in one of these forms.
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
@@ -6,13 +6,25 @@
     {"conversations": [...], "chosen": ..., "rejected": ...}                          ShareGPT's names
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
 
-A text under "system" goes before the prompt. Splits, and when a row is checked, are those of conversations.py.
+A text under "system" or "system_prompt" goes before the prompt. Splits, other names of a field, and what becomes of a
+row that cannot be used, are those of conversations.py.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from nanochat.conversation import Message, check_messages
-from nanochat.tasks.conversations import Conversations, contents, plain
+from nanochat.tasks.conversations import (
+    QUESTIONS,
+    Conversations,
+    UnknownForm,
+    as_messages,
+    contents,
+    first_of,
+    plain,
+    question_of,
+    with_system,
+)
 from nanochat.tasks.task import Example, Pair
 
 KNOWN = (
@@ -26,9 +38,18 @@ class Preferences(Conversations):
 
     name = "preferences"
     has_pairs = True
+    columns = {*Conversations.columns, "chosen", "rejected"}
+
+    def check(self, record: Any) -> bool:
+        pair_of(record)
+        return False
+
+    @staticmethod
+    def is_known(names: Iterable[str]) -> bool:
+        return {"chosen", "rejected"} <= set(names)
 
     def pair(self, index: int) -> Pair:
-        return self.records.parse(index, pair_of)
+        return self.records.parse(int(self.numbers[index]), pair_of)
 
     def read(self, record: Any) -> Example:
         pair = pair_of(record)
@@ -37,8 +58,8 @@ class Preferences(Conversations):
 
 def pair_of(record: Any) -> Pair:
     """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
-    if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
-        raise ValueError(f"unknown form ({contents(record)}); known forms: {KNOWN}")
+    if not isinstance(record, dict) or not Preferences.is_known(record):
+        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {KNOWN}")
     chosen = _conversation(record, "chosen")
     rejected = _conversation(record, "rejected")
     if chosen[:-1] != rejected[:-1]:
@@ -48,10 +69,7 @@ def pair_of(record: Any) -> Pair:
 
 def _conversation(record: dict[str, Any], side: str) -> list[Message]:
     """The whole conversation of one side."""
-    reply = record[side]
-    if not isinstance(reply, list | dict):
-        reply = {"role": "assistant", "content": reply}
-    messages = [plain(message) for message in (reply if isinstance(reply, list) else [reply])]
+    messages = [plain(message) for message in as_messages(record[side], "assistant")]
     is_reply_alone = messages and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
     if is_reply_alone:
         messages = _question(record, side) + messages
@@ -65,14 +83,12 @@ def _conversation(record: dict[str, Any], side: str) -> list[Message]:
 
 
 def _question(record: dict[str, Any], side: str) -> list[Any]:
-    prompt = record.get("prompt", record.get("question", record.get("conversations")))
-    if isinstance(record.get("instruction"), str) and prompt is None:
-        prompt = "\n\n".join(text for text in (record["instruction"], record.get("input")) if text)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list):
+    turns = record.get("conversations")
+    if isinstance(first_of(record, QUESTIONS), str | list):
+        messages = question_of(record)
+    elif isinstance(turns, list):
+        messages = turns
+    else:
         problem = "is a reply alone, and there is no prompt that is a text or a list of messages"
         raise ValueError(f"{side} {problem}; known forms: {KNOWN}")
-    if record.get("system"):
-        prompt = [{"role": "system", "content": record["system"]}, *prompt]
-    return [plain(message) for message in prompt]
+    return [plain(message) for message in with_system(record, messages)]

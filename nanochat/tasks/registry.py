@@ -1,18 +1,24 @@
-"""Tasks by name: `arithmetic`, `gsm8k`, ..., or a file of conversations or of preference pairs.
+"""Tasks by name: `arithmetic`, `gsm8k`, ..., or conversations or preference pairs of a file, a folder or a hub.
 
 A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
-or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO.
+or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO, and so does any hub's
+`ORG/NAME[/CONFIG]`. `@SPLIT` after either names a split. A NAME of no task is a name for what its PATH holds.
 """
 
 import difflib
 import importlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from nanochat.data.catalog import HUB_NAME
 from nanochat.shell.cli import UserError
 from nanochat.tasks.task import Split, Task
+
+LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
 
 # name -> module:class; a module is imported when its task is requested. These examples are generated ...
 BUILT_IN = {
@@ -48,8 +54,9 @@ class TaskSpec:
     """One entry of a --tasks flag."""
 
     name: str  # a task's name, or "conversations"
-    path: str | None
+    path: str | None  # or the name on a hub
     weight: float
+    label: str | None = None  # of conversations: the name they have in the log
 
 
 def task_class(name: str) -> type[Task]:
@@ -89,20 +96,35 @@ def _parse_entry(entry: str) -> TaskSpec:
         if equals:
             raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
         return TaskSpec(name, None, weight)
-    if Path(rest).expanduser().exists():
+    if _is_here(rest):
         return TaskSpec("conversations", rest, weight)
+    if HUB_NAME.fullmatch(rest.partition("@")[0]):
+        return TaskSpec("conversations", rest, weight, label=rest)
     near = difflib.get_close_matches(name, NAMES, n=1)
+    if equals and LABEL.fullmatch(name) and _is_here(path) and not near:
+        return TaskSpec("conversations", path, weight, label=name)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}")
+    raise UserError(
+        f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}, and ORG/NAME of a hub"
+    )
 
 
-def open_task(spec: TaskSpec, split: Split, hub: str = "hf", pairs: bool = False) -> Task:
+def _is_here(path: str) -> bool:
+    """Whether a path with or without `@SPLIT` is a file or a folder."""
+    return any(name and Path(name).expanduser().exists() for name in (path, path.rpartition("@")[0]))
+
+
+def open_task(
+    spec: TaskSpec, split: Split, hub: str = "hf", pairs: bool = False, bad_records: Literal["skip", "fail"] = "skip"
+) -> Task:
     """The task of an entry; a file alone holds conversations, or preference `pairs`.
 
     Raises UserError: in one line, when its data are missing or damaged.
     """
-    name = "preferences" if pairs and spec.name == "conversations" else spec.name
-    return task_class(name)(split, spec.path, hub)
+    if spec.name != "conversations":
+        return task_class(spec.name)(split, spec.path, hub)
+    kind: Any = task_class("preferences" if pairs else "conversations")
+    return kind(split, spec.path, hub, label=spec.label, bad_records=bad_records)
 
 
 def require_grades(specs: Sequence[TaskSpec]) -> None:

@@ -1,0 +1,116 @@
+"""Which files of a data set are its training split, and which are held out: by their names.
+
+    data/train-00000-of-00004.parquet, test.jsonl, en/dev.csv      train, test, dev
+    data/train_sft-00000-of-00001.parquet                          train_sft, held out by test_sft
+    alpaca_data.json, code.jsonl                                   alpaca_data, code: parts of the training split
+
+A hub's own table of splits is not read: there is none on ModelScope and none in a folder.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from nanochat.shell.cli import UserError
+
+TRAIN_WORDS = ("train", "training")
+HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval")  # the first that is there is taken
+# A word alone, or with others after underscores: `train` in `alpaca-train-1`, `train_sft` in `train_sft_0`.
+SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[a-z]+)*)(?![a-z])")
+SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
+KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".json")  # of several copies in a repo the first is taken
+SHOWN_NAMES = 12
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files to learn from and those that are held out; without any a share of the others is."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+def split_of(path: str) -> str:
+    """The split that a file belongs to; the file's own name without suffix where no name of a split is in its path."""
+    *folders, name = path.lower().replace("--", "/").split("/")  # `--`: hub.py's flat names
+    stem = name.removesuffix(".gz").rpartition(".")[0] or name
+    shard = SHARD.match(stem)
+    for part in (shard[1] if shard else stem, *reversed(folders)):
+        if match := SPLIT.search(part):
+            return match[0]
+    return shard[1] if shard else stem
+
+
+def choose_files(paths: Sequence[str], requested: str | None = None) -> Chosen:
+    """The files of a data set's training split, or of the split `requested`, and those that are held out.
+
+    Raises UserError: when the split is not there, or there are several of which one has to be named.
+    """
+    files: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        files.setdefault(split_of(path), []).append(path)
+    if requested is None or (requested == "train" and requested not in files):
+        names = _training_splits(list(files))
+    elif requested.lower() in files:
+        names = [requested.lower()]
+    else:
+        raise UserError(f"there is no split {requested}: it has {shown(files)}")
+    train = [path for name in names for path in files[name]]
+    for word in HELD_OUT_WORDS:
+        # train_sft is tested by test_sft; parts without a split's name by `test`.
+        match = SPLIT.match(names[0])
+        counterpart = word + (match[2] if match else "")
+        if counterpart in files and (match is None or match[1] in TRAIN_WORDS):
+            return Chosen(train, files[counterpart])
+    return Chosen(train, [])
+
+
+def _training_splits(names: list[str]) -> list[str]:
+    """The training split, or all parts that bear no split's name."""
+    for word in TRAIN_WORDS:
+        if word in names:
+            return [word]
+    words = {name: match[1] for name in names if (match := SPLIT.match(name))}
+    training = [name for name in names if words.get(name) in TRAIN_WORDS]
+    parts = training or [name for name in names if name not in words]
+    if len(training) > 1 or not parts:
+        raise UserError(f"its splits are {shown(names)}: name one by @{names[0]}")
+    return parts
+
+
+def choose_config(paths: Iterable[str], config: str | None) -> list[str]:
+    """The data files of a repo: of one configuration (a folder, or the beginning of a file's name), of one format.
+
+    Raises UserError: when there is none, or there are several configurations and none is named.
+    """
+    data = []
+    for path in paths:
+        is_hidden = any(part.startswith(".") for part in path.split("/"))
+        is_settings = PurePosixPath(path).name in ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
+        if path.lower().endswith(KINDS) and not is_hidden and not is_settings:
+            data.append(path)
+    if not data:
+        raise UserError(f"no file in it ends in {', '.join(KINDS)}")
+    configs: dict[str, list[str]] = {}  # by folder, without `data` and the folders of splits
+    for path in data:
+        folders = [part for part in path.split("/")[:-1] if part != "data" and not SPLIT.fullmatch(part.lower())]
+        configs.setdefault("/".join(folders), []).append(path)
+    if config is not None:
+        found = [path for name, files in configs.items() if config in name.split("/") for path in files]
+        found = found or [path for path in configs.get("", []) if PurePosixPath(path).name.startswith(config)]
+        if not found:
+            raise UserError(f"there is no configuration {config}: it has {shown(filter(None, configs))}")
+    elif "" in configs or "default" in configs or len(configs) == 1:
+        found = next(configs[name] for name in ("", "default", *configs) if name in configs)
+    else:
+        raise UserError(f"its configurations are {shown(configs)}: name one, ORG/NAME/{next(iter(configs))}")
+    kind = next(kind for kind in KINDS if any(path.lower().endswith(kind) for path in found))
+    return [path for path in found if path.lower().endswith(kind)]
+
+
+def shown(names: Iterable[str]) -> str:
+    """Some names, for messages."""
+    names = sorted(names)
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return (", ".join(names[:SHOWN_NAMES]) or "none") + more
