@@ -51,10 +51,10 @@ def main(config: Config) -> None:
 
     from nanochat import lora, losses, scaling
     from nanochat.checkpoint_manager import weights_sha256
-    from nanochat.conversation import Rendered, render
+    from nanochat.conversation import Rendered
     from nanochat.data.packing import pack_pairs
     from nanochat.run.stage import Run, begin
-    from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
+    from nanochat.tasks.mixture import Mixture, default_dpo_tasks, is_learned, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
     from nanochat.train import Schedule, make_optimizer, mean_loss, train_step
 
@@ -82,11 +82,9 @@ def main(config: Config) -> None:
         reply is empty, or both are the same as far as the context reaches."""
         pairs = []
         for number in range(first, first + count):
-            chosen, rejected = (
-                render(start.tokenizer, messages, row_tokens + 1) for messages in mixture.pair(number).conversations
-            )
-            if chosen.target_count and rejected.target_count and chosen.ids != rejected.ids:
-                pairs.append((chosen, rejected))
+            pair = mixture.rendered_pair(start.tokenizer, number, row_tokens + 1)
+            if is_learned(*pair):
+                pairs.append(pair)
         return pairs
 
     def micro_batches(pairs: list[tuple[Rendered, Rendered]], frozen: Any = reference) -> Iterator[losses.PairBatch]:

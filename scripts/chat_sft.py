@@ -37,11 +37,11 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import lora, scaling
-    from nanochat.conversation import Rendered, render
+    from nanochat.conversation import Rendered
     from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
     from nanochat.run.stage import Run, begin
-    from nanochat.tasks.mixture import Mixture, default_tasks, open_mixture
+    from nanochat.tasks.mixture import Mixture, default_tasks, is_learned, open_mixture
     from nanochat.train import Schedule, make_optimizer, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -57,13 +57,9 @@ def main(config: Config) -> None:
     def draw(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:
         """`count` conversations from number `first` on, the same on every rank; those without a target are not in the
         rows."""
-        rendered = []
-        for number in range(first, first + count):
-            conversation = render(start.tokenizer, mixture.chat(number), row_tokens + 1)
-            if conversation.cut:  # without what came before it, the example is more likely to fit
-                conversation = render(start.tokenizer, mixture.example(number).messages, row_tokens + 1)
-            rendered.append(conversation)
-        learned = [one for one in rendered if one.target_count]
+        numbers = range(first, first + count)
+        rendered = [mixture.rendered(start.tokenizer, number, row_tokens + 1) for number in numbers]
+        learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
 

@@ -22,7 +22,7 @@ ORDER = (
     ("kernels.*",),
     ("device",),
     ("tokenizer", "imported_tokenizer", "chat_template", "demo.*", "tools.*"),
-    ("data.catalog", "data.hub", "data.files", "data.sources", "data.records", "data.loader"),
+    ("data.catalog", "data.splits", "data.hub", "data.files", "data.sources", "data.records", "data.loader"),
     ("conversation", "tasks.*"),
     ("data.packing", "parallel.*"),
     ("gpt",),

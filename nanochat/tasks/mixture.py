@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from nanochat.conversation import Message, render
+from nanochat.conversation import Message, Rendered, render
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
@@ -127,6 +127,18 @@ class Mixture:
         task, number = self.draw(index)
         return task.pair(number)
 
+    def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
+        """The chat of example `index` as SFT reads it."""
+        conversation = render(tokenizer, self.chat(index), max_tokens)
+        if conversation.cut:  # without what came before it, the example is more likely to fit
+            conversation = render(tokenizer, self.example(index).messages, max_tokens)
+        return conversation
+
+    def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> tuple[Rendered, Rendered]:
+        """Pair `index` as DPO reads it: the question with the chosen reply, and with the rejected one."""
+        chosen, rejected = (render(tokenizer, messages, max_tokens) for messages in self.pair(index).conversations)
+        return chosen, rejected
+
     def fingerprint(self) -> str:
         """A sha256 that identifies it: of the tasks' names and lengths, and of sixteen examples of each."""
         digest = hashlib.sha256()
@@ -147,6 +159,13 @@ class Mixture:
 
     def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, number, epoch)).permutation(len(self.tasks[number]))
+
+
+def is_learned(*replies: Rendered) -> bool:
+    """Whether there is anything to learn from a conversation, or to prefer in a pair: no reply is empty or cut off,
+    and as far as the context reaches they are not the same."""
+    ids = [tuple(reply.ids) for reply in replies]
+    return all(reply.target_count for reply in replies) and len(set(ids)) == len(ids)
 
 
 class MixtureCorpus:
