@@ -35,8 +35,8 @@ from nanochat.shell import paths
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
-from nanochat.tasks.mixture import Mixture
-from nanochat.tasks.task import Example
+from nanochat.tasks.mixture import FAR_DRAW, Mixture
+from nanochat.tasks.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step
 
@@ -157,15 +157,15 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):
 
 def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
     drawn: dict[str, list[int]] = {}
+    original = Mixture.draw
 
     def recorded(stage: str) -> None:
-        def example(mixture: Mixture, index: int) -> Example:
-            if mixture.tasks[0].split == "train" and index >= 0:
+        def draw(mixture: Mixture, index: int) -> tuple[Task, int]:
+            if mixture.tasks[0].split == "train" and 0 <= index < FAR_DRAW:  # the others are what came before one
                 drawn.setdefault(stage, []).append(index)
-            task, number = mixture.draw(index)
-            return task.example(number)
+            return original(mixture, index)
 
-        monkeypatch.setattr(Mixture, "example", example)
+        monkeypatch.setattr(Mixture, "draw", draw)
 
     recorded("mid")
     call("mid_train", *MID, "--num_iterations=8")
