@@ -7,7 +7,7 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,12 +28,15 @@ from nanochat.shell.screen import track
 # count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
+Fall = Literal["linear", "cosine", "constant"]
+
 
 @dataclass(frozen=True)
 class Schedule:
     """What changes over a run, as functions of the step (0-based)."""
 
     steps: int
+    fall: Fall = "linear"  # how the rate falls; constant: it does not
     warmup_steps: int = 40
     warmdown_fraction: float = 0.65  # of all steps, at the end
     final_lr: float = 0.05  # of the peak
@@ -42,13 +45,20 @@ class Schedule:
     momentum_steps: int = 300
 
     @classmethod
-    def for_run(cls, steps: int, **changes: Any) -> "Schedule":
-        """The default shape. In a short run the rate warms up for a tenth of the steps, the momentum for a fifth."""
-        short = {"warmup_steps": min(40, steps // 10), "momentum_steps": min(300, steps // 5)}
-        return cls(steps, **{**short, **changes})
+    def for_run(cls, steps: int, warmup_ratio: float | None = None, **changes: Any) -> "Schedule":
+        """The default shape. In a short run the rate warms up for a tenth of the steps, the momentum for a fifth.
+
+        With a `warmup_ratio` the rate warms up for this part of the run, and falls in the rest at most.
+        """
+        short: dict[str, Any] = {"warmup_steps": min(40, steps // 10), "momentum_steps": min(300, steps // 5)}
+        schedule = cls(steps, **{**short, **changes})
+        if warmup_ratio is None:
+            return schedule
+        fall = min(schedule.warmdown_fraction, 1 - warmup_ratio)
+        return replace(schedule, warmup_steps=round(warmup_ratio * steps), warmdown_fraction=fall)
 
     def lr(self, step: int) -> float:
-        """Multiple of the peak learning rate: a linear rise, a plateau, a linear fall (a "trapezoid")."""
+        """Multiple of the peak learning rate: a linear rise, a plateau, a fall (with a linear one a "trapezoid")."""
         # A run of 1,000 steps:
         #
         #     1.00     _______
@@ -68,6 +78,10 @@ class Schedule:
         # `left` is 1 on the plateau and falls to 0 at the end; the rate falls with it to `final_lr`.
         fall_steps = max(1, round(self.warmdown_fraction * self.steps))
         left = min(1.0, max(0.0, (self.steps - step) / fall_steps))
+        if self.fall == "constant":
+            left = 1.0
+        elif self.fall == "cosine":  # flat at both ends (source: Loshchilov and Hutter 2017, SGDR)
+            left = (1 - math.cos(math.pi * left)) / 2
         return left + (1 - left) * self.final_lr
 
     def momentum(self, step: int) -> float:
@@ -170,7 +184,7 @@ class StepStats:
 
     loss: Tensor  # mean nats a target, over all ranks
     targets: Tensor  # over all ranks
-    grad_norm: Tensor  # of the mean gradient a target, over all parameters
+    grad_norm: Tensor  # of the mean gradient a target, over all parameters, before it is clipped
     updated: Tensor  # 1, or 0 where nothing changed: something was not finite, or there was nothing to learn
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
 
@@ -220,6 +234,35 @@ def make_optimizer(
     )
 
 
+def make_adamw(
+    model: GPT, learning_rate: float, device: Device, weight_decay: float = 0.0, layout: Layout | None = None
+) -> Optimizer:
+    """The usual optimizer of fine-tuning: AdamW at one rate for every parameter that requires a gradient.
+
+    A model from elsewhere was trained by AdamW, and its recipes state absolute rates.
+    """
+    # Matrices decay; norms, biases and tables do not, as in `make_optimizer`.
+    matrices = []
+    others = []
+    for role, parameters in model.parameter_groups().items():
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        (matrices if role in ("matrix", "qkv") else others).extend(trained)
+    # The constants of the paper, and of most recipes (source: Kingma and Ba 2015, Adam). Pretraining forgets old
+    # squares sooner; fine-tuning takes few and small steps, whose sizes should not fluctuate.
+    betas = (0.9, 0.999)
+    eps = 1e-8
+    return Optimizer(
+        [
+            ParameterGroup("adamw", matrices, learning_rate, weight_decay, betas, eps),
+            ParameterGroup("adamw", others, learning_rate, 0.0, betas, eps),
+        ],
+        layout=layout or lay_out(device),
+        dtype=device.dtype,
+        order=model.gradient_order(),
+        kernels=model.kernels,
+    )
+
+
 def train_step(
     model: Any,
     optimizer: Optimizer,
@@ -230,9 +273,11 @@ def train_step(
     lr: float = 1.0,
     momentum: float = 0.95,
     weight_decay: float = 1.0,
+    max_grad_norm: float | None = None,
 ) -> StepStats:
     """Forward and backward over the micro-batches, one reduction over the ranks, one update.
 
+    With `max_grad_norm` a mean gradient whose norm over all parameters is larger is scaled down to it.
     A step whose loss or gradients are not finite on any rank, or that has no target or no gradient at all, changes
     nothing on any rank. The host never waits for the device here. Of a sharded model every rank must have equally many
     micro-batches.
@@ -267,12 +312,19 @@ def train_step(
     # good, there is nothing to learn: the momentum of earlier steps alone would move every matrix by a whole step.
     updated = finite * (target_count > 0) * (squares > 0)
 
-    # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
-    # divides by the number of targets, so that a token weighs the same in a full batch and in one of padding.
-    optimizer.step(target_count, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
     # For the log: per target, so that runs of any batch size compare. The clamp keeps a step without a target finite.
     mean = 1 / target_count.clamp(min=1.0)
-    return StepStats(loss_sum * mean, target_count, squares.sqrt() * mean, updated, finite)
+    grad_norm = squares.sqrt() * mean
+
+    # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
+    # divides by the number of targets, so that a token weighs the same in a full batch and in one of padding.
+    divisor = target_count
+    if max_grad_norm is not None:
+        # A step of a few odd examples must not undo many others. A gradient of 3 times the largest norm is divided by
+        # 3 times the targets (source: Pascanu et al. 2013, On the difficulty of training recurrent neural networks).
+        divisor = target_count.clamp(min=1.0) * ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    optimizer.step(divisor, updated, lr_scale=lr, momentum=momentum, weight_decay_scale=weight_decay)
+    return StepStats(loss_sum * mean, target_count, grad_norm, updated, finite)
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

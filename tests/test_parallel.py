@@ -33,13 +33,14 @@ from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.shell.cli import UserError
-from nanochat.train import make_optimizer, next_token_loss, train_step
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)
 # Each is a run of its own, with these options of make_run.
 VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},
     "adamw": {"matrices": "adamw", "recompute": True},
+    "tuned": {"is_tuned": True},  # as in fine-tuning, and clipped
     **{name: {"config": tiny_config(sequence_len=16, **changes)} for name, changes in SHAPES.items()},
 }
 slow = pytest.mark.slow
@@ -48,23 +49,25 @@ Run = tuple[GPT, Optimizer]
 
 def make_run(
     device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
-    recompute: bool = False, compiled: bool = False,
+    recompute: bool = False, compiled: bool = False, is_tuned: bool = False,
 ) -> Run:  # fmt: skip
     model = lively_model(config, kernels=device.kernels).to(device.torch_device)
     layout = lay_out(device, how, replicate)
     shard(model, layout, device, recompute)
     optimizer = make_optimizer(model, RATES, device, matrices, layout)
+    if is_tuned:
+        optimizer = make_adamw(model, 0.003, device, 0.1, layout)
     return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
 
 
-def steps(run: Run, device: Device, count: int) -> list[tuple[float, ...]]:
+def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[float, ...]]:
     """Each rank's rows of every batch, in two micro-batches."""
     ranks = device.world_size
     stats = []
     for step in range(count):
         parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
         batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
-        stats.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9)))
+        stats.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9, **settings)))
     return stats
 
 
@@ -90,7 +93,8 @@ def trained(device: Device, how: str, replicate: int, variants: dict[str, int], 
     results = {}
     for variant, count in variants.items():
         run = make_run(device, how, replicate, **VARIANTS[variant], **options)
-        results[variant] = {"stats": steps(run, device, count), "weights": weights(run[0]), "state": state(run[1])}
+        stats = steps(run, device, count, max_grad_norm=0.5 if variant == "tuned" else None)
+        results[variant] = {"stats": stats, "weights": weights(run[0]), "state": state(run[1])}
     return results
 
 
@@ -371,7 +375,7 @@ def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
         "loaded": loaded(device, folder),
         "overlapped": overlapped(device),
         "events": events_of_a_step(device),
-        "trained": trained(device, "fsdp", 1, {"muon": 20}),
+        "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 20}),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
         "masked": with_masked(device),

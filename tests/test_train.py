@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import SHAPES, cpu_device, lively_model, run_ranks, tiny_config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.cross_entropy import IGNORE
@@ -16,7 +16,17 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.scaling import Rates
-from nanochat.train import Meter, Progress, Schedule, StepStats, make_optimizer, next_token_loss, train_step
+from nanochat.train import (
+    Fall,
+    Meter,
+    Progress,
+    Schedule,
+    StepStats,
+    make_adamw,
+    make_optimizer,
+    next_token_loss,
+    train_step,
+)
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = tiny_config(sequence_len=16)
@@ -93,6 +103,43 @@ def test_adamw_alone_trains_too() -> None:
     assert {group.kind for group in optimizer.groups} == {"adamw"}
     losses = [train_step(model, optimizer, [batch], next_token_loss, device=cpu_device()).loss for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_adamw_of_fine_tuning_takes_what_is_trained() -> None:
+    model = lively_model(tiny_config(**SHAPES["qwen2"]))
+    frozen = [name for name, _ in model.parameter_groups()["embedding"]]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    optimizer = make_adamw(model, 0.01, cpu_device(), weight_decay=0.2)
+    found = {name: group for group in optimizer.groups for name, _ in group.parameters}
+    assert found.keys() == dict(model.named_parameters()).keys() - set(frozen)
+    for role, parameters in model.parameter_groups().items():
+        for name, _ in parameters:
+            if name not in frozen:
+                assert (found[name].kind, found[name].learning_rate) == ("adamw", 0.01), name
+                assert found[name].weight_decay == (0.2 if role in ("matrix", "qkv") else 0.0), name
+
+
+def test_clipped_steps_of_adamw_are_torchs() -> None:
+    model, batches = lively_model(CONFIG), [make_batch(step) for step in range(6)]
+    reference = lively_model(CONFIG)
+    optimizer = make_adamw(model, 0.01, cpu_device(), weight_decay=0.1)
+    matrices = [p for role in ("matrix", "qkv") for _, p in reference.parameter_groups()[role]]
+    others = [p for p in reference.parameters() if not any(p is matrix for matrix in matrices)]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    norms = []
+    for inputs, targets in batches:
+        parted = rows_of((inputs, targets), slice(0, 3), slice(3, 8))
+        stats = train_step(model, optimizer, parted, next_token_loss, device=cpu_device(), max_grad_norm=1.5)
+        F.cross_entropy(reference(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE).backward()
+        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 1.5).item())
+        torchs.step()
+        torchs.zero_grad()
+        assert stats.grad_norm.item() == pytest.approx(norms[-1], rel=1e-4)  # before it is clipped
+    assert min(norms) < 1.5 < max(norms)  # some are clipped, and others are not
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ---------------------------------------------------------------------- one step
@@ -182,7 +229,8 @@ def poisoned_loss(model: Any, batch: tuple[Batch, float]) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2])
-def test_one_bad_micro_batch_skips_the_step(poison: float, place: int) -> None:
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_one_bad_micro_batch_skips_the_step(poison: float, place: int, clip: float | None) -> None:
     run, spared = make_run(), make_run()
     for each in (run, spared):
         train_step(*each, [make_batch(0)], next_token_loss, device=cpu_device())
@@ -190,7 +238,7 @@ def test_one_bad_micro_batch_skips_the_step(poison: float, place: int) -> None:
     factors = [1.0, 1.0, 1.0]
     factors[place] = poison
     batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
-    stats = train_step(*run, batches, poisoned_loss, device=cpu_device())
+    stats = train_step(*run, batches, poisoned_loss, device=cpu_device(), max_grad_norm=clip)
     assert stats.updated.item() == 0
     assert same_bytes(everything(*run), before)
     for each in (run, spared):  # and the next step is as if the bad one had not been
@@ -289,7 +337,7 @@ def test_a_step_never_waits_for_the_device(never_waits: NeverWaits) -> None:
     run = make_run()
     with never_waits:
         for batch in (make_batch(0), masked(make_batch(1)), make_batch(2)):
-            stats = train_step(*run, [batch, make_batch(3)], next_token_loss, device=cpu_device())
+            stats = train_step(*run, [batch, make_batch(3)], next_token_loss, device=cpu_device(), max_grad_norm=0.1)
     assert stats.updated.item() == 1
 
 
@@ -364,6 +412,19 @@ def test_learning_rate_rises_stays_and_falls() -> None:
     assert values[:41] == sorted(values[:41])
     assert values[40:] == sorted(values[40:], reverse=True)
     assert min(values) > 0
+
+
+def test_learning_rate_falls_in_three_ways() -> None:
+    linear, cosine, constant = (Schedule.for_run(100, 0.2, warmdown_fraction=1.0, fall=f) for f in get_args(Fall))
+    rise = [(step + 1) / 21 for step in range(20)]
+    assert [linear.lr(step) for step in range(20)] == [cosine.lr(step) for step in range(20)] == rise
+    # From the warm-up's end, where it is 1, to 0.05 at the run's.
+    assert [linear.lr(step) for step in (20, 60, 100)] == pytest.approx([1, 0.525, 0.05])
+    assert [cosine.lr(step) for step in (20, 60, 100)] == pytest.approx([1, 0.525, 0.05])
+    assert cosine.lr(40) == pytest.approx(0.05 + 0.95 * (1 + math.cos(math.pi / 4)) / 2)
+    assert {constant.lr(step) for step in range(20, 101)} == {1.0}
+    plateau = Schedule.for_run(100, 0.2, warmdown_fraction=0.5)
+    assert (plateau.lr(50), plateau.lr(75)) == (1.0, pytest.approx(0.525))
 
 
 def test_momentum_rises_and_weight_decay_falls() -> None:
