@@ -5,7 +5,6 @@ trained, so only they have gradients, optimizer state and a place in the checkpo
 the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
 
     attach(model, lora)      put adapters into a GPT and freeze all else
-    make_optimizer(...)      AdamW over the adapters
     without_adapters(model)  the same model with its adapters switched off: the reference of DPO and GRPO
     Adapters                 adapters in files: ours, or a folder of the library `peft`; merged into weights
 
@@ -29,11 +28,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear
-from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel.fsdp import fill, held_rows, local
-from nanochat.parallel.mesh import Layout
 from nanochat.shell.cli import UserError
 from nanochat.shell.untrusted import read_json, require_file
 
@@ -346,16 +342,6 @@ def init_adapters(model: GPT, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in frozen_layers(model):
         layer.init_adapters(generator)
-
-
-def make_optimizer(model: GPT, learning_rate: float, device: Device, layout: Layout) -> Optimizer:
-    """AdamW over the adapters alone."""
-    # The rate is absolute: those of pretraining are for Muon, and mean nothing here. Good rates for adapters are about
-    # ten times those of full fine-tuning, at any rank (source: Schulman et al. 2025, LoRA Without Regret); the 2e-4 of
-    # SFT is QLoRA's (source: Dettmers et al. 2023). No weight decay: B starts at 0, it would pull at A alone.
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    group = ParameterGroup("adamw", parameters, learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    return Optimizer([group], layout=layout, dtype=device.dtype, order=model.gradient_order(), kernels=model.kernels)
 
 
 class without_adapters:  # noqa: N801 (called as a function)

@@ -10,21 +10,20 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from nanochat.run.flags import ChatFlags
+from nanochat.run.flags import EpochFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.shell.cli import Count, Frozen, Positive, Range, UserError
 from nanochat.shell.log import counted, print0
 from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags):
+class Config(EpochFlags):
     source: str = "sft"  # a stage, a folder or hf:ORG/NAME; frozen, it is the reference too
     # horizon and batch
     num_iterations: Positive = 100  # steps
-    target_examples_per_step: Frozen[Positive] = 32  # pairs per step, over all devices
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
     loss: Frozen[str] = "dpo"  # dpo, ipo: a row of PAIR_LOSSES in nanochat/losses.py
@@ -32,10 +31,8 @@ class Config(ChatFlags):
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)]] = 0.0  # share of pairs taken for the wrong way round (dpo)
     sft_weight: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # of the chosen reply's own cross-entropy
     # optimizer
-    # Ten times the usual rate of full fine-tuning (source: Schulman et al. 2025, LoRA Without Regret).
-    lora_learning_rate: Annotated[float, Range(0, 100)] = 1e-5  # absolute, in place of --lr_scale
+    adapter_rate: ClassVar[float] = 1e-5
     lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
-    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation, device
     eval_every: Count = 50  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 256  # held-out pairs
@@ -49,14 +46,14 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import lora, losses, scaling
+    from nanochat import losses, scaling
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import Rendered
     from nanochat.data.packing import pack_pairs
-    from nanochat.run.stage import Run, begin
+    from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, is_learned, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
-    from nanochat.train import Schedule, make_optimizer, mean_loss, train_step
+    from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
     loss = losses.find(losses.PAIR_LOSSES, config.loss)
@@ -73,15 +70,17 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_dpo_tasks(start.pretraining["data"])
     require_pairs(parse_tasks(tasks))
-    train = open_mixture(tasks, "train", config.hub, config.seed, pairs=True, bad_records=config.bad_records)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, pairs=True, bad_records=config.bad_records)
+    by_epoch = config.num_epochs is not None
+    files = {"pairs": True, "bad_records": config.bad_records, "val_share": config.val_share}
+    train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")
 
-    def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Rendered, Rendered]]:
-        """`count` pairs from number `first` on, the same on every rank, without those that have nothing to prefer: a
-        reply is empty, or both are the same as far as the context reaches."""
+    def draw(mixture: Mixture, numbers: range) -> list[tuple[Rendered, Rendered]]:
+        """Pairs by number, the same on every rank, without those that have nothing to prefer: a reply is empty, or both
+        are the same as far as the context reaches."""
         pairs = []
-        for number in range(first, first + count):
+        for number in numbers:
             pair = mixture.rendered_pair(start.tokenizer, number, row_tokens + 1)
             if is_learned(*pair):
                 pairs.append(pair)
@@ -100,18 +99,15 @@ def main(config: Config) -> None:
             yield replace(batch, reference_logp=logp)
 
     # ------------------------------------------------------------------ horizon, optimizer
-    steps = config.num_iterations
-    examples = config.target_examples_per_step
-    batch_tokens = examples * row_tokens  # about: a reply is shorter than a row
+    horizon = Horizon.of(config, train)
+    steps = horizon.steps
+    batch_tokens = horizon.examples * row_tokens  # about: a reply is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    peak_lr = rates.matrix
-    if start.adapter is None:
-        optimizer = make_optimizer(model, rates, device, layout=start.layout)
-    else:
-        peak_lr = config.lora_learning_rate
-        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
-    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {counted(steps, 'step')} of {examples} pairs")
+    optimizer, peak_lr = open_optimizer(config, start, rates)
+    schedule = Schedule.for_run(
+        steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
+    )
+    print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
 
     # ------------------------------------------------------------------ train
     assert start.source is not None
@@ -123,8 +119,8 @@ def main(config: Config) -> None:
         },
     )  # fmt: skip
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
-    val_pairs = draw(held_out, 0, held_out_count)
-    opening = draw(train, 0, examples)
+    val_pairs = draw(held_out, range(held_out_count))
+    opening = draw(train, horizon.draws(0))
     if not val_pairs and not opening:
         raise UserError(
             f"--tasks {tasks}: the first pairs leave nothing to prefer: both replies are the same or one is empty, or "
@@ -158,16 +154,18 @@ def main(config: Config) -> None:
                 break
 
             # ---- one step
-            pairs = draw(train, step * examples, examples)
+            numbers = horizon.draws(step)
+            pairs = draw(train, numbers)
             pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
             # Both models are compiled, or neither: else the margin would hold the difference of their rounding.
             mine = track(micro_batches(pairs, compiled_reference if step else reference), "micro-batch")
             stats = train_step(
                 compiled if step else model, optimizer, mine, functools.partial(loss_fn, stats=pair_stats),
-                device=device, lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
+                device=device, lr=schedule.lr(step), momentum=schedule.momentum(step),
+                max_grad_norm=config.largest_norm,
             )  # fmt: skip
             run.add(stats, sum(len(chosen.ids) + len(rejected.ids) for chosen, rejected in pairs))
-            left_out += examples - len(pairs)
+            left_out += len(numbers) - len(pairs)
             if run.should_log:
                 means = losses.mean_pair_stats(pair_stats, device)
                 run.log(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)

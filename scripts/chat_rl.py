@@ -8,7 +8,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from nanochat.run.flags import ChatFlags
 from nanochat.shell import cli
@@ -38,8 +38,7 @@ class Config(ChatFlags):
     clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default 0.2, for dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
     # optimizer
-    # Ten times the usual rate of full fine-tuning (source: Schulman et al. 2025, LoRA Without Regret).
-    lora_learning_rate: Annotated[float, Range(0, 100)] = 1e-5  # absolute, in place of --lr_scale
+    adapter_rate: ClassVar[float] = 1e-5
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
     table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # scales embeddings and head again: less noise there
     # evaluation, logging, device
@@ -57,16 +56,16 @@ def main(config: Config) -> None:
     import numpy as np
     import torch
 
-    from nanochat import lora, losses, rollout, scaling
+    from nanochat import losses, rollout, scaling
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, seed_of
-    from nanochat.run.stage import Run, begin
+    from nanochat.run.stage import Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
-    from nanochat.train import make_optimizer, train_step
+    from nanochat.train import train_step
 
     # ------------------------------------------------------------------ loss
     loss = losses.find(losses.POLICY_LOSSES, config.loss)
@@ -94,12 +93,7 @@ def main(config: Config) -> None:
     examples = config.examples_per_step
     # Rewards make noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
     rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
-    peak_lr = rates.matrix
-    if start.adapter is None:
-        optimizer = make_optimizer(model, rates, device, layout=start.layout)
-    else:
-        peak_lr = config.lora_learning_rate
-        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
+    optimizer, peak_lr = open_optimizer(config, start, rates)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
@@ -187,11 +181,12 @@ def main(config: Config) -> None:
             lr = 1 - step / steps
             updates = [
                 train_step(
-                    policy, optimizer, track(batches, "micro-batch"), loss_fn, device=device, lr=lr, weight_decay=0.0
+                    policy, optimizer, track(batches, "micro-batch"), loss_fn, device=device, lr=lr,
+                    max_grad_norm=config.largest_norm,
                 )
                 for _ in range(config.updates_per_step)
                 for batches in minibatches
-            ]
+            ]  # fmt: skip
             # A step counts as skipped where any of its updates was, and as idle where none changed anything.
             finite = torch.stack([update.finite for update in updates]).amin()
             updated = torch.stack([update.updated for update in updates]).amax()

@@ -9,23 +9,20 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.run.flags import ChatFlags
+from nanochat.run.flags import EpochFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Fraction, Frozen, Positive, Range
+from nanochat.shell.cli import Positive, Range
 from nanochat.shell.log import counted, print0
 from nanochat.shell.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags):
+class Config(EpochFlags):
     source: str = "mid"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
-    # horizon and batch
-    num_iterations: Positive = 200  # steps
-    target_examples_per_step: Frozen[Positive] = 32  # conversations per step, over all devices
+    # batch
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
-    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
     # evaluation, device
     eval_examples: Positive = 256  # held-out conversations
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
@@ -36,13 +33,13 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import lora, scaling
+    from nanochat import scaling
     from nanochat.conversation import Rendered
     from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
-    from nanochat.run.stage import Run, begin
+    from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_tasks, is_learned, open_mixture
-    from nanochat.train import Schedule, make_optimizer, mean_loss, train_step
+    from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
     start = begin(config)
@@ -50,33 +47,30 @@ def main(config: Config) -> None:
     model = start.model
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
-    train = open_mixture(tasks, "train", config.hub, config.seed, bad_records=config.bad_records)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, bad_records=config.bad_records)
+    by_epoch = config.num_epochs is not None
+    files = {"bad_records": config.bad_records, "val_share": config.val_share}
+    train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")
 
-    def draw(mixture: Mixture, first: int, count: int) -> tuple[PackedBatch, list[Rendered]]:
-        """`count` conversations from number `first` on, the same on every rank; those without a target are not in the
-        rows."""
-        numbers = range(first, first + count)
+    def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:
+        """Conversations by number, the same on every rank; those without a target are not in the rows."""
         rendered = [mixture.rendered(start.tokenizer, number, row_tokens + 1) for number in numbers]
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
 
     # ------------------------------------------------------------------ horizon, optimizer
-    steps = config.num_iterations
-    examples = config.target_examples_per_step
-    first = start.pretraining.get("conversations", 0)  # the next one after those that mid-training has read
-    batch_tokens = examples * row_tokens  # about: a conversation is shorter than a row
+    # Steps of a mixture begin with the next conversation after those that mid-training has read.
+    horizon = Horizon.of(config, train, first=start.pretraining.get("conversations", 0))
+    steps = horizon.steps
+    batch_tokens = horizon.examples * row_tokens  # about: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    peak_lr = rates.matrix
-    if start.adapter is None:
-        optimizer = make_optimizer(model, rates, device, layout=start.layout)
-    else:
-        peak_lr = config.lora_learning_rate
-        optimizer = lora.make_optimizer(model, peak_lr, device, start.layout)
-    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
-    print0(f"horizon: {counted(steps, 'step')} of {examples} conversations")
+    optimizer, peak_lr = open_optimizer(config, start, rates)
+    schedule = Schedule.for_run(
+        steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
+    )
+    print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
@@ -84,18 +78,18 @@ def main(config: Config) -> None:
         "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
-    opening, opened = draw(train, first, examples)
+    opening, opened = draw(train, horizon.draws(0))
     unlearned = sum(one.unlearned for one in opened)
     if unlearned:
         print0(
-            f"the chat template writes {unlearned} replies of the first {examples} conversations otherwise when more "
-            "turns follow, as templates do that drop earlier thoughts: such replies are read, and not learned"
+            f"the chat template writes {unlearned} replies of the first {len(opened)} conversations otherwise when "
+            "more turns follow, as templates do that drop earlier thoughts: such replies are read, and not learned"
         )
     # Micro-batches have a few shapes: the one of the run's first micro-batch is compiled, wherever the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
-    val_rows, _ = draw(held_out, 0, held_out_count)
+    val_rows, _ = draw(held_out, range(held_out_count))
     no_target = 0  # conversations since the last log line that left nothing to learn
     cut = 0  # and that were longer than the context
     if run.loader_states:
@@ -112,18 +106,19 @@ def main(config: Config) -> None:
                     # Not finite: nothing held out is a target.
                     run.log_evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
             if run.should_save:
-                start.pretraining["conversations"] = first + step * examples
+                if not by_epoch:
+                    start.pretraining["conversations"] = horizon.draws(step).start
                 run.save({"no_target": torch.tensor(no_target), "cut": torch.tensor(cut)})
             if run.should_leave:
                 break
 
             # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
             # run needs no position in the data
-            rows, rendered = draw(train, first + step * examples, examples)
+            rows, rendered = draw(train, horizon.draws(step))
             mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,
-                lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=0.0,
+                lr=schedule.lr(step), momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
             run.add(stats, sum(len(one.ids) for one in rendered))
             no_target += len([one for one in rendered if not one.target_count])

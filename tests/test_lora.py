@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_stages as stages
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_stages import (  # noqa: F401 (fixtures)
-    DPO,
-    RL,
     SFT,
     exactly_resumed,
     losses,
@@ -39,10 +38,11 @@ from nanochat.lora import NF4_BLOCK, Adapters, FrozenLinear, Lora, dequantize, f
 from nanochat.parallel.fsdp import shard, whole
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.flags import ChatFlags
-from nanochat.train import next_token_loss, train_step
+from nanochat.train import make_adamw, next_token_loss, train_step
 
 LIVELY = Lora(4, 8.0)
-FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--lora_learning_rate=0.01")
+FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--learning_rate=0.01")
+DPO, RL = (tuple(flag for flag in flags if "lr_scale" not in flag) for flags in (stages.DPO, stages.RL))
 
 
 def tokens_of(config: Any, rows: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ def test_bytes_of_parameters_state_and_what_backward_keeps():
         else:
             assert frozen == 2 * others
             assert sum(layer.codes.nbytes + layer.factors.nbytes for layer in layers) == matrices * 4.5 / 8
-        optimizer = lora.make_optimizer(model, 0.01, device, Layout())
+        optimizer = make_adamw(model, 0.01, device)
         assert sum(tensor.numel() for tensor in optimizer.state_dict().values()) == 2 * trained + 1
         kept[name] = kept_bytes(model)
     # Full training keeps the matrices in bf16 and the gradient of the head too; 4 bits keep what 16 do.
@@ -429,7 +429,7 @@ def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
             else:
                 lora.fill(parameters[name], weight)
         lora.init_adapters(model)
-        optimizer = lora.make_optimizer(model, 0.01, device, layout)
+        optimizer = make_adamw(model, 0.01, device, layout=layout)
         stats = []
         for step in range(3):
             inputs, targets = tokens_of(model.config, rows=4, seed=step)

@@ -19,6 +19,7 @@ from nanochat.tasks.mixture import (
     BUILT_IN_TASKS,
     CHINESE_TASKS,
     HUB_TASKS,
+    EpochMixture,
     Mixture,
     MixtureCorpus,
     default_dpo_tasks,
@@ -58,6 +59,16 @@ def test_weights_are_kept_and_every_example_comes_once_before_any_comes_again():
     assert of_a[:7] != of_a[7:14]  # shuffled anew
     near = Counter(task.name for task, _ in drawn[:100])
     assert 10 < near["a"] < 40
+
+
+def test_an_epoch_has_every_example_of_every_task_once():
+    tasks = [Numbers("a", 5), Numbers("b", 3)]
+    mixture = EpochMixture(tasks, [1.0, 1.0], seed=3)
+    assert len(mixture) == 8
+    epochs = [[mixture.draw(8 * epoch + place) for place in range(8)] for epoch in range(3)]
+    everything = [(task.name, number) for task in tasks for number in range(len(task))]
+    assert all(sorted((task.name, number) for task, number in epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_an_example_is_a_function_of_seed_and_index():

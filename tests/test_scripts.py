@@ -399,12 +399,13 @@ def test_flags_that_resume_refuses():
     model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask"}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
     assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", *model}
-    assert frozen["mid_train"] == {"seed", "tasks"}
-    assert frozen["chat_sft"] == {"seed", "tasks", "target_examples_per_step"}
+    assert frozen["mid_train"] == {"seed", "tasks", "max_seq_len"}
+    adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
+    assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "label_smoothing", "sft_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k"}
-    assert frozen["chat_rl"] == frozen["mid_train"] | samples | {"loss", "kl", "clip_low", "clip_high"}
+    assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {"loss", "kl", "clip_low", "clip_high"}
 
 
 def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):

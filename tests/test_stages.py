@@ -35,7 +35,7 @@ from nanochat.shell import paths
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import REQUIRED
 from nanochat.tasks.arithmetic import Addition
-from nanochat.tasks.mixture import FAR_DRAW, Mixture
+from nanochat.tasks.mixture import FAR_DRAW, EpochMixture, Mixture
 from nanochat.tasks.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step
@@ -189,10 +189,46 @@ def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
     exactly_resumed(start, script, stage, (*flags, "--num_iterations=8", "--save_every=2", "--eval_every=4"), 8)
 
 
+def tuned(flags: Sequence[str]) -> tuple[str, ...]:
+    """The flags with AdamW at a rate of its own, and clipped gradients."""
+    others = (flag for flag in flags if "lr_scale" not in flag)
+    return (*others, "--learning_rate=1e-3", "--weight_decay=0.1", "--max_grad_norm=0.3")
+
+
+@pytest.mark.parametrize(("script", "stage", "flags"), [("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)])
+def test_epochs_have_every_example_once_and_resume_exactly(start, tmp_path, monkeypatch, script, stage, flags):
+    """Of 23 rows 6 are held out; an epoch of 17 has four steps of 4, and one of 1."""
+    file = tmp_path / "mine.jsonl"
+    if stage == "sft":
+        rows = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(23)]
+    else:
+        rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(23)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    drawn = []
+    draw = EpochMixture.draw
+
+    def recorded(mixture: EpochMixture, index: int) -> Any:
+        if index < FAR_DRAW:  # beyond are the chats that generated examples follow
+            drawn.append(draw(mixture, index)[1])
+        return draw(mixture, index)
+
+    monkeypatch.setattr(EpochMixture, "draw", recorded)
+    flags = (*tuned(flags), "--source=base", f"--tasks={file}", "--target_examples_per_step=4", "--val_share=0.25")
+    flags = (*flags, "--lr_schedule=cosine", "--warmup_ratio=0.2", "--save_every=1", "--eval_every=5")
+    exactly_resumed(start, script, stage, (*flags, "--num_epochs=2"), 10, (4, 5))
+    first, second = drawn[4:21], drawn[21:38]  # after the opening, which measures how long a step is
+    assert sorted(first) == sorted(second) == list(range(17)) and first != second
+    lines = metrics(start, stage)
+    assert [line["lr"] for line in lines[:3]] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert lines[6]["lr"] == pytest.approx(1e-3 * (0.05 + 0.95 / 2)) and "val_loss" in lines[4]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "reinforce"])
 def test_rl_resumes_exactly(start, loss):
     extra = ("--kl=0.1", "--updates_per_step=2") if loss == "grpo" else ()
-    flags = (*RL, *extra, f"--loss={loss}", "--source=base", "--num_iterations=4", "--save_every=1", "--eval_every=2")
+    rl = tuned(RL) if loss == "dapo" else RL
+    flags = (*rl, *extra, f"--loss={loss}", "--source=base", "--num_iterations=4", "--save_every=1", "--eval_every=2")
     exactly_resumed(start, "chat_rl", "rl", flags, 4)
     assert ("kl" in metrics(start, "rl")[-1]) == (loss == "grpo")
 
@@ -522,7 +558,7 @@ def flags_of(stage: str, base: Path) -> tuple[str, ...]:  # noqa: F811
     return {
         "mid": (*MID, "--source_tag=d1"),
         "sft": (*SFT, "--source=base", "--source_tag=d1"),
-        "dpo": (*DPO, "--source=sft", "--source_tag=d1", "--sft_weight=0.1"),
+        "dpo": (*tuned(DPO), "--source=sft", "--source_tag=d1", "--sft_weight=0.1"),
         "rl": graded(base),
     }[stage]
 
@@ -631,6 +667,11 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_rl --source=base --loss=dapo --kl=0.1", "--kl 0.1"),
         ("chat_rl --source=base --loss=nosuch", "grpo, dapo"),
         ("chat_rl --source=base --top_k=-1", "--top_k"),
+        ("chat_sft --source=base --learning_rate=1e-4 --lr_scale=0.5", "leave --lr_scale out"),
+        ("chat_rl --source=base --learning_rate=1e-4 --table_lr_scale=1", "leave --table_lr_scale out"),
+        ("chat_dpo --source=base --weight_decay=0.1", "--weight_decay 0.1 needs --learning_rate"),
+        ("chat_dpo --source=base --num_epochs=1 --num_iterations=7", "leave one of them out"),
+        ("chat_sft --source=base --num_epochs=1 --tasks=addition:2,identity", "leave the weights out"),
         (f"chat_sft --source=base --num_iterations={10**400}", ": at most 1,000,000,000,000"),
     ],
 )
@@ -646,6 +687,10 @@ def test_resume_keeps_to_its_flags(start, capsys):
     assert code == 1 and "--seed" in err
     code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_iterations=1", "--resume")
     assert code == 1 and "--num_iterations" in err
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--learning_rate=1e-4", "--resume")
+    assert code == 1 and "the optimizer adamw and muon, not adamw" in err
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_epochs=1", "--resume")
+    assert code == 1 and "the horizon in steps, not epochs" in err
 
 
 def test_resume_keeps_to_its_source(start, capsys):

@@ -24,8 +24,10 @@ from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.conversations import Conversations, messages_of
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
+from nanochat.tasks.mixture import open_mixture
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.preferences import Preferences, pair_of
+from nanochat.tasks.registry import TaskSpec, open_task
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.task import Example, Pair, Task
@@ -534,6 +536,16 @@ def test_the_last_tenth_of_a_file_is_the_test_split(tmp_path, name):
             for task in (Conversations("train", str(path)), Conversations("test", str(path)))
         ]
         assert found == [[str(n) for n in range(train)], [str(n) for n in range(train, count)]]
+
+
+@pytest.mark.parametrize(("share", "held_out"), [(0.0, 0), (0.01, 1), (0.1, 3), (0.2, 6), (0.25, 8), (0.9, 27)])
+def test_a_share_of_a_file_is_held_out(tmp_path, share, held_out):
+    path = write(tmp_path / "mine.jsonl", [[{"role": "user", "content": str(n)}, HELLO[1]] for n in range(30)])
+    spec = TaskSpec("conversations", str(path), 1.0)
+    train, test = (open_task(spec, split, val_share=share) for split in ("train", "test"))
+    numbers = [[task.example(n).messages[0]["content"] for n in range(len(task))] for task in (train, test)]
+    assert [*numbers[0], *numbers[1]] == [str(n) for n in range(30)] and len(numbers[1]) == held_out
+    assert len(open_mixture(str(path), "test", val_share=share).tasks) == (held_out > 0)
 
 
 def test_a_folder_with_splits_of_its_own(tmp_path):

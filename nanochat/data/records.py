@@ -6,8 +6,10 @@ held-out part of anybody's. Any order of records is cheap to read.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -53,11 +55,13 @@ def open_split(
     return open_records(files, fields)
 
 
-def open_part(source: str, part: Literal["train", "test"], hub: str, columns: Columns = None) -> Records:
+def open_part(
+    source: str, part: Literal["train", "test"], hub: str, columns: Columns = None, val_share: float | None = None
+) -> Records:
     """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
 
-    `@SPLIT` after it names a split. What is held out are the files that splits.py finds, or else the last tenth of
-    the rows. Raises UserError: with what to do next.
+    `@SPLIT` after it names a split. What is held out are the files that splits.py finds, or else the last rows, a
+    tenth or `val_share` of them. Raises UserError: with what to do next.
     """
     name, at, requested = source.rpartition("@")
     if not at or Path(source).expanduser().exists():
@@ -81,7 +85,9 @@ def open_part(source: str, part: Literal["train", "test"], hub: str, columns: Co
         return open_records(train if part == "train" else held_out, columns=columns)
     records = open_records(train, columns=columns)
     count = len(records)
-    cut = min(count * 9 // 10, count - 1) if count > 1 else count
+    # Exact: a float of 0.1 times 30 rows is above 3. Of two rows or more the training part has one.
+    share = Fraction("0.1" if val_share is None else str(val_share))
+    cut = count - min(math.ceil(share * count), count - 1)
     part_rows = range(cut) if part == "train" else range(cut, count)
     return Records(records.files, first=part_rows.start, end=part_rows.stop)
 

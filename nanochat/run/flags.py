@@ -5,12 +5,15 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from nanochat.sampling import NEUTRAL, SamplingParams
-from nanochat.shell.cli import Count, Frozen, Positive, Range, Seed
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
+
+Epochs = Annotated[float, Range(1e-9, 10**6)]
+Share = Annotated[float, Range(0, 0.9)]
 
 if TYPE_CHECKING:
     from nanochat.gpt import GPTConfig
@@ -62,8 +65,15 @@ class StageFlags(TrainFlags):
 
 @dataclass(frozen=True)
 class ChatFlags(StageFlags):
-    """The flags of the stages that can train adapters alone (nanochat/lora.py)."""
+    """The flags of SFT, DPO and RL, which can train adapters alone (nanochat/lora.py)."""
 
+    # optimizer
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
+    # With adapters its default is this. Good rates for them are about ten times those of full fine-tuning, at any rank
+    # (source: Schulman et al. 2025, LoRA Without Regret); the one of SFT is QLoRA's (source: Dettmers et al. 2023).
+    adapter_rate: ClassVar[float] = 2e-4
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # of matrices, with --learning_rate
+    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
     lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train adapters of this rank alone; 0: the model itself
     lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # they are multiplied by alpha / rank
@@ -71,7 +81,14 @@ class ChatFlags(StageFlags):
     lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of what an adapter reads, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
-    lora_learning_rate: Annotated[float, Range(0, 100)] = 2e-4  # absolute, in place of --lr_scale: AdamW trains them
+
+    def __post_init__(self):
+        scales = {name: getattr(type(self), name, None) for name in ("lr_scale", "table_lr_scale")}
+        for name, default in scales.items():
+            if self.learning_rate is not None and getattr(self, name, None) != default:
+                raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
+        if self.weight_decay and self.adamw_rate is None:
+            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 
     def lora(self, config: "GPTConfig") -> "Lora | None":
         """The adapters for a model of this shape; None: none. Raises UserError: when it cannot have them."""
@@ -81,6 +98,43 @@ class ChatFlags(StageFlags):
 
         targets = choose_targets(self.lora_targets, self.lora_rank, config)
         return Lora(self.lora_rank, self.lora_alpha, self.lora_dropout, targets, self.lora_rslora, self.lora_base)
+
+    @property
+    def adamw_rate(self) -> float | None:
+        """The rate at which AdamW trains; None: the rates by the rules, of Muon."""
+        if self.learning_rate is None and self.lora_rank:
+            return self.adapter_rate
+        return self.learning_rate
+
+    @property
+    def largest_norm(self) -> float | None:
+        """What `train_step` clips gradients to; None: it does not."""
+        # Trainers of models from elsewhere clip to 1, and so do their recipes. Muon's updates have one size, however
+        # large the gradient is.
+        default = 0.0 if self.adamw_rate is None else 1.0
+        norm = default if self.max_grad_norm is None else self.max_grad_norm
+        return norm or None
+
+
+@dataclass(frozen=True)
+class EpochFlags(ChatFlags):
+    """The flags of SFT and DPO, which learn from examples as they are."""
+
+    # horizon and batch
+    num_iterations: Positive = 200  # steps
+    num_epochs: Epochs | None = None  # instead of --num_iterations: every example of --tasks comes once an epoch
+    # What elsewhere is batch size x gradient accumulation x devices.
+    target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as it takes
+    val_share: Frozen[Share | None] = None  # held out of a file that has no test split; default: 0.1
+    # optimizer
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all
+    warmup_ratio: Share | None = None  # first part of the run, in which the rates rise; default: at most 40 steps
+    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_epochs is not None and self.num_iterations != type(self).num_iterations:
+            raise UserError("--num_epochs and --num_iterations both set the horizon: leave one of them out")
 
 
 Flags = TypeVar("Flags", bound=SamplingParams)

@@ -50,16 +50,18 @@ from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
-from nanochat.run.flags import ChatFlags, StageFlags, TrainFlags
+from nanochat.run.flags import ChatFlags, EpochFlags, StageFlags, TrainFlags
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
+from nanochat.scaling import Rates
 from nanochat.shell import provenance, screen
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
 from nanochat.shell.paths import STAGES, checkpoint_dir, lock, naming, run_dir, safe_tag, unlock
+from nanochat.tasks.mixture import EpochMixture, Mixture
 from nanochat.tasks.task import Task
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Meter, Progress, StepStats
+from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 LONG_RUN_SECONDS = 86400.0  # a run that is estimated to take longer begins with a warning
@@ -162,6 +164,50 @@ def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requ
     )
 
 
+@dataclass(frozen=True)
+class Horizon:
+    """Which examples each step of SFT or DPO learns from: a function of the step, so a resume needs no position."""
+
+    steps: int
+    examples: int  # per step
+    first: int = 0  # number of the run's first example
+    epoch: int = 0  # examples in an epoch, whose last step has those that are left; 0: there are no epochs
+
+    @classmethod
+    def of(cls, config: EpochFlags, mixture: Mixture, first: int = 0) -> "Horizon":
+        """That of --num_iterations or --num_epochs; of the latter, an epoch is all of the mixture."""
+        examples = config.target_examples_per_step
+        if config.num_epochs is None:
+            return cls(config.num_iterations, examples, first)
+        assert isinstance(mixture, EpochMixture)
+        epoch = len(mixture)
+        # Rounded: 1.1 epochs of 10 steps are 11.000000000000002 in floats.
+        steps = math.ceil(round(config.num_epochs * math.ceil(epoch / examples), 6))
+        return cls(max(1, steps), examples, epoch=epoch)
+
+    def draws(self, step: int) -> range:
+        """The numbers of a step's examples."""
+        if not self.epoch:
+            start = self.first + step * self.examples
+            return range(start, start + self.examples)
+        epoch, place = divmod(step, math.ceil(self.epoch / self.examples))
+        start = epoch * self.epoch + place * self.examples
+        return range(start, min(start + self.examples, (epoch + 1) * self.epoch))
+
+
+def open_optimizer(config: ChatFlags, start: Start, rates: Rates) -> tuple[Optimizer, float]:
+    """The optimizer of SFT, DPO or RL, and its peak rate for the log: that of AdamW, or of Muon's matrices."""
+    clipping = ""
+    if config.largest_norm is not None:
+        clipping = f"; gradients are clipped to a norm of {config.largest_norm:g}"
+    rate = config.adamw_rate
+    if rate is None:
+        print0(f"optimizer: Muon at {rates.matrix:.3g} for matrices, AdamW for the rest{clipping}")
+        return make_optimizer(start.model, rates, start.device, layout=start.layout), rates.matrix
+    print0(f"optimizer: AdamW at {rate:g}, weight decay of matrices {config.weight_decay:g}{clipping}")
+    return make_adamw(start.model, rate, start.device, config.weight_decay, start.layout), rate
+
+
 # ---------------------------------------------------------------------- resume, or begin anew
 
 
@@ -196,7 +242,8 @@ def resume(
     changes = _refuse_changes(saved, meta, frozen_flags(type(config)), step_folder)
     progress = Progress(**saved["progress"])
     if progress.step > steps:
-        raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise --num_iterations to continue")
+        flag = "--num_iterations" if getattr(config, "num_epochs", None) is None else "--num_epochs"
+        raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")
     try:
         checkpoint_manager.load_weights(start.model, step_folder)
         loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, optimizer, start.device)
@@ -237,6 +284,8 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     if meta.get("stage") == "base":  # before the flag existed, every token read its whole row
         facts.setdefault("--document_mask", "off")
     facts.setdefault("--lora_rank", 0)  # likewise
+    # The one draws by weight, the other each example once: another order.
+    facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta.get("fingerprints", {})}
 
@@ -392,6 +441,7 @@ class Run:
         self.last = steps  # the run ends when so many steps are finished
         self.folder = checkpoint_dir(stage, start.tag)
         self.meta = {"stage": stage, "config": dataclasses.asdict(config), "fingerprints": fingerprints}
+        fingerprints["the optimizer"] = " and ".join(sorted({group.kind for group in optimizer.groups}))
         self.meta["pretraining"] = start.pretraining
         # For whoever serves the checkpoint: how to draw its replies, and what to ask it.
         self.meta["sampling"] = start.sampling

@@ -180,6 +180,7 @@ def _without_frame(text: str) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
     text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
     sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
+    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # of its own UserError
     for python, plain in NO_NUMBER:
         sections = [re.sub(python, plain, section) for section in sections]
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))

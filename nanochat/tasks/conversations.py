@@ -61,12 +61,14 @@ class Conversations(RecordTask):
         hub: str = "hf",
         label: str | None = None,
         bad_records: BadRecords = "skip",
+        val_share: float | None = None,
     ):
-        """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name."""
+        """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name;
+        `val_share`: see `open_part`."""
         if path is None:
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         self.name = label or self.name
-        self.records = open_part(path, split, hub, self.columns_to_read)
+        self.records = open_part(path, split, hub, self.columns_to_read, val_share)
         self.numbers = self._checked(f"{path} ({split})", bad_records)  # of the records that are used
 
     def __len__(self) -> int:

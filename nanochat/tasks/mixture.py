@@ -70,16 +70,26 @@ def open_mixture(
     seed: int = 0,
     pairs: bool = False,
     bad_records: Literal["skip", "fail"] = "skip",
+    val_share: float | None = None,
+    by_epoch: bool = False,
 ) -> "Mixture":
     """The mixture that a --tasks flag describes; its files hold conversations, or preference `pairs`.
 
-    `bad_records`: whether those that are neither are left out with a warning, or an error.
+    `bad_records`: whether those that are neither are left out with a warning, or an error. `val_share`: see
+    `open_task`; of 0, tasks without a test split are not in that mixture. `by_epoch`: all examples of all tasks come
+    once before any comes again.
 
-    Raises UserError: when a name is unknown, or data are missing or damaged.
+    Raises UserError: when a name is unknown, or data are missing or damaged, or weights would have no effect.
     """
     specs = parse_tasks(text)
-    tasks = [open_task(spec, split, hub, pairs, bad_records) for spec in specs]
-    return Mixture(tasks, [spec.weight for spec in specs], seed)
+    if by_epoch and len({spec.weight for spec in specs}) > 1:
+        raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
+    tasks = [open_task(spec, split, hub, pairs, bad_records, val_share) for spec in specs]
+    parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
+    if split == "test" and val_share == 0:
+        parts = [(task, weight) for task, weight in parts if len(task)]
+    kind = EpochMixture if by_epoch else Mixture
+    return kind([task for task, _ in parts], [weight for _, weight in parts], seed)
 
 
 class Mixture:
@@ -159,6 +169,25 @@ class Mixture:
 
     def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, number, epoch)).permutation(len(self.tasks[number]))
+
+
+class EpochMixture(Mixture):
+    """The examples of several tasks as one list, shuffled again for each epoch: draws 0 to len - 1 are the first."""
+
+    def __len__(self) -> int:
+        return sum(len(task) for task in self.tasks)
+
+    def draw(self, index: int) -> tuple[Task, int]:
+        epoch, place = divmod(index, len(self))
+        number = int(self._order(0, epoch)[place])  # in the list
+        for task in self.tasks:
+            if number < len(task):
+                return task, number
+            number -= len(task)
+        raise AssertionError("the list is as long as its tasks")
+
+    def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, number, epoch)).permutation(len(self))
 
 
 def is_learned(*replies: Rendered) -> bool:

@@ -115,16 +115,22 @@ def _is_here(path: str) -> bool:
 
 
 def open_task(
-    spec: TaskSpec, split: Split, hub: str = "hf", pairs: bool = False, bad_records: Literal["skip", "fail"] = "skip"
+    spec: TaskSpec,
+    split: Split,
+    hub: str = "hf",
+    pairs: bool = False,
+    bad_records: Literal["skip", "fail"] = "skip",
+    val_share: float | None = None,
 ) -> Task:
     """The task of an entry; a file alone holds conversations, or preference `pairs`.
 
+    `val_share` of such a file that has no test split is its test split (default: a tenth).
     Raises UserError: in one line, when its data are missing or damaged.
     """
     if spec.name != "conversations":
         return task_class(spec.name)(split, spec.path, hub)
     kind: Any = task_class("preferences" if pairs else "conversations")
-    return kind(split, spec.path, hub, label=spec.label, bad_records=bad_records)
+    return kind(split, spec.path, hub, label=spec.label, bad_records=bad_records, val_share=val_share)
 
 
 def require_grades(specs: Sequence[TaskSpec]) -> None:

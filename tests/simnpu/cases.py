@@ -24,9 +24,8 @@ from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
-from nanochat.parallel.mesh import Layout
 from nanochat.serve.scheduler import Request, Scheduler
-from nanochat.train import Meter, Progress, StepStats, make_optimizer, next_token_loss, train_step
+from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators
 
 # ---------------------------------------------------------------------- planted mistakes
@@ -170,7 +169,7 @@ def adapter_losses(
         if isinstance(layer, lora.FrozenLinear):
             layer.set_weight(weights[f"{name}.weight"])
     lora.init_adapters(model)
-    optimizer = lora.make_optimizer(model, 0.01, found, Layout())
+    optimizer = make_adamw(model, 0.01, found)
     generator = torch.Generator().manual_seed(1)
     figures = []
     for _ in range(steps):
