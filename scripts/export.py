@@ -1,7 +1,9 @@
 """Copy a checkpoint's weights and tokenizer into a folder of their own, to share or to keep.
 
 python -m scripts.export --to safetensors --source sft --out my_model --dtype bfloat16
+
 python -m scripts.export --to hf --source sft --out my_model --push me/my-model
+
 python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out merged
 
 `--to hf` writes what AutoModelForCausalLM, vLLM and the like load: the weights under the names of the model's family
