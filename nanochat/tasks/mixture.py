@@ -126,12 +126,11 @@ class Mixture:
         # People ask for several things in one chat. After SFT and RL on single questions alone, 5 of 12 stories that
         # came after a sum ended with their first sentence or were refused (docs/measurements.md).
         task, number = self.draw(index)
-        earlier_task, earlier = self.draw(FAR_DRAW + index)
         messages = task.example(number).messages
-        is_generated = isinstance(task, GeneratedTask) and isinstance(earlier_task, GeneratedTask)
-        if index % 3 or not is_generated or messages[0]["role"] == "system":
+        if index % 3 or not isinstance(task, GeneratedTask) or messages[0]["role"] == "system":
             return messages
-        return [*earlier_task.example(earlier).messages, *messages]
+        task, number = self.draw(FAR_DRAW + index)
+        return [*task.example(number).messages, *messages] if isinstance(task, GeneratedTask) else messages
 
     def pair(self, index: int) -> Pair:
         task, number = self.draw(index)
