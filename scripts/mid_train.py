@@ -51,11 +51,9 @@ def main(config: Config) -> None:
     model = start.model
     tokenizer = start.tokenizer
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
-    train_corpus = MixtureCorpus(
-        open_mixture(tasks, "train", config.hub, config.seed, bad_records=config.bad_records), tokenizer
-    )
-    val_corpus = MixtureCorpus(
-        open_mixture(tasks, "test", config.hub, config.seed, bad_records=config.bad_records), tokenizer
+    train_corpus, val_corpus = (
+        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, bad_records=config.bad_records), tokenizer)
+        for split in ("train", "test")
     )
     print0(f"tasks: {tasks}")
 
