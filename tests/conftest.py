@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,20 @@ def tiny_config() -> GPTConfig:
 @pytest.fixture
 def tiny_tokenizer() -> Tokenizer:
     return tiny.tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tokenizers of other model families, in folders of Hugging Face's form."""
+    from families import FAMILIES, save_family  # here, because few tests need the tokenizers library
+
+    root = tmp_path_factory.mktemp("families")
+    return {family: save_family(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def family_tokenizers(family_folders: dict[str, Path]) -> dict[str, Any]:
+    return {family: Tokenizer.load(folder) for family, folder in family_folders.items()}
 
 
 # ---------------------------------------------------------------------- pages in a browser

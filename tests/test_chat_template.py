@@ -43,18 +43,6 @@ CALLED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    return {family: save_family(root / family, family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(folders) -> dict[str, ImportedTokenizer]:
-    loaded = {family: Tokenizer.load(folder) for family, folder in folders.items()}
-    return {family: one for family, one in loaded.items() if isinstance(one, ImportedTokenizer)}
-
-
 def conversation(source: random.Random) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": random_string(source) or "s"}] if source.random() < 0.4 else []
     for _ in range(source.randrange(1, 4)):
@@ -68,11 +56,11 @@ def special_of(tokenizer: ImportedTokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_conversations_are_those_of_transformers(folders, tokenizers, family):
+def test_conversations_are_those_of_transformers(family_folders, family_tokenizers, family):
     """Text, ids, and the mask of what follows a prompt; names of special tokens in messages stay text."""
     transformers = pytest.importorskip("transformers")
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders[family])
-    tokenizer = tokenizers[family]
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders[family])
+    tokenizer = family_tokenizers[family]
     template = tokenizer.chat_template
     assert template is not None
     source = random.Random(3)
@@ -103,9 +91,9 @@ def test_conversations_are_those_of_transformers(folders, tokenizers, family):
     assert equal > 80 and different < 10
 
 
-def test_the_mask_has_every_reply_that_follows_its_prompt(tokenizers):
+def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
     for family, count in {"qwen2": 2, "qwen3": 1, "llama3": 2, "mistral": 2, "marked": 2}.items():
-        tokenizer = tokenizers[family]
+        tokenizer = family_tokenizers[family]
         rendered = render(tokenizer, HELLO)
         learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
         assert learned.count(tokenizer.reply_ends[0]) == count, family
@@ -117,7 +105,7 @@ def test_the_mask_has_every_reply_that_follows_its_prompt(tokenizers):
             assert rendered.ids[: len(prompt) + len(first)] == prompt + first
             assert text_of(parse_reply(tokenizer, first)) == "Hello! A boat?"
     # Qwen3 drops the thoughts of earlier replies; the last one is learned with its own.
-    tokenizer = tokenizers["qwen3"]
+    tokenizer = family_tokenizers["qwen3"]
     rendered = render(tokenizer, HELLO)
     learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
     assert tokenizer.decode(learned) == "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
@@ -126,11 +114,11 @@ def test_the_mask_has_every_reply_that_follows_its_prompt(tokenizers):
     assert render(tokenizer, HELLO, max_tokens=9).cut
 
 
-def test_tools_and_their_results(folders, tokenizers):
+def test_tools_and_their_results(family_folders, family_tokenizers):
     transformers = pytest.importorskip("transformers")
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders["qwen3"])
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])
     theirs = oracle.apply_chat_template(CALLED, tools=[WEATHER], return_dict=True)
-    tokenizer = tokenizers["qwen3"]
+    tokenizer = family_tokenizers["qwen3"]
     rendered = render(tokenizer, CALLED, tools=[WEATHER])
     assert rendered.ids == theirs["input_ids"]
     learned = tokenizer.decode([token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask])
@@ -138,7 +126,7 @@ def test_tools_and_their_results(folders, tokenizers):
     assert "sun" not in learned and rendered.unlearned == 0
 
 
-def test_no_message_makes_a_special_token_with_its_neighbour(tokenizers):
+def test_no_message_makes_a_special_token_with_its_neighbour():
     """Two messages that the template joins; whole names, and names that one begins and the next one ends."""
     glued = ChatTemplate(
         {"default": "{% for m in messages %}{{ m.content | trim }}{% endfor %}{{ eos_token }}"},
@@ -151,8 +139,8 @@ def test_no_message_makes_a_special_token_with_its_neighbour(tokenizers):
         assert rendered.specials == [(len("".join(texts)), len(rendered.text), "<|im_end|>")]
 
 
-def test_prompts_that_are_shortened_or_continued(tokenizers):
-    for tokenizer in tokenizers.values():
+def test_prompts_that_are_shortened_or_continued(family_tokenizers):
+    for tokenizer in family_tokenizers.values():
         long = [{"role": "system", "content": "Be kind."}, *HELLO, *HELLO, *HELLO, {"role": "user", "content": "Why?"}]
         whole = render_prompt(tokenizer, long)
         context = len(whole)  # half of it stays free
@@ -208,7 +196,7 @@ def test_a_hostile_template_ends_in_one_line(source):
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
 
 
-def test_loop_controls_dates_and_pickling(tokenizers):
+def test_loop_controls_dates_and_pickling():
     source = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson(indent=1) }}{% endfor %}"
     )
@@ -225,8 +213,8 @@ def test_loop_controls_dates_and_pickling(tokenizers):
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mistral"])
-def engine(request, tokenizers) -> Engine:
-    tokenizer = tokenizers[request.param]
+def engine(request, family_tokenizers) -> Engine:
+    tokenizer = family_tokenizers[request.param]
     # The output layer of imported models is often wider than the vocabulary.
     config = tiny_config(vocab_size=tokenizer.vocab_size + 20, sequence_len=256, n_layer=1, window_pattern="L")
     return Engine(lively_model(config), tokenizer, cpu_device())

@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from families import FAMILIES, random_string, save_family
+from families import FAMILIES, random_string
 from tiny import complaint
 
 from nanochat.tokenizer import Tokenizer
@@ -15,28 +15,17 @@ LOSSLESS = {"llama3"}  # NFC joins accents, U+2581 becomes a space
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    return {family: save_family(root / family, family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(folders) -> dict[str, Tokenizer]:
-    return {family: Tokenizer.load(folder) for family, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
 def strings() -> list[str]:
     source = random.Random(0)
     return [random_string(source) for _ in range(10_000)]
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_ids_and_texts_are_those_of_transformers(folders, tokenizers, strings, family):
+def test_ids_and_texts_are_those_of_transformers(family_folders, family_tokenizers, strings, family):
     transformers = pytest.importorskip("transformers")
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders[family])
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders[family])
     theirs = oracle(strings, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    tokenizer = tokenizers[family]
+    tokenizer = family_tokenizers[family]
     special = set(tokenizer.special_ids.values())
     for text, ids, expected in zip(strings, tokenizer.encode_batch(strings), theirs, strict=True):
         assert ids == expected, repr(text)
@@ -48,8 +37,8 @@ def test_ids_and_texts_are_those_of_transformers(folders, tokenizers, strings, f
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_round_trips_are_exact_where_the_tokenizer_is(tokenizers, strings, family):
-    tokenizer = tokenizers[family]
+def test_round_trips_are_exact_where_the_tokenizer_is(family_tokenizers, strings, family):
+    tokenizer = family_tokenizers[family]
     for text in strings[:2000]:
         if family in LOSSLESS:
             assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -58,10 +47,10 @@ def test_round_trips_are_exact_where_the_tokenizer_is(tokenizers, strings, famil
     assert sum(tokenizer.token_bytes()) == sum(map(len, tokenizer.token_texts))
 
 
-def test_what_begins_a_document_and_ends_a_reply(tokenizers):
+def test_what_begins_a_document_and_ends_a_reply(family_tokenizers):
     names = {}
     for family in KINDS:
-        tokenizer = tokenizers[family]
+        tokenizer = family_tokenizers[family]
         ends = [tokenizer.decode([index]) for index in tokenizer.reply_ends]
         names[family] = (tokenizer.decode([tokenizer.get_bos_token_id()]), ends)
     assert names == {
@@ -70,7 +59,7 @@ def test_what_begins_a_document_and_ends_a_reply(tokenizers):
         "mistral": ("<s>", ["</s>"]),
         "metaspace": ("<s>", ["</s>"]),
     }
-    qwen = tokenizers["qwen2"]
+    qwen = family_tokenizers["qwen2"]
     assert qwen.stop_ids == {qwen.special_ids["<|im_end|>"], qwen.special_ids["<|endoftext|>"]}
     think = qwen.encode("<think>")
     assert len(think) == 1 and think[0] > max(qwen.special_ids.values())  # special ids lie anywhere
@@ -79,8 +68,8 @@ def test_what_begins_a_document_and_ends_a_reply(tokenizers):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_file_holds_everything(tokenizers, tmp_path, family):
-    tokenizer = tokenizers[family]
+def test_one_file_holds_everything(family_tokenizers, tmp_path, family):
+    tokenizer = family_tokenizers[family]
     assert [path.name for path in [tokenizer.save(tmp_path), *tmp_path.iterdir()]] == ["tokenizer.json"] * 2
     text = "Hello <|im_end|> 从前 <think>\n"
     for copy in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
@@ -94,12 +83,12 @@ def test_one_file_holds_everything(tokenizers, tmp_path, family):
     assert "sha256" in complaint(lambda: Tokenizer.load(tmp_path))
 
 
-def test_an_end_that_its_file_calls_plain_is_special(folders, tmp_path):
-    content = json.loads((folders["qwen2"] / "tokenizer.json").read_text())
+def test_an_end_that_its_file_calls_plain_is_special(family_folders, tmp_path):
+    content = json.loads((family_folders["qwen2"] / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
         token["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_text((folders["qwen2"] / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text((family_folders["qwen2"] / "tokenizer_config.json").read_text())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 458}')
     tokenizer = Tokenizer.load(tmp_path)
     assert set(tokenizer.special_ids) == {"<|im_end|>", "<|endoftext|>"}
@@ -130,8 +119,8 @@ def test_an_end_that_its_file_calls_plain_is_special(folders, tmp_path):
     ],
     ids=range(18),
 )
-def test_a_hostile_file_is_one_line(folders, tmp_path, file, content):
-    for path in folders["qwen2"].iterdir():
+def test_a_hostile_file_is_one_line(family_folders, tmp_path, file, content):
+    for path in family_folders["qwen2"].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / file).write_text(content)
     if content == '{"eos_token": "nothing"}':
