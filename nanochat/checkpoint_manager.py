@@ -418,18 +418,11 @@ def load_model(
     folder = Path(source) if verified else find_source(str(source), model_tag, step)
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
+    config, tokenizer, meta = load_config(folder, max_seq_len)
     with _damage_of(folder):
-        tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
-        if hf.is_folder(folder):
-            family, config = hf.read_config(folder)
-            meta = {"model": asdict(config), **hf.describe(folder, family, config, tokenizer.fingerprint())}
-        else:
-            meta = read_json(folder / "meta.json")
-            config = GPTConfig(**meta["model"])
         base, merged = _lineage(folder)
         _require_agreement(folder, base, meta, config, tokenizer)
         meta |= _facts_of_use(folder, meta)
-        config = _shortened(config, max_seq_len)
         for older in merged:
             older.require_fit(config, str(folder))
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
@@ -454,6 +447,22 @@ def load_model(
             adapters.load_base(model, shapes, _row_reader(base, config), merged)
             adapters.init_adapters(model, seed)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+
+def load_config(folder: Path, max_seq_len: int = 0) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
+    """What a model is without its weights, from the small files of a folder that `find_source` has found.
+
+    Raises UserError: when one of them cannot be used.
+    """
+    with _damage_of(folder):
+        tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
+        if hf.is_folder(folder):
+            family, config = hf.read_config(folder)
+            meta = {"model": asdict(config), **hf.describe(folder, family, config, tokenizer.fingerprint())}
+        else:
+            meta = read_json(folder / "meta.json")
+            config = GPTConfig(**meta["model"])
+        return _shortened(config, max_seq_len), tokenizer, meta
 
 
 def _shortened(config: GPTConfig, max_seq_len: int) -> GPTConfig:

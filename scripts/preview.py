@@ -7,11 +7,19 @@ python -m scripts.preview --stage dpo --tasks ORG/NAME@train_prefs
 In a terminal what is learned is green. Elsewhere it stands between [[ and ]].
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanochat.shell import cli
 from nanochat.shell.cli import Count, Positive, Seed
+
+if TYPE_CHECKING:
+    from nanochat.conversation import Rendered
+    from nanochat.tokenizer import Tokenizer
+
+COLUMNS = ("task", "examples", "mean tokens", "longest", "cut", "nothing to learn", "learned")
 
 
 @dataclass(frozen=True)
@@ -32,21 +40,18 @@ class Config:
 
 def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
-    from nanochat.checkpoint_manager import load_model
-    from nanochat.conversation import Rendered
+    from nanochat.checkpoint_manager import find_source, load_config
     from nanochat.cross_entropy import IGNORE
     from nanochat.data.packing import pack_sequences
     from nanochat.shell.log import print0, print_table
-    from nanochat.shell.screen import is_terminal, track
-    from nanochat.shell.untrusted import printable
+    from nanochat.shell.screen import track
     from nanochat.tasks.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
 
-    # ------------------------------------------------------------------ model, data, as the stage opens them
-    model, tokenizer, meta = load_model(
-        config.source, "cpu", model_tag=config.source_tag, step=config.source_step, max_seq_len=config.max_seq_len
-    )
-    row_tokens = model.config.sequence_len
+    # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
+    folder = find_source(config.source, config.source_tag, config.source_step)
+    model_config, tokenizer, meta = load_config(folder, config.max_seq_len)
+    row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_dpo = config.stage == "dpo"
     tasks = config.tasks
@@ -57,73 +62,69 @@ def main(config: Config) -> None:
     mixture = open_mixture(tasks, config.split, config.hub, config.seed, pairs=is_dpo, bad_records=config.bad_records)
     # SFT goes on in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if config.split == "train" and not is_dpo else 0
-    print0(f"source: {meta['folder']}, context of {row_tokens:,} tokens; tasks: {tasks}")
+    print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
+
+    def texts_of(number: int) -> Sequence["Rendered"]:
+        """What the stage reads of an example: a conversation, or the two of a pair."""
+        if is_dpo:
+            return mixture.rendered_pair(tokenizer, number, row_tokens + 1)
+        return [mixture.rendered(tokenizer, number, row_tokens + 1)]
 
     # ------------------------------------------------------------------ examples
-    def marked(text: Rendered) -> str:
-        """The tokens as text, those to learn marked."""
-        before, after = ("\x1b[32m", "\x1b[0m") if is_terminal() else ("[[", "]]")
-        parts = []
-        begin = 0
-        for end in range(1, len(text.ids) + 1):
-            if end == len(text.ids) or text.mask[end] != text.mask[begin]:
-                part = printable(tokenizer.decode(text.ids[begin:end]))  # data could command the terminal
-                parts.append(f"{before}{part}{after}" if text.mask[begin] else part)
-                begin = end
-        return "".join(parts)
-
-    def facts(text: Rendered) -> str:
-        cut = f", cut at {len(text.ids):,}" if text.cut else ""
-        return f"{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}"
-
     for number in range(first, first + config.examples):
         task, _ = mixture.draw(number)
         print0(f"\n--- example {number + 1:,}, of {task.name}")
-        if is_dpo:
-            for name, text in zip(
-                ("chosen", "rejected"), mixture.rendered_pair(tokenizer, number, row_tokens + 1), strict=True
-            ):
-                print0(f"{name}: {facts(text)}")
-                print(marked(text))
-        else:
-            text = mixture.rendered(tokenizer, number, row_tokens + 1)
-            print0(facts(text))
-            print(marked(text))
+        names = ("chosen: ", "rejected: ") if is_dpo else ("",)
+        for name, text in zip(names, texts_of(number), strict=True):
+            cut = f", cut at {len(text.ids):,}" if text.cut else ""
+            print0(f"{name}{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}")
+            print(marked(text, tokenizer))
 
     # ------------------------------------------------------------------ what the others are like
-    columns = ("task", "examples", "mean tokens", "longest", "cut", "nothing to learn", "learned")
-    found: dict[str, list[list[Rendered]]] = {}
+    examples: dict[str, list[Sequence[Rendered]]] = {}  # by task
     for number in track(range(first, first + config.count), "examples"):
         task, _ = mixture.draw(number)
-        if is_dpo:
-            texts = list(mixture.rendered_pair(tokenizer, number, row_tokens + 1))
-        else:
-            texts = [mixture.rendered(tokenizer, number, row_tokens + 1)]
-        found.setdefault(task.name, []).append(texts)
-    rows = []
-    for name, examples in sorted(found.items()):
-        texts = [text for example in examples for text in example]
-        tokens = sum(len(text.ids) for text in texts)
-        learned = [example for example in examples if is_learned(*example)]
-        targets = sum(text.target_count for example in learned for text in example)
-        rows.append(
-            [
-                name,
-                f"{len(examples):,}",
-                f"{tokens / len(texts):.0f}",
-                f"{max(len(text.ids) for text in texts):,}",
-                f"{sum(text.cut for text in texts):,}",
-                f"{len(examples) - len(learned):,}",
-                f"{targets / tokens:.1%}",
-            ]
-        )
-    print_table(columns, rows)
+        examples.setdefault(task.name, []).append(texts_of(number))
+    print_table(COLUMNS, [table_row(name, examples[name]) for name in sorted(examples)])
     if not is_dpo:
-        learned = [text for examples in found.values() for [text] in examples if is_learned(text)]
+        learned = [text for texts in examples.values() for [text] in texts if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)
         targets = int((packed.targets != IGNORE).sum())
         share = sum(len(text.ids) - 1 for text in learned) / packed.inputs.numel()
         print0(f"{len(learned):,} conversations fill {len(packed):,} rows to {share:.1%} and have {targets:,} targets")
+
+
+def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
+    """The tokens as text, those to learn marked."""
+    from nanochat.shell.screen import is_terminal
+    from nanochat.shell.untrusted import printable
+
+    before, after = ("\x1b[32m", "\x1b[0m") if is_terminal() else ("[[", "]]")
+    parts = []
+    for learned, pairs in itertools.groupby(zip(text.ids, text.mask, strict=True), key=lambda pair: pair[1]):
+        part = tokenizer.decode_bytes(token for token, _ in pairs).decode(errors="replace")
+        part = printable(part)  # data could command the terminal
+        parts.append(f"{before}{part}{after}" if learned else part)
+    return "".join(parts)
+
+
+def table_row(name: str, examples: Sequence[Sequence["Rendered"]]) -> list[str]:
+    """The COLUMNS of a task."""
+    from nanochat.tasks.mixture import is_learned
+
+    texts = [text for example in examples for text in example]
+    learned = [example for example in examples if is_learned(*example)]
+    tokens = sum(len(text.ids) for text in texts)
+    targets = sum(text.target_count for example in learned for text in example)
+    return [
+        name,
+        f"{len(examples):,}",
+        f"{tokens / len(texts):.0f}",
+        f"{max(len(text.ids) for text in texts):,}",
+        f"{sum(text.cut for text in texts):,}",
+        f"{len(examples) - len(learned):,}",
+        f"{targets / tokens:.1%}",
+    ]
 
 
 if __name__ == "__main__":
