@@ -15,6 +15,7 @@ from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_to
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
+from nanochat.exported.tokenizer_files import hugging_face_form
 from nanochat.gpt import GPTConfig
 from nanochat.shell import cli, paths
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -45,7 +46,7 @@ def test_an_exported_folder_is_a_model(base, capsys, dtype):
     tokenizers = {"tokenizer.json", "tokenizer_config.json", "nanochat_tokenizer.json"}
     assert files == {"model.safetensors", "config.json", "meta.json", "manifest.json", *tokenizers}
     assert not out.with_name("here.tmp").exists()
-    size = sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
+    size = sum(path.stat().st_size for path in out.iterdir())
     assert f"{size:,} bytes" in capsys.readouterr().out
     original, _, meta = load_model("sft", "cpu")
     exact = getattr(torch, dtype)
@@ -82,6 +83,8 @@ def test_an_exported_folder_is_verified(base):
         (["--out", "{base}/file/below"], 1, "fix the path"),
         (["--out", "{base}/x", "--push", "tiny"], 1, "ORG/NAME"),
         (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),
+        (["--out", "{base}/x", "--to", "peft"], 1, "holds no adapters"),
+        (["--out", "{base}/x", "--to", "peft", "--adapter", "y"], 1, "leave --adapter out"),
         (["--out", "{base}/x", "--source", "sft", "--step", "8"], 1, "no step 8"),
         (["--out", "{base}/x", "--to", "pickle"], 2, "--to"),
         ([], 2, "--out"),
@@ -227,7 +230,7 @@ def test_the_exported_tokenizer_json_is_hugging_faces():
     tokenizers = pytest.importorskip("tokenizers", reason="the extra `clients` brings tokenizers")
     sample = texts(3000)
     ours = Tokenizer.train(sample[:600], 700)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(export.hugging_face_form(ours)))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(hugging_face_form(ours)))
     assert theirs.get_vocab_size() == ours.vocab_size > 600
     for text, encoded in zip(sample, theirs.encode_batch(sample), strict=True):
         assert encoded.ids == ours.encode(text), repr(text)
