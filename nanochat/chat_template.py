@@ -60,10 +60,12 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Iterable[str]):
         self.sources = dict(sources)
         self.names = dict(names)
-        self._special = tuple(sorted(special, key=len, reverse=True))  # the longest match counts
-        self._longest = max(map(len, self._special), default=0)
-        starts = "".join(sorted({re.escape(name[0]) for name in self._special}))
-        self._start = re.compile(f"[{starts}]") if starts else None
+        self._special = sorted(special, key=len, reverse=True)  # the longest match counts
+        self._begun = {name[:length] for name in self._special for length in range(1, len(name))}
+        self._longest = max(map(len, self._begun), default=0)
+        # The first characters come before the names: templates of Mistral's have a thousand names.
+        firsts = "".join(re.escape(first) for first in sorted({name[0] for name in self._special}))
+        self._names = f"(?=[{firsts}])(?:{'|'.join(map(re.escape, self._special))})" if firsts else "(?!)"
         self._compiled: dict[str, Any] = {}
         # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (conversation.py).
         self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
@@ -160,51 +162,32 @@ class ChatTemplate:
         # With "@" as the guard "a <|im_end|>" becomes "a <@|im_end|>". Where a message ends with "<|im_", the next one
         # could begin with "end|>".
         text = replace_surrogates(text)
-        if self._start is None:
-            return text
-        pieces = []
-        copied = 0
-        for match in self._start.finditer(text):
-            at = match.start()
-            rest = text[at : at + self._longest]
-            is_begun = len(text) - at < self._longest and any(name.startswith(rest) for name in self._special)
-            if is_begun or rest.startswith(self._special):
-                pieces += [text[copied : at + 1], guard]
-                copied = at + 1
-        return "".join([*pieces, text[copied:]])
+        for length in range(1, min(len(text), self._longest) + 1):
+            if text[-length:] in self._begun:
+                first = len(text) - length + 1
+                text = text[:first] + guard + text[first:]
+                break
+        # Names can overlap, so a match is the one character.
+        return re.sub(f"(?={self._names})(?s:.)", lambda match: match[0] + guard, text)
 
     def _divided(self, text: str, guard: str) -> RenderedText:
-        """The text without our marks, and where its special tokens are."""
+        """The text without our marks, and where its special tokens are: guarded names are none."""
         begin, end = state.marks
+        specials: list[Special] = []
         marked: list[Span] = []
         pieces = []
         length = 0  # of the text so far, without any of our characters
         opened = 0
-        for piece in re.split(f"([{begin}{end}{guard}])", text):
+        for place, piece in enumerate(re.split(f"([{begin}{end}{guard}]|{self._names})", text)):
             if piece == begin:
                 opened = length
             elif piece == end:
                 marked.append((opened, length))
             elif piece != guard:
+                if place % 2:  # what the text is split at
+                    specials.append((length, length + len(piece), piece))
                 pieces.append(piece)
                 length += len(piece)
-
-        # Special tokens are looked for where the guards still are.
-        specials: list[Special] = []
-        guarded = text.replace(begin, "").replace(end, "")
-        guards = 0  # before `at`
-        counted = 0
-        at = 0
-        while self._start is not None and (match := self._start.search(guarded, at)):
-            at = match.start()
-            guards += guarded.count(guard, counted, at)
-            counted = at
-            if guarded.startswith(self._special, at):
-                name = next(name for name in self._special if guarded.startswith(name, at))
-                specials.append((at - guards, at - guards + len(name), name))
-                at += len(name)
-            else:
-                at += 1
         return RenderedText("".join(pieces), specials, marked)
 
     def _compile(self, name: str) -> Any:
