@@ -7,6 +7,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_eval -- --data 
 """
 
 import json
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ class Config:
     source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
-    data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
+    data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset; or several with weights
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
     shards: Positive | None = None  # files of a hub dataset, as in training
@@ -57,7 +58,7 @@ def main(config: Config) -> None:
 
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model, tag_of
-    from nanochat.data.sources import open_corpus
+    from nanochat.data.sources import by_part, mean_by_weight, open_corpus, parts_of
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine
@@ -96,10 +97,16 @@ def main(config: Config) -> None:
     scores: list[list[str]] = []  # what is measured, the number, on how much
     for split, corpus in zip(("train", "val"), corpora, strict=True):
         phase(f"reading the {split} text")
-        rows = validation_rows(corpus, tokenizer, context, config.eval_tokens)
-        bits = bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)
-        results[f"{split}_bpb"] = bits
-        scores.append([f"bits per byte, {split}", f"{bits:.4f}", f"{rows[:, 1:].numel():,} tokens of {corpus.name}"])
+        bits = []
+        for part in parts_of(corpus):  # those of a mixture one by one
+            rows = validation_rows(part.corpus, tokenizer, context, math.ceil(part.weight * config.eval_tokens))
+            bits.append(
+                bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)
+            )
+            on = f"{rows[:, 1:].numel():,} tokens of {part.corpus.name}"
+            scores.append([f"bits per byte, {split}", f"{bits[-1]:.4f}", on])
+        results |= by_part(f"{split}_bpb", bits, corpus)
+        results[f"{split}_bpb"] = mean_by_weight(bits, corpus)
 
     # ------------------------------------------------------------------ CORE
     if tasks:

@@ -6,6 +6,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --dept
 """
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -23,7 +24,8 @@ Rate = Annotated[float, Range(0, 1e4)]
 @dataclass(frozen=True)
 class Config(TrainFlags):
     # data
-    data: Frozen[str] = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset
+    # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
+    data: Frozen[str] = "demo"
     val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
@@ -64,7 +66,7 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.data.loader import Loader, LoaderState
-    from nanochat.data.sources import fingerprint, open_corpus
+    from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
@@ -133,7 +135,10 @@ def main(config: Config) -> None:
     shape = (config.device_batch_size, config.max_seq_len)
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, shape)
     phase("reading the validation text")
-    val_rows = validation_rows(val_corpus, tokenizer, config.max_seq_len, config.eval_tokens)
+    val_rows = []  # of each corpus of a mixture, by its share
+    for part in parts_of(val_corpus):
+        share = math.ceil(part.weight * config.eval_tokens)
+        val_rows.append(validation_rows(part.corpus, tokenizer, config.max_seq_len, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())
     position = loader.start  # in the data, after the last step; `save` stores it
 
@@ -144,12 +149,15 @@ def main(config: Config) -> None:
                 with run.interruptible("evaluation"):
                     # An untrained model guesses alike everywhere: a batch's worth of text shows how well, and the
                     # first loss need not wait for all of it.
-                    rows = val_rows if step else val_rows[: batch_tokens // config.max_seq_len]
-                    val_bpb = bits_per_byte(
-                        model, rows, token_bytes, config.device_batch_size, device,
-                        should_stop=run.should_stop, document_mask=document_mask,
-                    )  # fmt: skip
-                    run.log_evaluation(val_bpb=val_bpb)
+                    most_rows = None if step else batch_tokens // config.max_seq_len
+                    bits = []
+                    for rows in val_rows:
+                        bits += [bits_per_byte(
+                            model, rows[:most_rows], token_bytes, config.device_batch_size, device,
+                            should_stop=run.should_stop, document_mask=document_mask,
+                        )]  # fmt: skip
+                    metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
+                    run.log_evaluation(**metrics)
             if run.should_save:
                 pretraining["tokens"] = run.progress.tokens
                 run.save(position.to_tensors())
@@ -168,7 +176,8 @@ def main(config: Config) -> None:
             run.add(stats, batch_tokens)
             position = micro[-1].state
             if run.should_log:
-                run.log(stats, lr=rates.matrix * schedule.lr(step), epoch=micro[-1].epoch)
+                epochs = by_part("epoch", micro[-1].epochs, train_corpus)
+                run.log(stats, lr=rates.matrix * schedule.lr(step), **epochs)
     loader.close()
     best = run.progress.best_val_bpb
     run.finish("" if best is None else f"best validation {best:.4f} bits per byte")

@@ -151,11 +151,12 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         # 49,000 empty lists takes 16 ms instead of 140 (docs/measurements.md).
         gc.collect()
         gc.freeze()
-        data = meta.get("pretraining", {}).get("data", "")
+        names = meta.get("pretraining", {}).get("data", "").split(",")
         about = {
             "tasks": meta["tasks"],
             "parameters": sum(weight.numel() for weight in model.parameters()),
-            "data": Path(data).name if Path(data).is_absolute() else data,  # a path tells about this machine
+            # A path tells about this machine.
+            "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
             "trained_at": meta["trained_at"],
             "step": meta["step"],
             "stage": meta["stage"],

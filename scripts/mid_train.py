@@ -107,7 +107,7 @@ def main(config: Config) -> None:
                     run.log_evaluation(val_bpb=val_bpb)
             if run.should_save:
                 # SFT continues after what was read, up to the end of the furthest shard's block.
-                blocks = 1 + max(shard.block for shard in position.shards.values())
+                blocks = 1 + max(shard.positions[0].block for shard in position.shards.values())
                 start.pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
                 run.save(position.to_tensors())
             if run.should_leave:

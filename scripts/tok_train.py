@@ -26,7 +26,7 @@ REPORT_CHARS = 100_000_000
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "demo"  # a file, a folder, or the name of a dataset
+    data: str = "demo"  # a file, a folder, or the name of a dataset; or several with weights: a:0.7,b:0.3
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where a dataset is downloaded from
     shards: Positive | None = None  # files of a dataset to read; default: its first few

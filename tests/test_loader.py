@@ -17,7 +17,7 @@ from tiny import cpu_device
 
 from nanochat.data import loader as loading
 from nanochat.data.loader import Loader, LoaderState
-from nanochat.data.sources import open_corpus
+from nanochat.data.sources import Part, WeightedCorpora, open_corpus
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
@@ -54,8 +54,8 @@ class Blocks:
         return self.blocks[index]
 
 
-def corpus_of(lengths, documents_per_block=5) -> Blocks:
-    texts = [f"{number} {length}" for number, length in enumerate(lengths)]
+def corpus_of(lengths, documents_per_block=5, first=0) -> Blocks:
+    texts = [f"{number} {length}" for number, length in enumerate(lengths, first)]
     return Blocks([texts[i : i + documents_per_block] for i in range(0, len(texts), documents_per_block)])
 
 
@@ -112,12 +112,12 @@ def count_left(state) -> Counter:
 def count_dealt(corpus, state) -> Counter:
     """The tokens that the shards have read, computed from the shuffled epochs and the shards' positions."""
     blocks = corpus.block_count()
-    epochs = 1 + max(at.block for at in state.shards.values()) * state.shard_count // blocks
+    epochs = 1 + max(at.positions[0].block for at in state.shards.values()) * state.shard_count // blocks
     order = np.concatenate([np.random.default_rng((0, epoch)).permutation(blocks) for epoch in range(epochs + 1)])
     dealt = Counter()
     for shard, at in state.shards.items():
-        mine = [corpus.blocks[block] for block in order[shard :: state.shard_count][: at.block + 1]]
-        texts = [text for block in mine[:-1] for text in block] + mine[-1][: at.document]
+        mine = [corpus.blocks[block] for block in order[shard :: state.shard_count][: at.positions[0].block + 1]]
+        texts = [text for block in mine[:-1] for text in block] + mine[-1][: at.positions[0].document]
         dealt.update(token for text in texts for token in tokens_of(text))
     return dealt
 
@@ -170,9 +170,9 @@ def test_a_finite_corpus_gives_each_document_once_an_epoch():
     dealt = count_dealt(corpus, batches[-1].state)
     assert count(rows_of(batches)) + count_left(batches[-1].state) == dealt
     assert set(dealt) == every_token
-    assert batches[-1].epoch >= 4
-    assert min(dealt.values()) >= batches[-1].epoch
-    assert max(dealt.values()) <= batches[-1].epoch + 2  # some shards are ahead of others
+    assert batches[-1].epochs[0] >= 4
+    assert min(dealt.values()) >= batches[-1].epochs[0]
+    assert max(dealt.values()) <= batches[-1].epochs[0] + 2  # some shards are ahead of others
 
 
 def test_the_longest_document_that_fits_is_taken():
@@ -267,7 +267,7 @@ def test_resume_at_any_batch_is_straight_through():
         state = through_tensors([straight[stop - 1].state])
         rest = take(Loader(corpus, Numbered(), 3, 31, state=state), 20 - stop)
         assert rows_of(rest) == rows_of(straight[stop:])
-        assert [b.epoch for b in rest] == [b.epoch for b in straight[stop:]]
+        assert [b.epochs[0] for b in rest] == [b.epochs[0] for b in straight[stop:]]
         assert rest[-1].state.to_tensors().keys() == straight[-1].state.to_tensors().keys()
         for name, tensor in straight[-1].state.to_tensors().items():
             assert torch.equal(tensor, rest[-1].state.to_tensors()[name])
@@ -309,6 +309,13 @@ def test_a_state_without_leftovers_survives_tensors():
     assert LoaderState.merge([state.to_tensors()]) == state
 
 
+def test_a_state_from_before_there_were_mixtures_is_read():
+    first, second = take(Loader(corpus_of(random_lengths(500, 20)), Numbered(), 2, 15), 2)
+    older = {name: tensor for name, tensor in first.state.to_tensors().items() if not name.endswith(".read")}
+    resumed = Loader(corpus_of(random_lengths(500, 20)), Numbered(), 2, 15, state=LoaderState.merge([older]))
+    assert rows_of(take(resumed, 1)) == rows_of([second])
+
+
 def test_a_missing_share_is_noticed():
     states = world_rows(corpus_of(random_lengths(500, 20)), 15, 2, 1)[1]
     with pytest.raises(AssertionError, match="missing"):
@@ -344,13 +351,56 @@ def test_epochs_are_shuffled_anew_and_reproducibly():
 
 def test_passes_are_counted():
     corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * 8, documents_per_block=loading.BUFFER_DOCUMENTS)
-    epochs = [batch.epoch for batch in take(Loader(corpus, Numbered(), 8, 3), 130)]
+    epochs = [batch.epochs[0] for batch in take(Loader(corpus, Numbered(), 8, 3), 130)]
     assert epochs[0] in (0, 1)  # reading is one buffer ahead of packing
     assert epochs == sorted(epochs)
     assert epochs[-1] == epochs[1] + 2  # 128 x 8 rows of one document each: twice the corpus
     endless, _ = open_corpus("demo")
     tokenizer = Tokenizer([bytes([value]) for value in range(256)])
-    assert take(Loader(endless, tokenizer, 1, 63), 1)[0].epoch == 0
+    assert take(Loader(endless, tokenizer, 1, 63), 1)[0].epochs[0] == 0
+
+
+# ---------------------------------------------------------------------- mixtures
+
+SHARES = {"short": (0.5, 8), "middle": (0.3, 60), "long": (0.2, 400)}  # weight, longest document
+
+
+def mixture() -> WeightedCorpora:
+    """Three corpora, of documents of different lengths, that end after different times."""
+    parts = []
+    for number, (name, (weight, longest)) in enumerate(SHARES.items()):
+        lengths = random_lengths(40_000 // longest, longest, seed=number)
+        parts.append(Part(name, corpus_of(lengths, 40, first=10_000 * number), weight))
+    return WeightedCorpora("mixture", parts)
+
+
+def test_shares_of_tokens_follow_the_weights():
+    batches = take(Loader(mixture(), Numbered(), 8, 127), 60)
+    for shard in batches[-1].state.shards.values():
+        # A corpus is ahead of the one furthest behind by one document at most.
+        progress = [at.tokens / weight for at, (weight, _) in zip(shard.positions, SHARES.values(), strict=True)]
+        for ahead, (weight, longest) in zip(progress, SHARES.values(), strict=True):
+            assert ahead - min(progress) <= longest / weight
+    # So what is read has the shares, and the rows have all of it but what waits: 8 rows a shard, and a document.
+    read = [sum(shard.positions[number].tokens for shard in batches[-1].state.shards.values()) for number in range(3)]
+    assert [tokens / sum(read) for tokens in read] == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    assert 0 <= sum(read) - 60 * 8 * 128 <= 8 * (8 * 128 + 400)
+    # The short one, of 0.5, has been read more often than the others.
+    epochs = batches[-1].epochs
+    assert epochs[0] >= 1 and epochs[0] > epochs[1] >= epochs[2]
+
+
+def test_rows_of_a_mixture_are_a_function_of_seed_and_index():
+    straight, _ = world_rows(mixture(), 31, 1, 100, batch_rows=1)
+    for worlds in ((1, 2, 1), (8, 4, 2)):
+        state, seen = None, {}
+        for world_size in worlds:
+            rows, states = world_rows(mixture(), 31, world_size, 3, 1, state)
+            seen |= rows
+            state = through_tensors(states)
+        assert seen == {i: straight[i] for i in range(len(seen))}
+    other, _ = world_rows(mixture(), 31, 1, 8, batch_rows=1, seed=1)
+    assert other != {i: straight[i] for i in other}
 
 
 # ---------------------------------------------------------------------- odd corpora

@@ -162,6 +162,8 @@ def test_a_wrong_flag_is_one_line(flag, problem):
 def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
+    assert default_tasks(f"{tmp_path}:0.9,climbmix:0.1") == HUB_TASKS
+    assert default_tasks(f"{tmp_path}:0.9,demo:0.1") == BUILT_IN_TASKS
     assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == (BUILT_IN_RL_TASKS, "gsm8k")
     assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
     # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.

@@ -240,13 +240,13 @@ def test_real_text_trains(base, capsys):
 # ---------------------------------------------------------------------- the same run again, resumed, cut otherwise
 
 
-@pytest.fixture(params=["demo", "a file"])
+@pytest.fixture(params=["demo", "a mixture"])
 def data(request, tmp_path) -> str:
     if request.param == "demo":
         return "--data=demo"
     path = tmp_path / "small.txt"
     path.write_text("<|endoftext|>\n".join(f"The boat {n}. Once upon a time {n * 7} fish.\n" * 9 for n in range(80)))
-    return f"--data={path}"
+    return f"--data={path}:0.3,demo:0.7"
 
 
 def test_the_same_seed_gives_the_same_run(base, tokenizer, monkeypatch, data):
@@ -296,7 +296,8 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
     flags = (*TINY, data, "--num_iterations=3", "--eval_every=0")
     call("base_train", *flags)
     straight = metrics(base)
-    assert [sorted(key for key in line if "bpb" in key) for line in straight] == [["val_bpb_before"], [], ["val_bpb"]]
+    bits = [sorted(key for key in line if "bpb" in key and "demo" not in key and "txt" not in key) for line in straight]
+    assert bits == [["val_bpb_before"], [], ["val_bpb"]]
     assert straight[0]["val_bpb_before"] > straight[-1]["val_bpb"]
     facts = json.loads((base / "runs/base/d1/run.json").read_text())
     assert facts["context"] == 64 and facts["parameters"] > 1000 and facts["versions"]["torch"] and facts["commit"]
@@ -666,6 +667,10 @@ def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, st
         (["--dataloader_num_workers=100000"], "--dataloader_num_workers"),
         (["--track=nonsense"], "--track 'nonsense' is unknown"),
         (["--data="], "--data is empty"),
+        (["--data=demo:0.7,pydok:0.3"], "--data pydok: no such file.*did you mean pydoc"),
+        (["--data=demo:much,pydoc"], "--data demo:much: .*the weight 'much' is not a number above 0"),
+        (["--data=demo:1,demo:2"], "names demo twice"),
+        (["--data=demo,,pydoc:-1"], "the weight '-1'"),
         (["--eval_every=-1"], "--eval_every -1: at least 0"),
         (["--save_every=-1"], "--save_every -1: at least 0"),
         (["--seed=-1"], "--seed"),

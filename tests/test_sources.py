@@ -19,7 +19,7 @@ import pytest
 from tiny import complaint
 
 from nanochat.data import files, hub
-from nanochat.data.sources import open_corpus
+from nanochat.data.sources import fingerprint, open_corpus, read_texts
 from nanochat.shell.cli import UserError
 
 SEPARATOR = "<|endoftext|>"
@@ -307,6 +307,29 @@ def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
     train, val = open_corpus(here, "org/name")
     assert (documents(train), documents(val)) == (["mine"], ["2 0", "2 1", "2 2"])
     assert requested == [("climbmix", "modelscope", 2), ("org/name", "hf", 1)]
+
+
+def test_a_mixture_has_shares_and_its_paths_may_have_colons_and_commas(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b:2.txt", "c,d:3.txt"):
+        write(tmp_path / name, f"{name} " * 5000)
+    train, val = open_corpus("a.txt:3, b:2.txt,demo:0.5")
+    assert [(part.name, part.weight) for part in train.parts] == [
+        ("a.txt", 3 / 4.5),
+        ("b:2.txt", 1 / 4.5),
+        ("demo", 0.5 / 4.5),
+    ]
+    assert [part.weight for part in val.parts] == [part.weight for part in train.parts]
+    assert train.block_count() is None and train.parts[1].corpus.read_block(0)[0].startswith("b:2.txt")
+    assert documents(open_corpus("c,d:3.txt")[0])[0].startswith("c,d")  # a single path stays as it is
+    # Each has its share of the characters that a tokenizer is trained on.
+    texts = list(read_texts(train, 4500))
+    assert sum(len(text) for text in texts if text.startswith("a.txt")) == 3000
+    # Held-out text of its own, and the training text whole.
+    train, val = open_corpus("a.txt:1,demo:1", "b:2.txt")
+    assert not hasattr(val, "parts") and "".join(documents(train.parts[0].corpus)) == "a.txt " * 5000
+    prints = {fingerprint(open_corpus(data)[0]) for data in ("a.txt,demo", "demo,a.txt", "a.txt,pydoc", "a.txt")}
+    assert len(prints) == 4
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

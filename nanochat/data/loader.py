@@ -1,6 +1,6 @@
 """Text becomes rows of tokens: packed without padding, and the same rows at any number of ranks.
 
-Four rules make training exact:
+Five rules make training exact:
 
 1. *Canonical shards.* The blocks of a corpus, shuffled anew in each epoch, are dealt out to a fixed number of shards:
    shard s reads the blocks s, s + shards, s + 2 shards, ... and packs their documents by itself. Row i of the run is
@@ -10,9 +10,12 @@ Four rules make training exact:
 3. *Best fit.* A row takes the longest waiting document that still fits. When none does, the longest one is cut, and
    its rest waits as a document of its own. Every row begins with a begin token. Best fit leaves few cuts, so most
    documents are read from their beginning; nothing is dropped or repeated within an epoch.
-4. *Position.* A shard's position is its next block, its next document in the block, and the documents that wait. The
-   last part matters: they are already read but in no row yet. A run that resumes at the positions of all shards, at
-   any world size that divides their number, loses and repeats nothing.
+4. *Weights.* Of several corpora a shard reads its next document from the one whose tokens, divided by its weight, are
+   fewest. So each corpus is never more than one document ahead of its share of the tokens. Weights are of tokens, not
+   of documents, because what a model learns of a corpus depends on how many of its tokens it is trained on.
+5. *Position.* A shard's position is in each corpus its next block and its next document in the block, and the documents
+   that wait. The last part matters: they are already read but in no row yet. A run that resumes at the positions of all
+   shards, at any world size that divides their number, loses and repeats nothing.
 """
 
 import bisect
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from nanochat.attention import Segments
+from nanochat.data.sources import Part, WeightedCorpora
 from nanochat.device import Device
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -56,16 +60,24 @@ class Documents(Protocol):
 
 
 @dataclass
-class ShardState:
-    """The position of a canonical shard."""
+class Position:
+    """Where a canonical shard is in one corpus."""
 
     block: int = 0  # the next one, counted within the shard
     document: int = 0  # the next one within the block
+    tokens: int = 0  # of the documents that the shard has read, whole
+
+
+@dataclass
+class ShardState:
+    """The position of a canonical shard."""
+
+    positions: list[Position]  # in each corpus
     # Documents that are read but in no row yet, whole or cut: int32 tokens, each with its begin token; shortest first.
     waiting: list[np.ndarray] = field(default_factory=list)
 
     def copy(self) -> "ShardState":
-        return replace(self, waiting=list(self.waiting))
+        return ShardState([replace(position) for position in self.positions], list(self.waiting))
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,9 @@ class LoaderState:
         tensors = {"row": torch.tensor([self.row, self.shard_count])}
         for number, shard in self.shards.items():
             tokens = np.concatenate(shard.waiting) if shard.waiting else np.zeros(0, np.int32)
-            tensors[f"shard.{number}.position"] = torch.tensor([shard.block, shard.document])
+            places = [(position.block, position.document) for position in shard.positions]
+            tensors[f"shard.{number}.position"] = torch.tensor(places).flatten()
+            tensors[f"shard.{number}.read"] = torch.tensor([position.tokens for position in shard.positions])
             tensors[f"shard.{number}.lengths"] = torch.tensor([len(document) for document in shard.waiting])
             tensors[f"shard.{number}.tokens"] = torch.from_numpy(tokens)
         return tensors
@@ -97,11 +111,14 @@ class LoaderState:
                     continue
                 name = key.removesuffix(".position")  # "shard.<number>"; the first word differs in older checkpoints
                 number = int(name.split(".")[1])
-                block, document = tensors[key].tolist()
+                places = tensors[key].view(-1, 2).tolist()
+                # Older checkpoints have no counts, and one corpus, which needs none.
+                read = tensors.get(f"{name}.read", torch.zeros(1, dtype=torch.int64)).tolist()
+                positions = [Position(block, at, count) for (block, at), count in zip(places, read, strict=True)]
                 lengths = tensors[f"{name}.lengths"].numpy()
                 tokens = tensors[f"{name}.tokens"].numpy()
                 waiting = np.split(tokens, np.cumsum(lengths)[:-1]) if len(tokens) else []
-                shards[number] = ShardState(block, document, waiting)
+                shards[number] = ShardState(positions, waiting)
         assert len(shards) == shard_count, "a rank's share of the loader's state is missing"
         return cls(row, shards, shard_count)
 
@@ -113,7 +130,7 @@ class Batch:
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T): at each place the token after the input
     state: LoaderState  # the position after this batch
-    epoch: int  # finished passes over the corpus; 0 for one that never ends
+    epochs: list[int]  # finished passes over each corpus; 0 for one that never ends
     segments: Segments | None = None  # the documents of the rows, where they are not to attend to each other
 
     def to(self, device: Device) -> tuple[Tensor, Tensor, Segments | None]:
@@ -130,7 +147,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Documents,
+        corpus: Documents | WeightedCorpora,
         tokenizer: Tokenizer,
         batch_rows: int,
         row_tokens: int,
@@ -151,16 +168,19 @@ class Loader:
                 f"this run reads its data in {shard_count} shards: resume it with a number of processes that "
                 f"divides {shard_count}, not with {world_size}"
             )
-        self._corpus = corpus
-        self._block_count = corpus.block_count()
+        self._parts = corpus.parts if isinstance(corpus, WeightedCorpora) else [Part(corpus.name, corpus)]
+        self._block_counts = [part.corpus.block_count() for part in self._parts]
         self._tokenizer = tokenizer
         self._seed = seed
         self._workers = workers
         self._shard_count = shard_count
         self._shards: dict[int, ShardState] = {}
         for number in range(rank, shard_count, world_size):
-            self._shards[number] = state.shards[number].copy() if state else ShardState()
-        self._documents: dict[int, Sequence[Document]] = {}  # of each shard's current block, once read
+            beginning = ShardState([Position() for _ in self._parts])
+            self._shards[number] = state.shards[number].copy() if state else beginning
+        # By shard and corpus: the documents of the current block, once read, and those that are tokenized, in order.
+        self._documents: dict[tuple[int, int], Sequence[Document]] = {}
+        self._tokenized: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._world_size = world_size
         self._batch_rows = batch_rows
         self._row_tokens = row_tokens
@@ -206,13 +226,13 @@ class Loader:
         state = LoaderState(self._row - self._offset, positions, self._shard_count)
 
         # An epoch is over when the slowest shard has finished it.
-        epoch = 0
-        if self._block_count:
-            read = min(shard.block * self._shard_count + number for number, shard in self._shards.items())
-            epoch = read // self._block_count
+        epochs = []
+        for part, block_count in enumerate(self._block_counts):
+            places = (shard.positions[part].block * self._shard_count + n for n, shard in self._shards.items())
+            epochs.append(min(places) // block_count if block_count else 0)
         inputs = tokens[:, :-1].contiguous()
         segments = segments_of(inputs, self._tokenizer.get_bos_token_id()) if self._document_mask else None
-        return Batch(inputs, tokens[:, 1:].contiguous(), state, epoch, segments)
+        return Batch(inputs, tokens[:, 1:].contiguous(), state, epochs, segments)
 
     def _fill(self, row: np.ndarray, number: int) -> None:
         """Fill a row (T + 1,) completely with the documents of shard `number`, by best fit."""
@@ -224,36 +244,59 @@ class Loader:
             used += len(document)
 
     def _refill(self, number: int, tokens: int) -> None:
-        """Tokenize documents of shard `number` until enough of them wait."""
+        """Read documents of shard `number` until enough of them wait."""
         shard = self._shards[number]
-        empty_blocks = 0
         while len(shard.waiting) < BUFFER_DOCUMENTS and sum(map(len, shard.waiting)) < tokens:
-            if number not in self._documents:
-                self._documents[number] = self._read(number, shard.block)
-            block = self._documents[number]
-            documents = block[shard.document : shard.document + TOKENIZE_DOCUMENTS]
-            for document in tokenize(documents, self._tokenizer, self._workers):
+            # The corpus that is furthest behind its share. With weights of 0.7 and 0.3, documents of one length come in
+            # the order a b a a b a a b a a, of which 7 are of a, and again.
+            progress = [at.tokens / part.weight for at, part in zip(shard.positions, self._parts, strict=True)]
+            part = progress.index(min(progress))
+            # What is tokenized together is read together where all of it is of one corpus.
+            ready = self._tokenize_ahead(number, part)
+            taken = [ready.popleft() for _ in range(len(ready) if len(self._parts) == 1 else 1)]
+            for document in taken:
                 bisect.insort_right(shard.waiting, document, key=len)
-            shard.document += len(documents)
-            if shard.document < len(block):
-                continue
-            # On to the next block. A shard may meet many empty ones in a row by chance, but not this many.
-            empty_blocks = 0 if block else empty_blocks + 1
-            if empty_blocks > 50 * (self._block_count or 1000):
-                raise UserError(f"{self._corpus.name}: every document is empty")
-            shard.block += 1
-            shard.document = 0
-            del self._documents[number]
+                shard.positions[part].tokens += len(document)
+            self._advance(number, part, len(taken))
 
-    def _read(self, shard: int, block: int) -> Sequence[Document]:
-        """The documents of the shard's block number `block`."""
+    def _tokenize_ahead(self, number: int, part: int) -> deque[np.ndarray]:
+        """The next documents of shard `number` in a corpus, one or more, as tokens."""
+        key = (number, part)
+        position = self._shards[number].positions[part]
+        empty_blocks = 0
+        while not self._tokenized.get(key):
+            if key not in self._documents:
+                self._documents[key] = self._read(part, number, position.block)
+            block = self._documents[key]
+            documents = block[position.document : position.document + TOKENIZE_DOCUMENTS]
+            self._tokenized[key] = deque(tokenize(documents, self._tokenizer, self._workers))
+            if not block:
+                # A shard may meet many empty blocks in a row by chance, but not this many.
+                empty_blocks += 1
+                if empty_blocks > 50 * (self._block_counts[part] or 1000):
+                    raise UserError(f"{self._parts[part].corpus.name}: every document is empty")
+                self._advance(number, part, 0)
+        return self._tokenized[key]
+
+    def _advance(self, number: int, part: int, documents: int) -> None:
+        """Go on by so many documents, and to the next block after the last one of a block."""
+        position = self._shards[number].positions[part]
+        position.document += documents
+        if position.document >= len(self._documents[number, part]):
+            position.block += 1
+            position.document = 0
+            del self._documents[number, part]
+
+    def _read(self, part: int, shard: int, block: int) -> Sequence[Document]:
+        """The documents of the shard's block number `block` in a corpus."""
         # Deal the blocks out like cards: with 8 shards, shard 3 reads the blocks 3, 11, 19, ... of the shuffled order.
         # The count runs on through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
         index = shard + block * self._shard_count
-        if self._block_count is not None:  # a corpus without an end cannot be shuffled as a whole
-            epoch, place = divmod(index, self._block_count)
-            index = int(_shuffled(self._seed, epoch, self._block_count)[place])
-        return self._corpus.read_block(index)
+        block_count = self._block_counts[part]
+        if block_count is not None:  # a corpus without an end cannot be shuffled as a whole
+            epoch, place = divmod(index, block_count)
+            index = int(_shuffled(self._seed, epoch, block_count)[place])
+        return self._parts[part].corpus.read_block(index)
 
 
 def segments_of(inputs: Tensor, bos: int) -> Segments:
@@ -285,7 +328,7 @@ def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int =
     return [np.array(next(encoded), np.int32) if isinstance(one, str) else one for one in documents]
 
 
-@functools.lru_cache(4)
+@functools.lru_cache(16)
 def _shuffled(seed: int, epoch: int, blocks: int) -> np.ndarray:
     """The order of the blocks in an epoch, a function of seed and epoch alone: a resumed run finds it again."""
     return np.random.default_rng((seed, epoch)).permutation(blocks)

@@ -6,16 +6,20 @@ The loader addresses text by block, so that the order of training is a function 
 
     files    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (files.py)
     names    demo, pydoc, the datasets of catalog.py, any `org/name` of a hub (hub.py)
+
+Several with commas are a mixture, `a:0.7,b:0.3`: a loader draws from each its share of the tokens.
 """
 
 import difflib
 import hashlib
 import itertools
+import math
 import os
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +32,49 @@ NAMES = ("demo", "pydoc", *DATASETS)
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def fingerprint(corpus: "Corpus") -> str:
+@dataclass(frozen=True)
+class Part:
+    """A corpus in a mixture."""
+
+    name: str  # as in --data
+    corpus: Any  # a Corpus, or what else a loader reads (loader.Documents)
+    weight: float = 1.0  # its share of the tokens
+
+
+@dataclass(frozen=True)
+class WeightedCorpora:
+    """Several corpora, of each of which a loader draws its share of the tokens. The shares add up to 1."""
+
+    name: str
+    parts: list[Part]
+
+    def block_count(self) -> int | None:
+        counts = [part.corpus.block_count() for part in self.parts]
+        return None if None in counts else sum(counts)
+
+
+def parts_of(corpus: "Corpus | WeightedCorpora") -> list[Part]:
+    """The corpora of a mixture, or the one that there is."""
+    return corpus.parts if isinstance(corpus, WeightedCorpora) else [Part(corpus.name, corpus)]
+
+
+def by_part(name: str, values: Sequence[float], corpus: "Corpus | WeightedCorpora") -> dict[str, float]:
+    """One value of each corpus, for a log: `name_<corpus>` in a mixture, `name` alone for the one that there is."""
+    if not isinstance(corpus, WeightedCorpora):
+        return {name: values[0]}
+    return {f"{name}_{part.name}": value for part, value in zip(corpus.parts, values, strict=True)}
+
+
+def mean_by_weight(values: Sequence[float], corpus: "Corpus | WeightedCorpora") -> float:
+    """The mean of one value of each corpus: of losses, what a run on the mixture lowers."""
+    return sum(part.weight * value for part, value in zip(parts_of(corpus), values, strict=True))
+
+
+def fingerprint(corpus: "Corpus | WeightedCorpora") -> str:
     """A sha256 that identifies a corpus: of its number of blocks and of eight of them, evenly spaced."""
+    if isinstance(corpus, WeightedCorpora):
+        prints = [fingerprint(part.corpus) for part in corpus.parts]
+        return hashlib.sha256("".join(prints).encode()).hexdigest()
     count = corpus.block_count()
     digest = hashlib.sha256(str(count).encode())
     for index in sorted({i * (8 if count is None else count) // 8 for i in range(8)}):
@@ -38,8 +83,13 @@ def fingerprint(corpus: "Corpus") -> str:
     return digest.hexdigest()
 
 
-def read_texts(corpus: "Corpus", max_chars: int) -> Iterator[str]:
-    """The documents of a corpus in order, up to so many characters; the last one may be cut."""
+def read_texts(corpus: "Corpus | WeightedCorpora", max_chars: int) -> Iterator[str]:
+    """The documents of a corpus in order, up to so many characters; the last one may be cut. Of a mixture, each
+    corpus has its share of the characters."""
+    if isinstance(corpus, WeightedCorpora):
+        for part in corpus.parts:
+            yield from read_texts(part.corpus, round(part.weight * max_chars))
+        return
     blocks = corpus.block_count()
     for index in itertools.count() if blocks is None else range(blocks):
         for document in corpus.read_block(index):
@@ -49,27 +99,68 @@ def read_texts(corpus: "Corpus", max_chars: int) -> Iterator[str]:
                 return
 
 
+def parse_mixture(data: str, flag: str = "--data") -> dict[str, float]:
+    """The weights of `NAME_OR_PATH[:WEIGHT],...` by name; without a comma, or where there is such a path, of one.
+
+    Raises UserError: when a weight is no positive number, or a name is there twice.
+    """
+    if _is_here(data) or "," not in data:
+        return {data: 1.0}
+    weights: dict[str, float] = {}
+    for entry in filter(None, map(str.strip, data.split(","))):
+        name, colon, number = entry.rpartition(":")
+        if not colon or _is_here(entry):  # a path may have colons
+            name = entry
+            number = "1"
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not 0 < weight < math.inf:
+            raise UserError(f"{flag} {entry}: no such path, and the weight {number!r} is not a number above 0")
+        if name in weights:
+            raise UserError(f"{flag} {data} names {name} twice: once, with the sum of its weights")
+        weights[name] = weight
+    return weights or {"": 1.0}
+
+
 def open_corpus(
     data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None
-) -> tuple["Corpus", "Corpus"]:
-    """Open --data (and --val_data) as (train, validation).
+) -> tuple["Corpus | WeightedCorpora", "Corpus | WeightedCorpora"]:
+    """Open --data (and --val_data) as (train, validation); either may be a mixture.
 
     Without `val_data` a folder's last file is validation, or the last 10% of a single file; a name has its
     own validation split. `shards`: how many training shards of a hub dataset. Raises UserError: in one line.
     """
-    if shards is not None and (data in ("demo", "pydoc") or _is_here(data)):
+    weights = parse_mixture(data)
+    if shards is not None and all(name in ("demo", "pydoc") or _is_here(name) for name in weights):
         raise UserError(f"--shards {shards}: --data {data} has no shards, a hub dataset has: leave --shards out")
-    if val_data is None:
-        train, val = _open(data, "--data", False, hub, shards)
-    else:
-        train, _ = _open(data, "--data", True, hub, shards)
-        _, val = _open(val_data, "--val_data", True, hub, 1)
-    for corpus, role in ((train, "training"), (val, "validation")):
+    opened = {name: _open(name, "--data", val_data is not None, hub, shards) for name in weights}
+    train = _weighted(data, weights, [pair[0] for pair in opened.values()])
+    val = _weighted(data, weights, [pair[1] for pair in opened.values()])
+    if val_data is not None:
+        val_weights = parse_mixture(val_data, "--val_data")
+        val_corpora = [_open(name, "--val_data", True, hub, 1)[1] for name in val_weights]
+        val = _weighted(val_data, val_weights, val_corpora)
+    roles = [(part.corpus, "training") for part in parts_of(train)]
+    roles += [(part.corpus, "validation") for part in parts_of(val)]
+    for corpus, role in roles:
         if corpus.block_count() == 0:
             raise UserError(f"{corpus.name}: no text for {role}: use more text, or a separate file with --val_data")
         if corpus.block_count() is not None:
             corpus.read_block(0)  # a file that cannot be read is found now, not after the first steps
     return train, val
+
+
+def _weighted(data: str, weights: dict[str, float], corpora: "list[Corpus]") -> "Corpus | WeightedCorpora":
+    """Corpora as a mixture; one alone is itself."""
+    if len(corpora) == 1:
+        return corpora[0]
+    total = sum(weights.values())
+    parts = [
+        Part(name, corpus, weight / total) for (name, weight), corpus in zip(weights.items(), corpora, strict=True)
+    ]
+    return WeightedCorpora(data, parts)
 
 
 def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple["Corpus", "Corpus"]:

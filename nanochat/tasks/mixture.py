@@ -37,7 +37,7 @@ def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
     """The mixture for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
     if not _from_hub(pretraining_data):
         return BUILT_IN_TASKS
-    is_chinese = pretraining_data in DATASETS and DATASETS[pretraining_data].language == "zh"
+    is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
     here = []
     for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
         name = entry.partition(":")[0]
@@ -59,8 +59,16 @@ def default_dpo_tasks(pretraining_data: str) -> str:
 
 
 def _from_hub(data: str) -> bool:
+    """Whether any of the data that a model has read are from a hub."""
     # "web" is what models from elsewhere have read (hf.py).
-    return data in DATASETS or data == "web" or ("/" in data and not Path(data).exists())
+    return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
+
+
+def _names(data: str) -> list[str]:
+    """The names and paths in `--data NAME:WEIGHT,...`, which may be gone by now."""
+    if "," not in data or Path(data).exists():
+        return [data]
+    return [entry.rpartition(":")[0] or entry for entry in data.split(",")]
 
 
 def open_mixture(
