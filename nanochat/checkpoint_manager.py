@@ -400,6 +400,7 @@ def load_model(
     max_seq_len: int = 0,
     lora: Callable[[GPTConfig], Lora | None] | None = None,
     seed: int = 0,
+    without_weights: bool = False,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage, a folder or a repository of a hub, as `find_source` finds it.
 
@@ -411,6 +412,7 @@ def load_model(
 
     Adapters of a checkpoint are merged into the weights of their base. Where `lora` returns settings for the model's
     shape, it gets new ones to train, drawn by `seed`; all else is frozen, and in the dtype of the products.
+    `without_weights` leaves the model on the meta device.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -439,6 +441,8 @@ def load_model(
             with torch.device("meta"):
                 adapters.attach(model.to(device.dtype), settings)
         shard(model, layout or Layout(), device, activation_checkpointing)
+        if without_weights:
+            return model.eval(), tokenizer, {**meta, "folder": str(folder)}
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         if settings is None and not merged:

@@ -32,7 +32,7 @@ from nanochat import device as devices
 from nanochat import lora
 from nanochat.attention import KVCache
 from nanochat.device import Device
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.shell.cli import Interrupted, UserError, check_ranges
@@ -369,11 +369,10 @@ class Slots:
         self._recorded: dict[int, Recorded] = {}  # by number of rows, see `_step`
 
     @staticmethod
-    def bytes_per_slot(engine: Engine) -> int:
-        c = engine.model.config
+    def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
         values = 2 * c.n_layer * _round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
-        return values * engine.device.dtype.itemsize
+        return values * dtype.itemsize
 
     # ---- prompts
 

@@ -70,6 +70,7 @@ def main(config: Config) -> None:
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
+    from nanochat.run.memory import Ledger, full_rows
     from nanochat.run.stage import Run, Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
@@ -90,8 +91,10 @@ def main(config: Config) -> None:
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)
     shard(model, layout, device, config.activation_checkpointing)
-    model.to_empty(device=device.torch_device)
-    model.init_weights(config.seed)
+    ledger = Ledger.begin(device, model) if config.dry_run else None
+    if ledger is None:
+        model.to_empty(device=device.torch_device)
+        model.init_weights(config.seed)
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 
@@ -117,9 +120,15 @@ def main(config: Config) -> None:
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
+    document_mask = config.document_mask == "on"
+    if ledger is not None:
+        rows = full_rows(config.device_batch_size, config.max_seq_len, device)
+        batch = (rows.inputs, rows.targets, *([rows.segments] if document_mask else []))
+        ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
+        return
+
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model_config)
-    document_mask = config.document_mask == "on"
     pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0, "document_mask": document_mask}
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}", pretraining)
     run = Run(

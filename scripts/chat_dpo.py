@@ -50,6 +50,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import Rendered
     from nanochat.data.packing import pack_pairs
+    from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, is_learned, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
@@ -93,10 +94,11 @@ def main(config: Config) -> None:
             [reply.ids for reply in replies], [reply.mask for reply in replies], row_tokens, config.device_batch_size,
             device, device.rank, device.world_size,
         ):  # fmt: skip
-            batch = losses.PairBatch(rows, count)
-            with torch.no_grad():
-                logp = losses.reply_logp(frozen, batch)
-            yield replace(batch, reference_logp=logp)
+            yield compared(losses.PairBatch(rows, count), frozen)
+
+    @torch.no_grad()
+    def compared(batch: losses.PairBatch, frozen: Any) -> losses.PairBatch:
+        return replace(batch, reference_logp=losses.reply_logp(frozen, batch))
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(config, train)
@@ -108,6 +110,14 @@ def main(config: Config) -> None:
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
+
+    if start.ledger is not None:
+        rows = full_rows(config.device_batch_size, row_tokens, device)
+        pairs = compared(losses.PairBatch(rows, config.device_batch_size // 2), reference)
+        pair_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
+        loss_fn = functools.partial(loss_fn, stats=pair_stats)
+        start.ledger.report(model, optimizer, [pairs, pairs], loss_fn, max_grad_norm=config.largest_norm)
+        return
 
     # ------------------------------------------------------------------ train
     assert start.source is not None

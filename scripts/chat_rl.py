@@ -60,7 +60,8 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
-    from nanochat.engine import Engine, seed_of
+    from nanochat.engine import Engine, Slots, seed_of
+    from nanochat.run.memory import full_rows
     from nanochat.run.stage import Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
@@ -96,6 +97,22 @@ def main(config: Config) -> None:
     optimizer, peak_lr = open_optimizer(config, start, rates)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
+
+    if start.ledger is not None:
+        rows = full_rows(config.device_batch_size, row_tokens, device)
+        batch = losses.PolicyBatch(rows, rows.targets.float(), rows.targets.float())
+        if updates_each > 1:
+            batch = replace(batch, old_logp=rollout.logp_of(model, rows))
+        if reference is not None:
+            batch = replace(batch, reference_logp=rollout.logp_of(reference, rows))
+        start.ledger.report(model, optimizer, [batch, batch], loss_fn, max_grad_norm=config.largest_norm)
+        replies = min(config.rollout_rows, math.ceil(examples * config.num_samples / device.world_size))
+        cache = replies * Slots.bytes_per_slot(model.config, device.dtype)
+        print0(
+            f"sampling comes on top: a cache of at most {cache / 2**20:,.1f} MiB for {replies} replies at once, and in "
+            "bf16 a copy of the weights"
+        )
+        return
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint()}

@@ -37,6 +37,7 @@ def main(config: Config) -> None:
     from nanochat.conversation import Rendered
     from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
+    from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_tasks, is_learned, open_mixture
     from nanochat.train import Schedule, mean_loss, train_step
@@ -71,6 +72,11 @@ def main(config: Config) -> None:
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
+
+    if start.ledger is not None:
+        rows = full_rows(config.device_batch_size, row_tokens, device)
+        start.ledger.report(model, optimizer, [rows, rows], masked_loss, max_grad_norm=config.largest_norm)
+        return
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)

@@ -143,7 +143,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            gib = config.slots * Slots.bytes_per_slot(engine) / 2**30
+            gib = config.slots * Slots.bytes_per_slot(engine.model.config, engine.device.dtype) / 2**30
             raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
         scheduler.start()
         # Python's collector of garbage looks through every object that it knows of while all threads wait, and it does

@@ -41,6 +41,7 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.run.memory import full_rows
     from nanochat.run.stage import Run, begin, count_micro_batches
     from nanochat.tasks.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
@@ -73,6 +74,12 @@ def main(config: Config) -> None:
     optimizer = make_optimizer(model, rates, device, layout=start.layout)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
+
+    if start.ledger is not None:
+        rows = full_rows(config.device_batch_size, row_tokens, device)
+        batch = (rows.inputs, rows.targets, *([rows.segments] if document_mask else []))
+        start.ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
+        return
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)

@@ -120,6 +120,35 @@ def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "mode
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+# ---------------------------------------------------------------------- before a run
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("base_train", BASE),
+        ("mid_train", MID),
+        ("chat_sft", (*SFT, "--source=base", "--lora_rank=2")),
+        ("chat_dpo", (*DPO, "--source=base")),
+        ("chat_rl", (*RL, "--source=base", "--kl=0.1", "--minibatches=2")),
+    ],
+)
+def test_a_dry_run_prints_the_memory_and_writes_nothing(start, capsys, script, flags):
+    before = sorted(start.rglob("*"))
+    call(script, *flags, "--dry_run")
+    assert sorted(start.rglob("*")) == before
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" MiB")]
+    sizes = {line[2:34].strip(): float(line[34:].split()[0].replace(",", "")) for line in lines}
+    weights = (start / "checkpoints/base/d1/step_000020/model.safetensors").stat().st_size / 2**20
+    assert sizes["parameters"] == pytest.approx(weights, abs=0.2)  # and the rotary tables, or adapters
+    if script == "chat_sft":
+        assert sizes["gradients"] < 0.2 * weights
+    else:
+        assert sizes["gradients"] == pytest.approx(weights, abs=0.06)
+    most = next(size for name, size in sizes.items() if name.startswith("most at once"))
+    assert sizes["parameters"] + sizes["optimizer state"] + sizes["activations"] < most
+
+
 # ---------------------------------------------------------------------- the chain
 
 

@@ -51,6 +51,7 @@ from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
 from nanochat.run.flags import ChatFlags, EpochFlags, StageFlags, TrainFlags
+from nanochat.run.memory import Ledger
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.scaling import Rates
@@ -87,6 +88,7 @@ class Start:
     sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
     adapter: dict[str, Any] | None = None  # of a model that trains adapters alone: their settings and their base
+    ledger: Ledger | None = None  # of a dry run: the model has no weights, and everything is counted
 
 
 def open_device(config: TrainFlags) -> tuple[Device, Layout]:
@@ -123,6 +125,7 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
         max_seq_len=config.max_seq_len, lora=config.lora if isinstance(config, ChatFlags) else None, seed=config.seed,
+        without_weights=config.dry_run,
     )  # fmt: skip
     settings = lora.settings_of(model)
     reference: Any = None
@@ -130,8 +133,12 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
         reference = lora.without_adapters(model)
     elif with_reference:
         reference, _, _ = checkpoint_manager.load_model(
-            source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len
-        )
+            source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
+            without_weights=config.dry_run,
+        )  # fmt: skip
+    ledger = None
+    if config.dry_run:
+        ledger = Ledger.begin(device, model, *([reference] if isinstance(reference, GPT) else []))
     model.train()
     print0(f"source: {source}")
     if settings is not None:
@@ -141,7 +148,7 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
         tag=config.model_tag or checkpoint_manager.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
-        reference=reference,
+        reference=reference, ledger=ledger,
         adapter=None if settings is None else {**lora.facts(settings), **checkpoint_manager.base_of(source)},
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What test_adapters.py runs in simulated processes and reads in their logs: training steps, decoded tokens, AdamW."""
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -13,15 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import scaling
+from nanochat import lora, scaling
 from nanochat.attention import Segments
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
+from nanochat.kernels import npu
 from nanochat.losses import masked_loss
+from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
-from nanochat.train import make_optimizer, next_token_loss, train_step
+from nanochat.run.memory import Ledger, full_rows
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
 
 
@@ -67,6 +71,58 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, 
     with section("packed step" if document else "step"):
         train_step(model, optimizer, [batch], loss_fn, device=device)
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
+
+
+def counted(
+    depth: int,
+    rows: int,
+    tokens: int,
+    ranks: int = 1,
+    dtype: str = "bfloat16",
+    parallel: Literal["ddp", "fsdp"] = "ddp",
+    activation_checkpointing: bool = False,
+    lora_rank: int = 0,
+    micro_batches: int = 1,
+    vocab: int = 32768,
+) -> dict[str, Any]:
+    """A step as `step` takes it, and the same one counted by --dry_run: the allocator's peak, and the count."""
+    if ranks > 1 and not dist.is_initialized():
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
+        torch.npu.set_device(0)
+        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
+    device = devices.init("npu", dtype)
+    layout = lay_out(device, parallel)
+    sizes: dict[str, int] = {}
+    peak = 0
+    for is_counted in (False, True):
+        npu.compressed_mask.cache_clear()
+        npu._ones.cache_clear()
+        config = scaling.model_config(depth, vocab, tokens)
+        with torch.device("meta"):
+            model = GPT(config, device.kernels)
+            if lora_rank:
+                targets = lora.choose_targets("all", lora_rank, config)
+                lora.attach(model.to(device.dtype), lora.Lora(lora_rank, targets=targets))
+        shard(model, layout, device, activation_checkpointing)
+        ledger = Ledger.begin(device, model) if is_counted else None
+        if ledger is None:
+            model.to_empty(device=device.torch_device)
+            model.fill_rotary()
+        if lora_rank:
+            optimizer = make_adamw(model, 1e-4, device, layout=layout)
+        else:
+            rates = scaling.rates(config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
+            optimizer = make_optimizer(model, rates, device, layout=layout)
+        batches = [full_rows(rows, tokens, device)] * micro_batches
+        if ledger is not None:
+            sizes = ledger.count_step(model, optimizer, batches, masked_loss)
+        else:
+            torch.npu.reset_peak_memory_stats()
+            train_step(model, optimizer, batches, masked_loss, device=device)
+            peak = torch.npu.max_memory_allocated()
+        del model, optimizer, batches
+        gc.collect()
+    return {"allocated": peak, **sizes}
 
 
 def kept(depth: int, tokens: int, **changes: Any) -> float:

@@ -234,3 +234,23 @@ print(value.value, os.environ.get("HCCL_DETERMINISTIC"))
 """
     done = simulated(["-c", program, str(int(deterministic))], adapters=str(tmp_path / "calls.jsonl"))
     assert done.stdout.splitlines()[-1] == ("1 true" if deterministic else "0 None"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [
+            {"depth": 4, "rows": 1, "tokens": 256},  # the most is in the update, in the others in the loss
+            {"depth": 2, "rows": 8, "tokens": 1024, "vocab": 2048, "dtype": "float32"},
+            {"depth": 4, "rows": 8, "tokens": 1024, "activation_checkpointing": True, "micro_batches": 2},
+            {"depth": 2, "rows": 8, "tokens": 1024, "vocab": 2048, "lora_rank": 8},
+        ],
+        [{"depth": 4, "rows": 2, "tokens": 1024, "ranks": 2, "parallel": parallel} for parallel in ("fsdp", "ddp")],
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_a_dry_run_counts_what_the_allocator_holds(measure, cases: list[dict[str, Any]]):
+    results, _ = measure(*(call("counted", **case) for case in cases))
+    for case, result in zip(cases, results, strict=True):
+        what, most = list(result.items())[-1]
+        assert most == pytest.approx(result["allocated"], rel=0.02), (case, what)
