@@ -31,12 +31,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import hf
-from nanochat import lora as adapters
+from nanochat import hf, lora, peft
 from nanochat.data import hub
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lora import Lora
+from nanochat.lora import Adapters, Lora
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import load_whole, require_shapes, shard, trained_parameters, whole_weights
@@ -54,6 +53,7 @@ MAX_TASKS = 1000
 MAX_NAME = 4096  # characters of a task's name, or of the path of the pretraining data
 MAX_TIME = 2**40  # seconds since 1970
 MAX_LAYERS = 1000  # as --depth
+MAX_BASES = 16  # adapters of adapters of adapters ...
 MAX_ROTARY_BYTES = 256 << 20  # half a million tokens of context at a head_dim of 64, however small the model
 
 # What a parser raises for a file that is damaged, or is not ours.
@@ -70,6 +70,11 @@ class DamagedCheckpoint(UserError):
         self.what = what
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether a folder is in another program's layout, which has no sums of its files."""
+    return hf.is_folder(path) or peft.is_folder(path)
+
+
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
     """Raises DamagedCheckpoint, naming the path, for whatever a parser raises in the block."""
@@ -79,7 +84,7 @@ def _damage_of(path: Path) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         # A hostile file can put megabytes into a parser's message.
-        if hf.is_folder(path):
+        if _is_foreign(path):
             raise UserError(f"--source {path} cannot be used: {str(error)[:500]}") from error
         raise DamagedCheckpoint(f"{path} is damaged ({str(error)[:500]})") from error
 
@@ -341,13 +346,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def load_weights(model: GPT, step_folder: Path) -> None:
-    """Copy a verified checkpoint's weights into a model of the same config, or its adapters into a model that has the
-    same base and adapters; of a sharded model, this rank's rows."""
-    if hf.is_folder(step_folder):
-        with _damage_of(step_folder):
-            hf.load_weights(model, step_folder)
-        return
-    path = step_folder / _weights_name({"adapter": adapters.settings_of(model)})
+    """Copy what a verified checkpoint's run has trained into the same model; of a sharded one, this rank's rows."""
+    path = step_folder / _weights_name({"adapter": lora.settings_of(model)})
     with _damage_of(path):
         load_whole(model, path)
 
@@ -398,8 +398,9 @@ def load_model(
     layout: Layout | None = None,
     activation_checkpointing: bool = False,
     max_seq_len: int = 0,
-    lora: Callable[[GPTConfig], Lora | None] | None = None,
+    new_adapters: Callable[[GPTConfig], Lora | None] | None = None,
     seed: int = 0,
+    adapter: str = "",
     without_weights: bool = False,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage, a folder or a repository of a hub, as `find_source` finds it.
@@ -410,9 +411,9 @@ def load_model(
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
     (parallel/fsdp.py). `max_seq_len` shortens the model's context; 0 leaves it.
 
-    Adapters of a checkpoint are merged into the weights of their base. Where `lora` returns settings for the model's
-    shape, it gets new ones to train, drawn by `seed`; all else is frozen, and in the dtype of the products.
-    `without_weights` leaves the model on the meta device.
+    Adapters of a checkpoint are merged into the weights of their base, and then those of `adapter`, as `load_adapters`
+    takes it. Where `new_adapters` returns settings for the model's shape, it gets new ones to train, drawn by `seed`;
+    all else is frozen, and in the dtype of the products. `without_weights` leaves the model on the meta device.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -422,11 +423,13 @@ def load_model(
         device = devices.init(str(device) if device else "auto")
     config, tokenizer, meta = load_config(folder, max_seq_len)
     with _damage_of(folder):
-        base, merged = _lineage(folder)
-        _require_agreement(folder, base, meta, config, tokenizer)
-        meta |= _facts_of_use(folder, meta)
-        for older in merged:
-            older.require_fit(config, str(folder))
+        described = _described_by(folder)
+        *tuned, base = _lineage(folder)
+        _require_agreement(described, base, meta, config, tokenizer)
+        meta |= _facts_of_use(described, meta)
+        merged = [_read_adapters(path, config) for path in reversed(tuned)]
+        if adapter:
+            merged.append(load_adapters(adapter, config, folder)[0])
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         with torch.device("meta"):
@@ -436,20 +439,17 @@ def load_model(
         else:
             require_shapes(model, base / "model.safetensors")
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        settings = lora(config) if lora is not None else None
+        settings = new_adapters(config) if new_adapters is not None else None
         if settings is not None:
             with torch.device("meta"):
-                adapters.attach(model.to(device.dtype), settings)
+                lora.attach(model.to(device.dtype), settings)
         shard(model, layout or Layout(), device, activation_checkpointing)
         if without_weights:
             return model.eval(), tokenizer, {**meta, "folder": str(folder)}
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
-        if settings is None and not merged:
-            load_weights(model, folder)
-        else:
-            adapters.load_base(model, shapes, _row_reader(base, config), merged)
-            adapters.init_adapters(model, seed)
+        lora.load_base(model, shapes, _row_reader(base, config), merged)
+        lora.init_adapters(model, seed)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 
@@ -459,6 +459,7 @@ def load_config(folder: Path, max_seq_len: int = 0) -> tuple[GPTConfig, Tokenize
     Raises UserError: when one of them cannot be used.
     """
     with _damage_of(folder):
+        folder = _described_by(folder)
         tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
         if hf.is_folder(folder):
             family, config = hf.read_config(folder)
@@ -467,6 +468,11 @@ def load_config(folder: Path, max_seq_len: int = 0) -> tuple[GPTConfig, Tokenize
             meta = read_json(folder / "meta.json")
             config = GPTConfig(**meta["model"])
         return _shortened(config, max_seq_len), tokenizer, meta
+
+
+def _described_by(folder: Path) -> Path:
+    """The folder with a model's tokenizer and shape. Those of peft's have neither: their base has."""
+    return _base_of_peft(folder) if peft.is_folder(folder) else folder
 
 
 def _shortened(config: GPTConfig, max_seq_len: int) -> GPTConfig:
@@ -485,42 +491,60 @@ def _weights_name(meta: dict[str, Any]) -> str:
     return "model.safetensors" if meta.get("adapter") is None else "adapter.safetensors"
 
 
-def _lineage(step_folder: Path) -> tuple[Path, list[adapters.Adapters]]:
-    """The folder of whole weights that a checkpoint begins from, and the adapters to merge into them, the oldest
-    first.
+def _lineage(folder: Path) -> list[Path]:
+    """A checkpoint and, where it holds adapters, what they were trained on, and so on down to whole weights.
 
-    Raises UserError: when the base of adapters is missing, or is not the one that they were trained on.
+    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
     """
-    sources: list[adapters.Adapters] = []
-    while len(sources) <= adapters.MAX_BASES:
-        meta = _meta_of_adapters(step_folder)
-        if meta is None:
-            return step_folder, sources[::-1]
-        settings = adapters.settings_from(meta["adapter"])
-        sources.append(adapters.read_adapters(step_folder / "adapter.safetensors", settings))
-        step_folder = find_base(step_folder, meta)
+    lineage = [folder]
+    while len(lineage) <= MAX_BASES:
+        if peft.is_folder(folder):
+            folder = _base_of_peft(folder)
+        else:
+            entry = _adapter_entry(folder)
+            if entry is None:
+                return lineage
+            folder = find_base(folder, entry)
+        lineage.append(folder)
     raise ValueError("its base is adapters, too, and so on without end")
 
 
-def load_adapters(step_folder: Path) -> tuple[adapters.Adapters, str]:
-    """The adapters in a checkpoint, and the name of their base. Raises UserError: when it holds whole weights."""
-    with _damage_of(step_folder):
-        meta = _meta_of_adapters(step_folder)
-        if meta is None:
-            raise UserError(f"{step_folder} holds no adapters: name a checkpoint of a run with --lora_rank")
-        settings = adapters.settings_from(meta["adapter"])
-        return adapters.read_adapters(step_folder / "adapter.safetensors", settings), str(meta["adapter"]["base"])
+def _adapter_entry(folder: Path) -> dict[str, Any] | None:
+    """What meta.json says of a checkpoint's adapters; None: it holds whole weights."""
+    return None if hf.is_folder(folder) else read_json(folder / "meta.json").get("adapter")
 
 
-def _meta_of_adapters(step_folder: Path) -> dict[str, Any] | None:
-    """The meta data of a checkpoint that holds adapters; None: it holds whole weights."""
-    if hf.is_folder(step_folder):
-        return None
-    meta = read_json(step_folder / "meta.json")
-    return None if meta.get("adapter") is None else meta
+def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, Path]:
+    """The adapters of a checkpoint, or of a folder that peft has saved, and where they were found.
+
+    Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
+    """
+    folder = _find_source(source, None, None, flag="--adapter")
+    with _damage_of(folder):
+        if not peft.is_folder(folder):
+            entry = _adapter_entry(folder)
+            if entry is None:
+                raise UserError(
+                    f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}"
+                )
+            if base is not None and weights_sha256(base) != entry["base_sha256"]:
+                raise UserError(
+                    f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
+                    "other weights: name the first as --source"
+                )
+        return _read_adapters(folder, config), folder
 
 
-def _row_reader(folder: Path, config: GPTConfig) -> adapters.RowReader:
+def _read_adapters(folder: Path, config: GPTConfig) -> Adapters:
+    """Raises UserError: when they are not of a model of this shape."""
+    if peft.is_folder(folder):
+        return peft.read(folder, config)
+    found = lora.read_adapters(folder / "adapter.safetensors", _adapter_entry(folder) or {})
+    found.require_fit(config, str(folder))
+    return found
+
+
+def _row_reader(folder: Path, config: GPTConfig) -> lora.RowReader:
     """Reads rows of a folder's weights, one parameter at a time."""
     if hf.is_folder(folder):
         stored = hf.index(folder)
@@ -533,15 +557,15 @@ def _row_reader(folder: Path, config: GPTConfig) -> adapters.RowReader:
     return read
 
 
-def find_base(step_folder: Path, meta: dict[str, Any]) -> Path:
+def find_base(step_folder: Path, entry: dict[str, Any]) -> Path:
     """The folder of the weights that a checkpoint's adapters belong to: where they were, or wherever below the base
     folder the same weights are now.
 
     Raises UserError: when they are missing, or others are in their place.
     """
-    wanted = str(meta["adapter"]["base_sha256"])
+    wanted = str(entry["base_sha256"])
     checkpoints = paths.base_dir() / "checkpoints"
-    named = checkpoints / str(meta["adapter"]["base"])[:MAX_NAME]  # an absolute path replaces what is before it
+    named = checkpoints / str(entry["base"])[:MAX_NAME]  # an absolute path replaces what is before it
     for folder in (named, *sorted(checkpoints.glob("*/*/step_*"))):
         with contextlib.suppress(*UNREADABLE):  # not a checkpoint, or a damaged one
             if weights_sha256(folder) == wanted:
@@ -551,6 +575,20 @@ def find_base(step_folder: Path, meta: dict[str, Any]) -> Path:
         f"{step_folder} holds adapters, and {named}, which they were trained on, {why}: put the weights of sha256 "
         f"{wanted[:12]}... back there"
     )
+
+
+def _base_of_peft(folder: Path) -> Path:
+    """The model that peft's adapters belong to: a path as it is or below our checkpoints, or a repository of a hub."""
+    name = peft.base_of(folder)[:MAX_NAME]
+    for path in (Path(name).expanduser(), paths.base_dir() / "checkpoints" / name):
+        if path.is_dir() and not peft.is_folder(path):
+            return _find_source(str(path), None, None)
+    if name.count("/") != 1:
+        raise UserError(
+            f"{folder} holds adapters for {name}, which is no model here: put the model there, or change "
+            f"base_model_name_or_path in {peft.SETTINGS}"
+        )
+    return _find_source(name if name.partition(":")[0] in hub.HUBS else f"hf:{name}", None, None)
 
 
 def base_of(source: Path) -> dict[str, str]:
@@ -639,19 +677,14 @@ def find_source(
         return Path(str(found))
     found = _find_source(source, model_tag, step)
     # Adapters are as whole as their base.
-    base = found
-    for _ in range(adapters.MAX_BASES):
-        with _damage_of(base / "meta.json"):
-            meta = _meta_of_adapters(base)
-            if meta is None:
-                break
-            base = find_base(base, meta)
-        if not hf.is_folder(base):  # such a folder has no sums of its own: `find_base` has compared it
-            verify(base)
+    with _damage_of(found):
+        for base in _lineage(found)[1:]:
+            if not _is_foreign(base):
+                verify(base)
     return found
 
 
-def _find_source(source: str, model_tag: str | None, step: int | None) -> Path:
+def _find_source(source: str, model_tag: str | None, step: int | None, flag: str = "--source") -> Path:
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
         source = "base"
@@ -662,22 +695,22 @@ def _find_source(source: str, model_tag: str | None, step: int | None) -> Path:
         return _find_in_stage(source, model_tag, step)
     is_of_hub = source.partition(":")[0] in hub.HUBS
     chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
-    is_foreign = hf.is_folder(chosen)
-    if not is_foreign and not (chosen / "manifest.json").is_file():
+    if not _is_foreign(chosen) and not (chosen / "manifest.json").is_file():
         why = ", there is no manifest.json in it" if chosen.is_dir() else ""
         raise UserError(
-            f"--source {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
+            f"{flag} {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
             f"(.../step_<n>){why}: name one of them, or a model as hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
         raise UserError(
-            f"--source {source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
+            f"{flag} {source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
-    if is_foreign:
+    if _is_foreign(chosen):
         # Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found.
-        with _damage_of(chosen):
-            hf.read_config(chosen)
-            hf.index(chosen)
+        if hf.is_folder(chosen):
+            with _damage_of(chosen):
+                hf.read_config(chosen)
+                hf.index(chosen)
     else:
         verify(chosen)
     return chosen
@@ -715,14 +748,14 @@ def tags(stage: str) -> list[Path]:
 
 def short_name(step_folder: Path) -> str:
     """`<stage>/<tag>/step_<n>`: the same wherever the base folder is. A model from elsewhere has a name alone."""
-    if hf.is_folder(step_folder):
+    if _is_foreign(step_folder):
         return step_folder.resolve().name
     return "/".join(step_folder.resolve().parts[-3:])
 
 
 def tag_of(step_folder: Path) -> str:
     """The tag that a checkpoint's folder belongs to; that of a model from elsewhere is the folder's name."""
-    if hf.is_folder(step_folder):
+    if _is_foreign(step_folder):
         name = re.sub(r"[^A-Za-z0-9_.=+-]", "-", step_folder.resolve().name)
         return name.lstrip(".=+-")[:100] or "model"
     return step_folder.resolve().parent.name
@@ -733,6 +766,8 @@ def weights_sha256(step_folder: Path) -> str:
     if hf.is_folder(step_folder):  # it has none: all files are read
         paths = sorted({tensor.path for tensor in hf.index(step_folder).values()})
         return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
+    if peft.is_folder(step_folder):
+        return storage.sha256(step_folder / peft.WEIGHTS)
     manifest = json.loads((step_folder / "manifest.json").read_text(encoding="utf-8"))
     file = manifest.get("model.safetensors") or manifest["adapter.safetensors"]
     return file["sha256"]
@@ -741,7 +776,7 @@ def weights_sha256(step_folder: Path) -> str:
 def stored_dtype(step_folder: Path) -> torch.dtype:
     """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
     with _damage_of(step_folder):
-        step_folder, _ = _lineage(step_folder)
+        step_folder = _lineage(step_folder)[-1]
     if hf.is_folder(step_folder):
         return hf.stored_dtype(step_folder)
     with _damage_of(step_folder), safe_open(step_folder / "model.safetensors", framework="pt") as file:

@@ -181,6 +181,19 @@ class GPTConfig:
             return 0
         return max(self.sequence_len // 4, 1)
 
+    @property
+    def parts(self) -> dict[str, dict[str, int]]:
+        """The matrices of a block by their modules: which matrices of other families are stacked in each, and the rows
+        of these."""
+        kv = self.n_kv_head * self.head_dim
+        gate = {"gate_proj": self.mlp_width} if self.mlp == "swiglu" else {}
+        return {
+            "attention.qkv": {"q_proj": self.n_head * self.head_dim, "k_proj": kv, "v_proj": kv},
+            "attention.output": {"o_proj": self.width},
+            "mlp.input": {**gate, "up_proj": self.mlp_width},
+            "mlp.output": {"down_proj": self.width},
+        }
+
     def has_value_embedding(self, layer: int) -> bool:
         # Every other layer, which halves the memory; counted from the last, which always has one.
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
@@ -221,7 +234,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         matrix = weight.to(x.dtype)
-        ctx.save_for_backward(x, matrix)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
         return F.linear(x, matrix)
 
@@ -258,7 +271,7 @@ class _StackedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         matrix = weight.to(x.dtype)
-        ctx.save_for_backward(x, matrix)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
         y = x.flatten(0, -2)[None] @ matrix.unflatten(0, (3, -1)).mT  # (3, tokens, outputs)
         y = y.unflatten(1, x.shape[:-1])

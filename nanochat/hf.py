@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig, RopeScaling
-from nanochat.parallel.fsdp import held_rows, local, whole_weights
+from nanochat.parallel.fsdp import whole_weights
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
 from nanochat.shell import storage
 from nanochat.shell.log import warn
@@ -38,24 +38,22 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # ---------------------------------------------------------------------- names
 
-# Ours -> theirs, in the order in which the rows of theirs are stacked in ours: one product instead of three.
+# Ours -> theirs.
 NAMES = {
-    "embedding.weight": ("model.embed_tokens.weight",),
-    "norm.weight": ("model.norm.weight",),
-    "head.weight": ("lm_head.weight",),
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
 }
 # The same below blocks.<n>. and model.layers.<n>.
 LAYER_NAMES = {
-    "attention_norm.weight": ("input_layernorm.weight",),
-    "attention.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "attention.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
-    "attention.k_norm.weight": ("self_attn.k_norm.weight",),
-    "attention.output.weight": ("self_attn.o_proj.weight",),
-    "mlp_norm.weight": ("post_attention_layernorm.weight",),
-    "mlp.input.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.output.weight": ("mlp.down_proj.weight",),
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
 }
+# And its matrices and their biases: attention.qkv.bias -> self_attn.q_proj.bias, self_attn.k_proj.bias and so on, the
+# parts that GPTConfig.parts lists, in the order in which their rows are stacked in ours.
+MODULES = {"attention": "self_attn", "mlp": "mlp"}
 # Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
 IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
 
@@ -65,20 +63,19 @@ def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
 
     Raises ValueError: for a parameter that no other family has.
     """
-    block = re.match(r"blocks\.(\d+)\.", name)
-    names = LAYER_NAMES.get(name[block.end() :]) if block else NAMES.get(name)
-    if names is None:
-        raise ValueError(f"Hugging Face's families have no {name}")
-    if block:
-        names = [f"model.layers.{block[1]}.{name}" for name in names]
-    if len(names) == 3:  # q, k, v: with grouped heads q is the largest
-        D = config.head_dim
-        counts = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
-    elif name in ("embedding.weight", "head.weight"):
-        counts = [config.vocab_size]  # without the padding
-    else:
-        counts = [rows // len(names)] * len(names)
-    return list(zip(names, counts, strict=True))
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    if block is None and name in NAMES:
+        return [(NAMES[name], rows if name == "norm.weight" else config.vocab_size)]  # without the padding
+    if block is not None:
+        layer = f"model.layers.{block[1]}"
+        module, _, kind = block[2].rpartition(".")
+        parts = config.parts.get(module)
+        if parts is not None:
+            theirs = MODULES[module.partition(".")[0]]
+            return [(f"{layer}.{theirs}.{part}.{kind}", count) for part, count in parts.items()]
+        if block[2] in LAYER_NAMES:
+            return [(f"{layer}.{LAYER_NAMES[block[2]]}", rows)]
+    raise ValueError(f"Hugging Face's families have no {name}")
 
 
 # ---------------------------------------------------------------------- config.json
@@ -443,17 +440,6 @@ def require_shapes(model: GPT, folder: Path) -> dict[str, Stored]:
 def layers(stored: dict[str, Stored]) -> int:
     """How many blocks the weights have."""
     return len({name.split(".")[2] for name in stored if name.startswith("model.layers.")})
-
-
-@torch.no_grad()
-def load_weights(model: GPT, folder: Path) -> None:
-    """Copy a folder's weights into a model of its config; of a sharded model, this rank's rows.
-
-    Raises ValueError: when names or shapes differ. Raises SafetensorError: when a file cannot be read.
-    """
-    stored = require_shapes(model, folder)
-    for name, target in model.state_dict().items():
-        read_rows(stored, model.config, name, target.shape[0], held_rows(target).start, local(target))
 
 
 def read_rows(stored: dict[str, Stored], config: GPTConfig, name: str, rows: int, first: int, target: Tensor) -> None:

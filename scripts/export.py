@@ -11,8 +11,8 @@ python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out 
 family: modeling_nanochat.py goes with it, and transformers loads it with trust_remote_code=True. There, as with every
 model of a hub, a special token that is spelled out in a chat's text becomes one.
 
-Adapters (LoRA) are merged into their base: those of a source that holds some, and those of `--adapter`, a folder of the
-library peft. `--to peft` writes the adapters of the source alone, as such a folder.
+Adapters (LoRA) are merged into their base: those of a source that holds some, and those of `--adapter`, another
+checkpoint or a folder of the library peft. `--to peft` writes the adapters of the source alone, as such a folder.
 
 With `--to safetensors` the folder holds model.safetensors, config.json, the tokenizer, meta.json (which checkpoint it
 was) and manifest.json (every file's size and sha256), and no training state. `load_model("my_model")`, and
@@ -48,7 +48,7 @@ class Config:
     out: str  # the folder to make; it must not exist yet
     # For this project, for transformers and what reads its folders, or the adapters alone for peft.
     to: Literal["safetensors", "hf", "peft"] = "safetensors"
-    adapter: str | None = None  # a folder of peft's: merge its adapters into the source
+    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's: merge them into the source
     source: str = "auto"  # a stage, the furthest of them (auto), a folder, or hf:ORG/NAME
     model_tag: str | None = None  # of the source; default: the tag last written
     step: int | None = None  # of the source; default: its newest whole step
@@ -61,7 +61,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, hf, lora
+    from nanochat import checkpoint_manager, hf, peft
     from nanochat.data import hub
 
     out = Path(config.out).expanduser().absolute()
@@ -72,17 +72,16 @@ def main(config: Config) -> None:
     source = checkpoint_manager.find_source(config.source, config.model_tag, config.step)
 
     if config.to == "peft":
-        if config.adapter is not None:
+        if config.adapter:
             raise UserError("--to peft writes the adapters of --source alone: leave --adapter out")
-        adapters, base = checkpoint_manager.load_adapters(source)
-        shape, _, _ = checkpoint_manager.load_config(source)
+        shape, _, meta = checkpoint_manager.load_config(source)
+        adapters, _ = checkpoint_manager.load_adapters(str(source), shape)
+        base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
         with new_folder(out) as folder:
-            lora.write_peft(folder, adapters, shape, base)
+            peft.write(folder, adapters, shape, base)
         print0(f"exported the adapters of {source} to {out}")
     else:
-        model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True)
-        if config.adapter is not None:
-            lora.merge(model, lora.read_peft(Path(config.adapter).expanduser(), model.config))
+        model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, adapter=config.adapter)
         dtype = getattr(torch, config.dtype, None) or checkpoint_manager.stored_dtype(source)
         family = None
         if config.to == "hf":

@@ -4,7 +4,6 @@ bound, and runs that resume exactly, shard equally and leave a few kilobytes.
 The stages run as in test_stages, from its small base model.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -33,9 +32,10 @@ from nanochat import lora
 from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.gpt import GPT
-from nanochat.lora import NF4_BLOCK, Adapters, FrozenLinear, Lora, dequantize, frozen_layers, quantize
-from nanochat.parallel.fsdp import shard, whole
+from nanochat.gpt import GPT, Linear, StackedLinear
+from nanochat.lora import Adapters, Lora, adapters_in
+from nanochat.nf4 import NF4Linear, dequantize
+from nanochat.parallel.fsdp import fill, shard, whole
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.flags import ChatFlags
 from nanochat.train import make_adamw, next_token_loss, train_step
@@ -62,14 +62,14 @@ def adapt(model: GPT, settings: Lora = LIVELY, lively: bool = True) -> GPT:
     model = model.to(model.kernels.dtype)
     lora.attach(model, settings)
     for name, layer in model.named_modules():
-        if isinstance(layer, FrozenLinear):
+        if isinstance(layer, NF4Linear):
             layer.set_weight(weights[f"{name}.weight"])
     lora.init_adapters(model)
     if lively:
         generator = torch.Generator().manual_seed(7)
-        for layer in frozen_layers(model):
-            if layer.lora_B is not None:
-                layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=generator) * 0.1
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
     return model
 
 
@@ -95,23 +95,24 @@ def test_fresh_adapters_change_no_bit(shape, dtype):
     assert trained == {torch.float32}
 
 
-def written_out(layer: FrozenLinear, x: Tensor) -> Any:
+def written_out(layer: Any, x: Tensor) -> Any:
     """The layer's definition, target by target, by autograd."""
-    weight = layer.weight
-    if layer.is_quantized:
+    if isinstance(layer, NF4Linear):
         weight = dequantize(layer.codes, layer.factors, (layer.out_features, layer.in_features), torch.float32)
-    y = list(F.linear(x, weight, layer.bias).split(1, dim=-1))
-    place, first = 0, 0
-    for start_, stop in layer.rows:
-        A = layer.lora_A[place * layer.lora.rank : (place + 1) * layer.lora.rank]
-        B = layer.lora_B[first : first + stop - start_]
-        dropped = F.dropout(x, layer.dropout) if layer.dropout else x
-        added = layer.lora.scale * dropped @ A.T @ B.T
-        for row in range(start_, stop):
-            y[row] = y[row] + added[..., row - start_ : row - start_ + 1]
-        place, first = place + 1, first + stop - start_
-    y = torch.cat(y, dim=-1)
-    if not layer.is_stacked:
+    else:
+        weight = layer.weight
+    y = F.linear(x, weight, layer.bias)
+    adapters = getattr(layer, "adapters", None)
+    if adapters is not None:
+        parts = list(y.split(list(adapters.parts.values()), dim=-1))
+        for place, name in enumerate(adapters.parts):
+            if name in adapters:
+                dropped = F.dropout(x, adapters.dropout) if adapters.dropout else x
+                parts[place] = (
+                    parts[place] + adapters.lora.scale * dropped @ adapters[name].lora_A.T @ adapters[name].lora_B.T
+                )
+        y = torch.cat(parts, dim=-1)
+    if not (isinstance(layer, StackedLinear) or getattr(layer, "is_stacked", False)):
         return y
     q, k, v = y.chunk(3, dim=-1)
     return torch.stack((q, k)), v
@@ -135,7 +136,10 @@ def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings):
     found = gradients(model)
     assert set(found) == {name for name, _ in model.named_parameters() if ".lora_" in name}
     model.zero_grad()
-    monkeypatch.setattr(FrozenLinear, "forward", written_out)
+    for linear in (Linear, StackedLinear, NF4Linear):
+        monkeypatch.setattr(linear, "forward", written_out)
+    for adapters in adapters_in(model):
+        adapters.enabled = False
     torch.manual_seed(3)
     expected = gradients(model)
     assert set(found) == set(expected)
@@ -220,46 +224,24 @@ def test_bytes_of_parameters_state_and_what_backward_keeps():
     kept = {"full": kept_bytes(full)}
     for name in ("plain", "nf4"):
         model = adapted_model("qwen3", Lora(2, base_format=name), kernels=device.kernels, changes=changes)
-        layers = frozen_layers(model)
+        quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trained == sum(
-            2 * (layer.in_features * len(layer.rows) + sum(stop - begin for begin, stop in layer.rows))
-            for layer in layers
+            2 * (adapter.lora_A.size(1) + adapter.lora_B.size(0))
+            for adapters in adapters_in(model)
+            for adapter in adapters.values()
         )
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         if name == "plain":
             assert frozen == 2 * (matrices + others)
         else:
             assert frozen == 2 * others
-            assert sum(layer.codes.nbytes + layer.factors.nbytes for layer in layers) == matrices * 4.5 / 8
+            assert sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized) == matrices * 4.5 / 8
         optimizer = make_adamw(model, 0.01, device)
         assert sum(tensor.numel() for tensor in optimizer.state_dict().values()) == 2 * trained + 1
         kept[name] = kept_bytes(model)
     # Full training keeps the matrices in bf16 and the gradient of the head too; 4 bits keep what 16 do.
     assert kept["nf4"] == kept["plain"] < kept["full"] - 2 * matrices
-
-
-# ---------------------------------------------------------------------- 4 bits
-
-
-def test_four_bits_keep_their_bound():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 70, generator=generator) * 0.02  # the last block is not full
-    weight[5] = 0
-    weight[7, 3] = 4.0  # an outlier
-    codes, factors = quantize(weight)
-    assert codes.dtype == torch.uint8 and 8 * codes.nbytes == 4 * math.ceil(weight.numel() / NF4_BLOCK) * NF4_BLOCK
-    back = dequantize(codes, factors, weight.shape, torch.float32)
-    blocks = F.pad((weight - back).flatten(), (0, -weight.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
-    assert (blocks.abs().amax(dim=1) <= 0.1520 * factors + 1e-9).all()
-    assert (blocks.abs().amax(dim=1) / factors.clamp(min=1e-9)).max() > 0.1, "the bound is not loose"
-    assert torch.equal(back[5], torch.zeros(70)) and back[7, 3] == 4.0
-    # What is in 4 bits already stays as it is.
-    assert torch.equal(dequantize(*quantize(back), weight.shape, torch.float32), back)
-    assert dequantize(codes, factors, weight.shape, torch.bfloat16).equal(back.bfloat16())
-    normal = torch.randn(1 << 20, generator=generator)
-    lost = (dequantize(*quantize(normal), normal.shape, torch.float32) - normal).square().mean().sqrt().item()
-    assert lost == pytest.approx(0.092, abs=0.001)
 
 
 # ---------------------------------------------------------------------- merged
@@ -271,12 +253,18 @@ def adapters_of(model: GPT) -> Adapters:
     return Adapters(settings, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
 
 
+def merge(model: GPT, adapters: Adapters) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(adapters.merged(name, parameter, model.config))
+
+
 @pytest.mark.parametrize("settings", [LIVELY, Lora(3, 8.0, targets=("k_proj", "up_proj"), base_format="nf4")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_merged_is_unmerged(shape, settings):
     adapted = adapted_model(shape, settings)
     merged = lively_model(tiny_config(**SHAPES[shape]))
-    lora.merge(merged, adapters_of(adapted))
+    merge(merged, adapters_of(adapted))
     inputs, _ = tokens_of(merged.config)
     torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(merged(inputs), lively_model(tiny_config(**SHAPES[shape]))(inputs), atol=1e-2)
@@ -305,8 +293,9 @@ def test_the_engine_reads_adapters_as_they_are_trained(settings):
     first = replies()
     assert first == uncached()
     with torch.no_grad():
-        for layer in frozen_layers(model):
-            layer.lora_B.mul_(-3)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.mul_(-3)
     engine.update(model)
     assert replies() == uncached() != first
 
@@ -359,7 +348,7 @@ def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
     """It is loaded merged, exported, and trained further; and it misses its base in one line."""
     model, _, meta = load_model("sft", "cpu")
     untouched, _, _ = load_model("base", "cpu")
-    assert not any(isinstance(module, FrozenLinear) for module in model.modules())
+    assert lora.settings_of(model) is None
     assert (meta["adapter"]["base"], meta["adapter"]["rank"]) == ("base/d1/step_000020", 4)
     changed = {name for name, t in model.state_dict().items() if not torch.equal(t, untouched.state_dict()[name])}
     assert changed == {name for name in model.state_dict() if ".attention." in name or ".mlp." in name} - {
@@ -421,13 +410,13 @@ def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         parameters = dict(model.named_parameters())
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)}
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
         for name, weight in whole_weights.items():
             layer = layers.get(name.rpartition(".")[0])
             if layer is not None and name.endswith("weight"):
                 layer.set_weight(weight)
             else:
-                lora.fill(parameters[name], weight)
+                fill(parameters[name], weight)
         lora.init_adapters(model)
         optimizer = make_adamw(model, 0.01, device, layout=layout)
         stats = []
@@ -466,146 +455,6 @@ def test_ddp_and_fsdp_train_adapters_as_one_process_does():
                     assert found[how][part].keys() == expected["ddp"][part].keys()
                     for name, value in expected["ddp"][part].items():
                         torch.testing.assert_close(found[how][part][name], value, rtol=1e-3, atol=tolerance)
-
-
-# ---------------------------------------------------------------------- peft
-
-
-@pytest.fixture(scope="module")
-def qwen() -> tuple[Any, GPT]:
-    """The same tiny Qwen3 as transformers has it and as ours."""
-    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
-    pytest.importorskip("peft", reason="the extra `dev` brings peft")
-    torch.manual_seed(0)
-    settings = transformers.Qwen3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=32,
-        rope_theta=10000.0,
-    )  # fmt: skip
-    theirs = transformers.Qwen3ForCausalLM(settings).float()
-    changes = {"vocab_size": 128, "n_layer": 2, "width": 32, "mlp_width": 48, "window_pattern": "L", "norm_eps": 1e-6}
-    ours = lively_model(tiny_config(**{**SHAPES["qwen3"], **changes}))
-    names = theirs.state_dict()
-    with torch.no_grad():
-        ours.embedding.weight.copy_(names["model.embed_tokens.weight"])
-        ours.norm.weight.copy_(names["model.norm.weight"])
-        for i, block in enumerate(ours.blocks):
-            layer = {name.split(".", 3)[3]: t for name, t in names.items() if name.startswith(f"model.layers.{i}.")}
-            block.attention_norm.weight.copy_(layer["input_layernorm.weight"])
-            block.mlp_norm.weight.copy_(layer["post_attention_layernorm.weight"])
-            block.attention.q_norm.weight.copy_(layer["self_attn.q_norm.weight"])
-            block.attention.k_norm.weight.copy_(layer["self_attn.k_norm.weight"])
-            qkv = [layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]
-            block.attention.qkv.weight.copy_(torch.cat(qkv))
-            block.attention.output.weight.copy_(layer["self_attn.o_proj.weight"])
-            block.mlp.input.weight.copy_(torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]))
-            block.mlp.output.weight.copy_(layer["mlp.down_proj.weight"])
-    inputs, _ = tokens_of(ours.config)
-    torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-4, atol=1e-5)
-    return theirs, ours
-
-
-def clone_of(model: GPT) -> GPT:
-    copied = GPT(model.config)
-    copied.load_state_dict(model.state_dict())
-    return copied
-
-
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("v_proj", "up_proj")], ids=["all", "some"])
-def test_peft_reads_our_adapters_and_has_their_gradients(qwen, tmp_path, targets):
-    import copy
-
-    import peft
-
-    theirs, plain = qwen
-    adapted = adapt(clone_of(plain), Lora(4, 6.0, targets=targets, rank_stabilized=len(targets) == 2))
-    lora.write_peft(tmp_path, adapters_of(adapted), plain.config, "somewhere")
-    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(theirs), str(tmp_path), is_trainable=True)
-    inputs, labels = tokens_of(plain.config)
-    torch.testing.assert_close(adapted(inputs), wrapped(inputs).logits, rtol=1e-5, atol=1e-5)
-
-    loss = F.cross_entropy(wrapped(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
-    named = {name.replace(".default", ""): p for name, p in wrapped.named_parameters() if p.requires_grad}
-    found = gradients(adapted)
-    gradient_folder = tmp_path / "gradients"
-    gradient_folder.mkdir()
-    lora.write_peft(gradient_folder, Adapters(adapters_of(adapted).lora, found), plain.config, "")
-    as_theirs = load_file(gradient_folder / lora.PEFT_WEIGHTS)
-    assert set(as_theirs) == set(named)
-    for name, gradient in as_theirs.items():
-        expected = named[name].grad
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
-
-
-def test_our_model_reads_pefts_adapters(qwen, tmp_path):
-    import copy
-
-    import peft
-
-    theirs, plain = qwen
-    settings = peft.LoraConfig(
-        r=3, lora_alpha=7, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    wrapped = peft.get_peft_model(copy.deepcopy(theirs), settings).eval()
-    wrapped.save_pretrained(str(tmp_path))
-    source = lora.read_peft(tmp_path, plain.config)
-    assert source.lora == Lora(3, 7, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
-    model = clone_of(plain)
-    lora.merge(model, source)
-    inputs, _ = tokens_of(plain.config)
-    torch.testing.assert_close(model(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-5)
-    # There and back: the same tensors.
-    lora.write_peft(tmp_path / ".", source, plain.config, "")
-    again = lora.read_peft(tmp_path, plain.config)
-    assert again.tensors.keys() == source.tensors.keys()
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in source.tensors.items())
-    # Of another model, or of another kind.
-    other = tiny_config(**SHAPES["qwen3"], vocab_size=128)
-    assert "adapters for another model" in complaint(lambda: lora.read_peft(tmp_path, other))
-    path = tmp_path / lora.PEFT_CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
-    assert "not plain LoRA (use_dora)" in complaint(lambda: lora.read_peft(tmp_path, plain.config))
-
-
-def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_path, capsys):  # noqa: F811
-    """From a folder in Hugging Face's layout to adapters, and from there to a merged folder and to one of peft's."""
-    import peft
-    import transformers
-
-    theirs, _ = qwen
-    shutil.copytree(pretrained, base)
-    folder = tmp_path / "qwen"
-    torch.manual_seed(1)
-    config = transformers.Qwen3Config(**{**theirs.config.to_dict(), "vocab_size": 512, "max_position_embeddings": 64})
-    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    shutil.copy(base / "tokenizer" / "tokenizer.json", folder / "nanochat_tokenizer.json")
-    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=2", "--model_tag=q")
-    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=3", "--model_tag=q", "--resume")
-    tuned_model, _, meta = load_model("sft", "cpu", model_tag="q")
-    assert meta["adapter"]["base"] == str(folder)
-    flags = ("--source=sft", "--model_tag=q")
-    call("export", *flags, "--to=hf", f"--out={tmp_path / 'merged'}")
-    call("export", *flags, "--to=peft", f"--out={tmp_path / 'peft'}")
-    call("export", f"--source={folder}", f"--adapter={tmp_path / 'peft'}", "--to=hf", f"--out={tmp_path / 'again'}")
-    inputs, _ = tokens_of(tuned_model.config)
-    expected = tuned_model(inputs)
-    untouched = transformers.Qwen3ForCausalLM.from_pretrained(folder)
-    assert not torch.allclose(untouched(inputs).logits, expected, atol=1e-3)
-    for name in ("merged", "again"):
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        torch.testing.assert_close(merged(inputs).logits, expected, rtol=1e-4, atol=1e-4)
-    wrapped = peft.PeftModel.from_pretrained(untouched, str(tmp_path / "peft"))
-    torch.testing.assert_close(wrapped(inputs).logits, expected, rtol=1e-4, atol=1e-4)
-    # Mistakes.
-    out = f"--out={tmp_path / 'x'}"
-    assert "no adapters" in mistake(capsys, "export", "--source=base", "--to=peft", out)[1]
-    assert "has no adapter_config.json" in mistake(capsys, "export", "--source=base", f"--adapter={folder}", out)[1]
-    wrong = ("--source=base", f"--adapter={tmp_path / 'peft'}", out)
-    assert "adapters for another model" in mistake(capsys, "export", *wrong)[1]
-    shutil.rmtree(folder)
-    assert "is missing" in mistake(capsys, "export", *flags, out)[1]
 
 
 def test_the_flags_have_no_adapters_by_default():

@@ -124,8 +124,8 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
-        max_seq_len=config.max_seq_len, lora=config.lora if isinstance(config, ChatFlags) else None, seed=config.seed,
-        without_weights=config.dry_run,
+        max_seq_len=config.max_seq_len, seed=config.seed, without_weights=config.dry_run,
+        new_adapters=config.lora if isinstance(config, ChatFlags) else None,
     )  # fmt: skip
     settings = lora.settings_of(model)
     reference: Any = None

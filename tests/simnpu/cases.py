@@ -24,6 +24,7 @@ from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
+from nanochat.nf4 import NF4Linear
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators
@@ -166,7 +167,7 @@ def adapter_losses(
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
     lora.attach(model.to(found.dtype), lora.Lora(4, 8.0, base_format=base_format))
     for name, layer in model.named_modules():
-        if isinstance(layer, lora.FrozenLinear):
+        if isinstance(layer, NF4Linear):
             layer.set_weight(weights[f"{name}.weight"])
     lora.init_adapters(model)
     optimizer = make_adamw(model, 0.01, found)
