@@ -1,5 +1,7 @@
 """A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
 
+import copy
+import json
 import re
 import subprocess
 import sys
@@ -7,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tiny import tiny_tokenizer
+from tiny import complaint, tiny_tokenizer
 
+from nanochat.chat_template import ChatTemplate
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
@@ -91,6 +94,18 @@ def test_one_in_three_generated_examples_comes_after_another():
         assert (len(chat) > len(example)) == continues
     records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
     assert [records.chat(index) for index in range(9)] == [records.example(index).messages for index in range(9)]
+
+
+def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}] for reply in ("b", "c")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refuses = copy.copy(family_tokenizers["qwen2"])
+    refuses.chat_template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
+    mixture = open_mixture(f"mine={file}", "train")
+    for read in (lambda: mixture.rendered(refuses, 5, 99), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
+        line = complaint(read)
+        assert line.startswith(f"--tasks mine: {file} line 1: ") and line.endswith("no b")
 
 
 def test_a_small_weight_is_still_drawn():

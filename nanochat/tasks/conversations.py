@@ -77,6 +77,9 @@ class Conversations(RecordTask):
     def example(self, index: int) -> Example:
         return self.records.parse(int(self.numbers[index]), self.read)
 
+    def where(self, index: int) -> str:
+        return self.records.where(int(self.numbers[index]))
+
     def read(self, record: Any) -> Example:
         return Example(messages_of(record))
 

@@ -146,15 +146,30 @@ class Mixture:
 
     def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
         """The chat of example `index` as SFT reads it."""
-        conversation = render(tokenizer, self.chat(index), max_tokens)
-        if conversation.cut:  # without what came before it, the example is more likely to fit
-            conversation = render(tokenizer, self.example(index).messages, max_tokens)
+        chat = self.chat(index)
+        alone = self.example(index).messages
+        conversation = self.rendered_messages(tokenizer, index, chat, max_tokens)
+        if conversation.cut and len(alone) < len(chat):  # without what came before it, it is more likely to fit
+            conversation = self.rendered_messages(tokenizer, index, alone, max_tokens)
         return conversation
 
     def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> tuple[Rendered, Rendered]:
         """Pair `index` as DPO reads it: the question with the chosen reply, and with the rejected one."""
-        chosen, rejected = (render(tokenizer, messages, max_tokens) for messages in self.pair(index).conversations)
-        return chosen, rejected
+        chosen, rejected = self.pair(index).conversations
+        return (
+            self.rendered_messages(tokenizer, index, chosen, max_tokens),
+            self.rendered_messages(tokenizer, index, rejected, max_tokens),
+        )
+
+    def rendered_messages(
+        self, tokenizer: Tokenizer, index: int, messages: Sequence[Message], max_tokens: int | None = None
+    ) -> Rendered:
+        """`render` of messages of example `index`, which an error names: a chat template can refuse what is in it."""
+        try:
+            return render(tokenizer, messages, max_tokens)
+        except UserError as error:
+            task, number = self.draw(index)
+            raise UserError(f"--tasks {task.name}: {task.where(number)}: {error}") from error
 
     def fingerprint(self) -> str:
         """A sha256 that identifies it: of the tasks' names and lengths, and of sixteen examples of each."""
@@ -217,5 +232,9 @@ class MixtureCorpus:
 
     def read_block(self, index: int) -> list[np.ndarray]:
         examples = range(index * BLOCK_EXAMPLES, (index + 1) * BLOCK_EXAMPLES)
-        rendered = (render(self.tokenizer, self.mixture.example(i).messages) for i in examples)
-        return [np.array(conversation.ids, dtype=np.int32) for conversation in rendered]
+        documents = []
+        for index in examples:
+            messages = self.mixture.example(index).messages
+            conversation = self.mixture.rendered_messages(self.tokenizer, index, messages)
+            documents.append(np.array(conversation.ids, dtype=np.int32))
+        return documents

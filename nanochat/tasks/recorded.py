@@ -23,5 +23,8 @@ class RecordTask(Task):
     def example(self, index: int) -> Example:
         return self.records.parse(index, self.read)
 
+    def where(self, index: int) -> str:
+        return self.records.where(index)
+
     def __len__(self) -> int:
         return len(self.records)

@@ -72,6 +72,10 @@ class Task:
         """Example 0 <= index < len."""
         raise NotImplementedError
 
+    def where(self, index: int) -> str:
+        """The place of an example, for messages."""
+        return f"example {index:,}"
+
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Whether an assistant's reply is right: when its text, or the letter it chose, is the answer."""
         if self.kind == "dialogue":
