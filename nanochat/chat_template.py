@@ -86,7 +86,7 @@ class ChatTemplate:
         Raises TemplateError: with the template's own complaint, or because it takes too long.
         """
         # Three characters for our marks, which are in none of the texts.
-        everything = json.dumps([messages, tools or []], ensure_ascii=False) + "".join(self.sources.values())
+        everything = json.dumps([messages, tools], ensure_ascii=False, default=str) + "".join(self.sources.values())
         unused = [character for character in NONCHARACTERS if character not in everything]
         if len(unused) < 3:
             raise TemplateError("the messages contain Unicode's noncharacters U+FDD0 to U+FDEF: leave them out")

@@ -47,6 +47,7 @@ Part = dict[str, str]  # {"type": str, "text": str}
 # Special tokens are inserted by id. Spelled out in a message they are plain text (tokenizer.py), so no message can end
 # its own turn or begin another one's.
 
+ROLES = ("system", "user", "assistant", "tool")  # the last one for chat templates alone
 # The special tokens around each type of part; a text has none.
 MARKS = {
     "text": ("", ""),
@@ -94,22 +95,28 @@ def check_messages(messages: Any) -> None:
 
     # Whose turn it is follows from the place: a model trained on strict turns has never seen two of one role in a row.
     has_system = messages[0]["role"] == "system"
-    turns = messages[1:] if has_system else messages
-    if not turns:
+    if len(messages) == has_system:
         raise ValueError("there is a system message and nothing else")
-    for number, message in enumerate(turns):
-        expected = "user" if number % 2 == 0 else "assistant"
-        if message["role"] != expected:
-            raise ValueError(f"message {number + has_system} is by {message['role']}, where {expected} is expected")
+    expected = ["user"]
+    for number, message in enumerate(messages[has_system:], start=has_system):
+        role = message["role"]
+        if role not in expected:
+            raise ValueError(f"message {number} is by {role}, where {' or '.join(expected)} is expected")
+        if role == "assistant":
+            expected = ["tool"] if message.get("tool_calls") else ["user"]
+        else:
+            expected = ["assistant"] if role == "user" else ["assistant", "tool"]
 
 
 def _check_message(number: int, message: dict) -> None:
     role = message.get("role")
     content = message.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise ValueError(f"message {number} has the role {role!r}: system, user or assistant")
+    if role not in ROLES:
+        raise ValueError(f"message {number} has the role {role!r}: {', '.join(ROLES)}")
     if not isinstance(content, str | list):
         raise ValueError(f"message {number} ({role}) has no content: a text, or a list of parts")
+    if message.get("tool_calls") and role != "assistant":
+        raise ValueError(f"message {number} ({role}) has tool_calls: only the assistant calls a tool")
     for part in parts_of(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in list(MARKS) or not isinstance(part.get("text"), str):
@@ -133,6 +140,9 @@ def render(
     if isinstance(tokenizer, ImportedTokenizer):
         ids, mask, unlearned = _render_by_template(tokenizer, messages, tools)
     else:
+        if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            what = "it calls functions (tool_calls), for which only models with a chat template have a format"
+            raise UserError(f"{what}: leave it out, or name another --source")
         ids, mask = _render(tokenizer, messages)
         unlearned = 0
     # Training cuts the end off, because each target needs all that precedes it and nothing that follows.

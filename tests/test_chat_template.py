@@ -4,11 +4,13 @@ import json
 import pickle
 import random
 
+import pyarrow as pa
 import pytest
 from families import FAMILIES, random_string, save_family
+from pyarrow import parquet
 from starlette.testclient import TestClient
 from test_serve import until
-from tiny import complaint, cpu_device, lively_model, tiny_config
+from tiny import complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat.chat_template import ChatTemplate, TemplateError
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
@@ -18,6 +20,7 @@ from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.state import LoadedModel
+from nanochat.tasks.mixture import open_mixture
 from nanochat.tokenizer import Tokenizer
 
 HELLO = [
@@ -124,6 +127,25 @@ def test_tools_and_their_results(family_folders, family_tokenizers):
     learned = tokenizer.decode([token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask])
     assert '<tool_call>\n{"name": "weather"' in learned and learned.endswith("Sun.<|im_end|>")
     assert "sun" not in learned and rendered.unlearned == 0
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, suffix):
+    """OpenAI's form: arguments and tools as JSON in texts, no content, a result at the end that nobody answers."""
+    call = CALLED[2]["tool_calls"][0]
+    asks = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {**call["function"]}}]}
+    asks["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris", "unit": null}'
+    row = {"messages": [*CALLED[:2], asks, *CALLED[3:], CALLED[1], asks, CALLED[3]], "tools": json.dumps([WEATHER])}
+    file = tmp_path / f"calls{suffix}"
+    if suffix == ".jsonl":
+        file.write_text(f"{json.dumps(row)}\n" * 2)
+    else:
+        parquet.write_table(pa.Table.from_pylist([row, row]), file)
+    mixture = open_mixture(str(file), "train")
+    expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
+    rendered = mixture.rendered(family_tokenizers["qwen3"], 0, 9999)
+    assert (rendered.ids, rendered.mask) == (expected.ids, expected.mask)
+    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 0, 9999))  # our format has no such calls
 
 
 def test_no_message_makes_a_special_token_with_its_neighbour():

@@ -563,6 +563,7 @@ def test_a_folder_with_splits_of_its_own(tmp_path):
     assert Conversations("train", str(tmp_path / "train" / "train.jsonl")).kind == "dialogue"
 
 
+CALLED = [HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}]
 BAD_ROWS = [
     ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
     ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
@@ -571,14 +572,24 @@ BAD_ROWS = [
     ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
     ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
-    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 has the role 'tool'"),
+    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 is by tool, where user"),
     ({"instruction": "Add.", "output": None}, "cannot be used: message 1 (assistant) has no content"),
     ({"instruction": "Add."}, "cannot be used: unknown form (with instruction); known forms:"),
     ({"instruction": "Add.", "output": "3", "history": ["Hello"]}, 'cannot be used: its "history" is not a list of'),
-    (
-        {"messages": [HELLO[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
-        "cannot be used: a message calls a function outside of its content",
+    *(
+        ({"messages": [HELLO[0], {"role": "assistant", **call}]}, f"cannot be used: {problem}")
+        for call, problem in (
+            ({"function_call": {"name": "weather"}}, "a message calls a function by function_call"),
+            ({"tool_calls": {"id": "a"}}, "tool_calls is not a list"),
+            ({"tool_calls": "[" * 100_000}, "tool_calls is a text that is not JSON"),
+            ({"tool_calls": [{"id": "a"}]}, "a call in tool_calls has no function"),
+            ({"tool_calls": [{"function": {"name": "weather", "arguments": [1]}}]}, "a call in tool_calls has no"),
+            ({"tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}]}, "the arguments of a function"),
+        )
     ),
+    ({"messages": [*CALLED, HELLO[1]]}, "cannot be used: message 2 is by assistant, where tool is expected"),
+    ({"messages": [{**HELLO[0], **CALLED[1], "role": "user"}]}, "cannot be used: message 0 (user) has tool_calls"),
+    ({"messages": HELLO, "tools": ["weather"]}, 'cannot be used: its "tools" are not a list of objects'),
     ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
     ({}, "cannot be used: unknown form (with nothing)"),
     ("Hello", "cannot be used: unknown form (but str)"),
@@ -608,7 +619,7 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     assert [task.example(n).messages[0]["content"] for n in range(len(task))] == [str(n) for n in used]
     left_out, dropped = capsys.readouterr().err.splitlines()
     where = {"mine.jsonl": "line 3", "mine.parquet": "row 3"}[name]
-    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 has the role 'tool'"
+    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 is by tool, where user"
     assert wanted in left_out and "--bad_records fail" in left_out
     assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
     assert len(Conversations("test", str(path))) == 2 and not capsys.readouterr().err

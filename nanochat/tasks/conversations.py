@@ -11,11 +11,16 @@ and "answer" mean "output"; "context" means "input". A text under "system" or "s
 "history", a list of [question, answer], before the question. `"train": false` or `"weight": 0` in a message: not
 learned.
 
+Functions that the assistant calls are in OpenAI's form: a list "tools", `"tool_calls": [{"function": {"name": "...",
+"arguments": ...}}]` in an assistant's message, and their results as messages of the role "tool". Only a model with a
+chat template learns from such a row.
+
 The rows are those of data/records.py. All are checked when they are opened. One that is in a known form and still no
 conversation is left out and counted, or with `bad_records="fail"` an error; so is a row in no known form, always. A
 last question without an answer is dropped: there is nothing to learn from it.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -52,7 +57,7 @@ class Conversations(RecordTask):
     name = "conversations"
     kind = "dialogue"
     has_pairs = False
-    columns = {*LISTS, *QUESTIONS, *ANSWERS, *INPUTS, *SYSTEMS, "history"}  # that are read
+    columns = {*LISTS, *QUESTIONS, *ANSWERS, *INPUTS, *SYSTEMS, "history", "tools"}  # that are read
 
     def __init__(
         self,
@@ -81,11 +86,12 @@ class Conversations(RecordTask):
         return self.records.where(int(self.numbers[index]))
 
     def read(self, record: Any) -> Example:
-        return Example(messages_of(record))
+        return Example(messages_of(record), tools=tools_of(record))
 
     def check(self, record: Any) -> bool:
         """Whether a last question is dropped of it. Raises ValueError: when it is no conversation."""
         messages = conversation_of(record)
+        tools_of(record)
         return len(answered(messages)) < len(messages)
 
     @staticmethod
@@ -137,11 +143,10 @@ def messages_of(record: Any) -> list[Message]:
 
 def answered(messages: list[Message]) -> list[Message]:
     """A conversation without a last question that nobody answers. Raises ValueError: when nothing is left of it."""
-    if messages[-1]["role"] != "user":
-        return messages
-    if not any(message["role"] == "assistant" for message in messages):
+    replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not replies:
         raise ValueError("there is no message from the assistant")
-    return messages[:-1]
+    return messages[: replies[-1] + 1]
 
 
 def conversation_of(record: Any) -> list[Message]:
@@ -203,16 +208,55 @@ def contents(record: Any) -> str:
 def plain(message: Any) -> Any:
     """A message without other keys: a column of a .parquet has in each message every key that any of them has.
 
-    Raises ValueError: for a call of a function beside the content, which would get lost.
+    Raises ValueError: for a call of a function that cannot be read.
     """
     if not isinstance(message, dict):
         return message
-    if message.get("tool_calls") or message.get("function_call"):
-        raise ValueError("a message calls a function outside of its content (tool_calls)")
+    if message.get("function_call"):
+        raise ValueError("a message calls a function by function_call: only tool_calls are read")
     if "from" in message and "role" not in message:
         sender = message["from"]
         role = ROLES.get(sender, sender) if isinstance(sender, str) else sender
         message = {**message, "role": role, "content": message.get("value")}
     if message.get("weight") == 0 and message.get("train") is None:
         message = {**message, "train": False}
-    return {key: message[key] for key in ("role", "content", "train") if message.get(key) is not None}
+    read = {key: message[key] for key in ("role", "content", "train") if message.get(key) is not None}
+    calls = parsed(message.get("tool_calls"), "tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls is not a list")
+        read = {"content": "", **read, "tool_calls": [call_of(call) for call in calls]}
+    if message.get("tool_call_id"):
+        read["tool_call_id"] = message["tool_call_id"]
+    return read
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A call of a function as chat templates read it: with an object of arguments. Raises ValueError: without one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    fields = function if isinstance(function, dict) else {}
+    arguments = parsed(fields.get("arguments") or {}, "the arguments of a function")
+    if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
+        raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
+    # In a .parquet each call has the names of all arguments.
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
+
+
+def tools_of(record: Any) -> list[dict[str, Any]] | None:
+    """The functions that a record offers. Raises ValueError: when it has something else under that name."""
+    tools = parsed(record.get("tools"), "tools") if isinstance(record, dict) else None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError('its "tools" are not a list of objects')
+    return tools or None
+
+
+def parsed(value: Any, name: str) -> Any:
+    """The value of a field, which may be JSON in a text. Raises ValueError: when the text is something else."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is a text that is not JSON") from error

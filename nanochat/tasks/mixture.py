@@ -165,10 +165,10 @@ class Mixture:
         self, tokenizer: Tokenizer, index: int, messages: Sequence[Message], max_tokens: int | None = None
     ) -> Rendered:
         """`render` of messages of example `index`, which an error names: a chat template can refuse what is in it."""
+        task, number = self.draw(index)
         try:
-            return render(tokenizer, messages, max_tokens)
+            return render(tokenizer, messages, max_tokens, task.example(number).tools)
         except UserError as error:
-            task, number = self.draw(index)
             raise UserError(f"--tasks {task.name}: {task.where(number)}: {error}") from error
 
     def fingerprint(self) -> str:

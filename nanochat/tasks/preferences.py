@@ -23,6 +23,7 @@ from nanochat.tasks.conversations import (
     first_of,
     plain,
     question_of,
+    tools_of,
     with_system,
 )
 from nanochat.tasks.task import Example, Pair
@@ -41,7 +42,7 @@ class Preferences(Conversations):
     columns = {*Conversations.columns, "chosen", "rejected"}
 
     def check(self, record: Any) -> bool:
-        pair_of(record)
+        self.read(record)
         return False
 
     @staticmethod
@@ -53,7 +54,7 @@ class Preferences(Conversations):
 
     def read(self, record: Any) -> Example:
         pair = pair_of(record)
-        return Example([*pair.question, pair.chosen])
+        return Example([*pair.question, pair.chosen], tools=tools_of(record))
 
 
 def pair_of(record: Any) -> Pair:

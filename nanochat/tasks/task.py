@@ -32,6 +32,7 @@ class Example:
     messages: list[Message]
     answer: Any = None  # what grading needs
     letters: tuple[str, ...] = ()  # of a multiple-choice question: the answers to choose from, each a single letter
+    tools: list[dict[str, Any]] | None = None  # functions that the assistant may call, for a chat template
 
     @property
     def question(self) -> list[Message]:
