@@ -183,7 +183,8 @@ class Engine:
 
         `sampling` holds for all prompts, or is a list with one for each. At most `max_rows` prompts run at once; the
         others begin as rows end. A row ends with a stop token, which is yielded too, after `max_tokens`, or at the end
-        of the context. `should_stop` is called before each step.
+        of the context; whoever sets `row.max_tokens` to 0 ends it with its next one. `should_stop` is called before
+        each step.
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
         """

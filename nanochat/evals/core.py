@@ -306,7 +306,7 @@ def _count_correct(
     texts = (text for index in track(mine, "examples") for text in scored_texts(task, index, tokenizer, context))
     scores: dict[int, dict[int, tuple[float, bool]]] = defaultdict(dict)  # example -> option -> score
     cut: set[int] = set()
-    for length, batch in _batches(texts, context, batch_rows):
+    for length, batch in batches(texts, context, batch_rows):
         for text, score in zip(batch, score_texts(model, batch, length, batch_rows, device), strict=True):
             scores[text.example][text.option] = score
             if text.tokens[0] != tokenizer.get_bos_token_id():
@@ -315,7 +315,7 @@ def _count_correct(
     return correct, len(cut)
 
 
-def _batches(texts: Iterable[ScoredText], context: int, batch_rows: int) -> Iterator[tuple[int, list[ScoredText]]]:
+def batches(texts: Iterable[ScoredText], context: int, batch_rows: int) -> Iterator[tuple[int, list[ScoredText]]]:
     """Texts wait for others of their padded length, so that shapes repeat, and are the same at any number of ranks."""
     waiting: dict[int, list[ScoredText]] = defaultdict(list)  # by padded length
     for text in texts:

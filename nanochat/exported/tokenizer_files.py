@@ -30,6 +30,14 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, for_others: bool) -> dic
     if for_others:
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         form["added_tokens"] = [{"id": i, "content": name, **plain} for name, i in tokenizer.special_ids.items()]
+        # Documents begin with this mark: transformers and vLLM put it before a text that is no chat.
+        begin = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        mark = {"id": "<|bos|>", "ids": [tokenizer.get_bos_token_id()], "tokens": ["<|bos|>"]}
+        form["post_processor"] = {
+            "type": "TemplateProcessing", "single": [begin, first], "pair": [begin, first, second],
+            "special_tokens": {"<|bos|>": mark},
+        }  # fmt: skip
         files["chat_template.jinja"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return files
 
