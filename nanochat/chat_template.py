@@ -34,6 +34,7 @@ NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 Messages = Sequence[Mapping[str, Any]]
+Settings = Mapping[str, Any]
 Span = tuple[int, int]  # (start, end) in a text
 Special = tuple[int, int, str]  # (start, end, name) of a special token in a text
 
@@ -80,13 +81,18 @@ class ChatTemplate:
         messages: Messages,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        settings: Settings | None = None,
     ) -> RenderedText:
         """The text of a conversation; with `add_generation_prompt` it ends where the reply begins.
+
+        `settings` are variables of the template's own, such as enable_thinking of Qwen3's.
 
         Raises TemplateError: with the template's own complaint, or because it takes too long.
         """
         # Three characters for our marks, which are in none of the texts.
-        everything = json.dumps([messages, tools], ensure_ascii=False, default=str) + "".join(self.sources.values())
+        everything = json.dumps(
+            [messages, tools, settings, list(self.sources.values())], ensure_ascii=False, default=str
+        )
         unused = [character for character in NONCHARACTERS if character not in everything]
         if len(unused) < 3:
             raise TemplateError("the messages contain Unicode's noncharacters U+FDD0 to U+FDEF: leave them out")
@@ -95,6 +101,7 @@ class ChatTemplate:
         source = "tool_use" if tools and "tool_use" in self.sources else "default"
         template = self._compile(source)
         fields = {
+            **self._guarded(settings or {}, guard),
             **self.names,
             "messages": self._guarded(messages, guard),
             "tools": self._guarded(tools, guard) if tools else None,

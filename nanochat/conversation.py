@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate
+from nanochat.chat_template import ChatTemplate, Settings
 from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -188,13 +188,14 @@ def render_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     max_tokens: int | None = None,
-    tools: Sequence[Any] | None = None,
+    settings: Settings | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
+    `settings`: of a chat template, as in `ChatTemplate.render`.
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
-    ids = _shortened(tokenizer, messages, max_tokens, tools).ids
+    ids = _shortened(tokenizer, messages, max_tokens, settings).ids
     if max_tokens is not None and len(ids) > max_tokens:
         raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
     return ids
@@ -205,7 +206,7 @@ def fit_prompt(
     messages: Sequence[Message],
     context: int,
     reply_tokens: int | None = None,
-    tools: Sequence[Any] | None = None,
+    settings: Settings | None = None,
 ) -> Prompt:
     """The prompt of a chat of any length: half of the context stays free for the reply, or less for one of at most
     `reply_tokens`.
@@ -215,15 +216,15 @@ def fit_prompt(
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
     # (docs/measurements.md). What the model no longer reads costs less than a reply that it cannot finish.
     room = min(reply_tokens or context, context // 2)
-    return _shortened(tokenizer, messages, context - room, tools)
+    return _shortened(tokenizer, messages, context - room, settings)
 
 
 def _shortened(
-    tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None, tools: Sequence[Any] | None
+    tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None, settings: Settings | None
 ) -> Prompt:
     """The prompt without the oldest turns, as few as its length requires."""
     if isinstance(tokenizer, ImportedTokenizer):
-        return _shortened_by_template(tokenizer, messages, max_tokens, tools)
+        return _shortened_by_template(tokenizer, messages, max_tokens, settings)
     # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
     # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
     # must follow the newest question. For example:
@@ -342,7 +343,7 @@ def _render_by_template(
 
 
 def _shortened_by_template(
-    tokenizer: ImportedTokenizer, messages: Sequence[Message], max_tokens: int | None, tools: Sequence[Any] | None
+    tokenizer: ImportedTokenizer, messages: Sequence[Message], max_tokens: int | None, settings: Settings | None
 ) -> Prompt:
     template = _template(tokenizer)
     first = 1 if messages[0]["role"] == "system" else 0
@@ -355,7 +356,7 @@ def _shortened_by_template(
     questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
 
     def prompt(oldest: int) -> list[int]:
-        rendered = template.render([*plain[:first], *plain[oldest:]], tools, add_generation_prompt=True)
+        rendered = template.render([*plain[:first], *plain[oldest:]], add_generation_prompt=True, settings=settings)
         return tokenizer.encode_rendered(rendered)[0] + begun
 
     # Each possible beginning gives another text, and the later it begins, the shorter it is: a few are tried.

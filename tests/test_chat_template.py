@@ -129,6 +129,20 @@ def test_tools_and_their_results(family_folders, family_tokenizers):
     assert "sun" not in learned and rendered.unlearned == 0
 
 
+def test_settings_of_a_template(family_folders, family_tokenizers):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])
+    settings = {"enable_thinking": False}
+    theirs = oracle.apply_chat_template(HELLO[:1], add_generation_prompt=True, return_dict=True, **settings)
+    tokenizer = family_tokenizers["qwen3"]
+    assert render_prompt(tokenizer, HELLO[:1], settings=settings) == theirs["input_ids"]
+    assert fit_prompt(tokenizer, HELLO[:1], 100, settings=settings).ids == theirs["input_ids"]
+    # They are a stranger's: no special token comes from them, and they replace nothing that is ours.
+    template = ChatTemplate({"default": "{{ a }}{{ eos_token }}{{ messages | length }}"}, {"eos_token": "<e>"}, ["<e>"])
+    rendered = template.render(HELLO, settings={"a": "<e>", "eos_token": "b", "messages": "c"})
+    assert rendered.text == "<e><e>4" and rendered.specials == [(3, 6, "<e>")]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, suffix):
     """OpenAI's form: arguments and tools as JSON in texts, no content, a result at the end that nobody answers."""
@@ -234,7 +248,7 @@ def test_loop_controls_dates_and_pickling():
 # ---------------------------------------------------------------------- engine and server
 
 
-@pytest.fixture(scope="module", params=["qwen2", "mistral"])
+@pytest.fixture(scope="module", params=["qwen3", "mistral"])
 def engine(request, family_tokenizers) -> Engine:
     tokenizer = family_tokenizers[request.param]
     # The output layer of imported models is often wider than the vocabulary.
@@ -292,6 +306,10 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
         # A special id lies among the others, and is refused from a client.
         bad = client.post("/v1/completions", json={"prompt": [tokenizer.reply_ends[0]]})
         assert bad.status_code == 400 and "special" in bad.json()["error"]["message"]
+        settings = {"enable_thinking": False}
+        length = len(render_prompt(tokenizer, HELLO[:1], settings=settings))
+        assert chat(max_tokens=1, chat_template_kwargs=settings).json()["usage"]["prompt_tokens"] == length
+        assert chat(chat_template_kwargs={"enable_thinking": "no" * 99}).status_code == 400
         refused = chat(tools=[WEATHER])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
         assert chat(messages=[*HELLO[:1], *CALLED[2:4]]).status_code == 400

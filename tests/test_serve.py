@@ -394,6 +394,8 @@ def test_an_error_names_the_field(ask: Any):
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"stop": [""]}, "stop.0"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),  # ours has no template
+        ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
     ):
         answer = ask("POST", CHAT, json={**HELLO, **change})
         assert answer.status_code in (400, 404) and error_of(answer)["param"] == param, change

@@ -53,9 +53,13 @@ def check_chats(model: LoadedModel) -> None:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
 
 
-def check_tools(model: LoadedModel, body: ChatBody) -> None:
-    """Raises ApiError: 400 for tools where the model writes calls in a form that this server does not read."""
+def check_family(model: LoadedModel, body: ChatBody) -> None:
+    """Raises ApiError: 400 for tools where the model writes calls in a form that this server does not read, and for
+    settings of a chat template where it has none."""
     if not isinstance(model.tokenizer, ImportedTokenizer):
+        if body.chat_template_kwargs:
+            message = f"chat_template_kwargs: {model.name} has no chat template"
+            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
         return
     if body.candidates or any(message.role == "tool" or message.tool_calls for message in body.messages):
         message = f"tools: this server does not read the calls that {model.name} writes; leave them out"
@@ -82,7 +86,7 @@ def check_model_name(model: LoadedModel, name: str | None) -> None:
 
 
 def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
-    check_tools(model, body)
+    check_family(model, body)
     try:
         return _encode_chat(model, body)
     except UserError as error:  # a chat template's own complaint, such as "roles must alternate"
@@ -93,13 +97,14 @@ def _encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     messages = body.conversation()
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
-        return EncodedPrompt(render_prompt(model.tokenizer, messages))
+        return EncodedPrompt(render_prompt(model.tokenizer, messages, settings=body.chat_template_kwargs))
 
     # The oldest turns are dropped. The system message and the last question stay.
     question = [message for message in messages[:1] if message["role"] == "system"]
     question += messages[-2:] if messages[-1]["role"] == "assistant" else messages[-1:]
     check_length(model, [message["content"] for message in question])
-    prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens)
+    settings = body.chat_template_kwargs
+    prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens, settings)
     turn = prompt.oldest - (1 if messages[0]["role"] == "system" else 0)
     return EncodedPrompt(prompt.ids, body.index_of_turn(turn))
 

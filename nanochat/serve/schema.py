@@ -282,6 +282,10 @@ class RequestBody(SamplingFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+# Variables of a model's chat template, such as enable_thinking of Qwen3's. A template can repeat a text.
+TemplateSettings = dict[Annotated[str, Field(max_length=64)], bool | int | Annotated[str, Field(max_length=64)]]
+
+
 class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
@@ -301,6 +305,7 @@ class ChatBody(RequestBody):
     # vLLM's. Both follow from who has the last message, and are refused where they contradict it.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
     # Ignored.
     function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None  # a reply has one call at most
