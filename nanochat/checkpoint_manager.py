@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import load_whole, require_shapes, shard, trained_parameters, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
+from nanochat.scaling import ContextMethod, with_context
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
@@ -398,6 +399,7 @@ def load_model(
     layout: Layout | None = None,
     activation_checkpointing: bool = False,
     max_seq_len: int = 0,
+    rope_scaling: ContextMethod | None = None,
     new_adapters: Callable[[GPTConfig], Lora | None] | None = None,
     seed: int = 0,
     adapter: str = "",
@@ -409,7 +411,8 @@ def load_model(
     fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
-    (parallel/fsdp.py). `max_seq_len` shortens the model's context; 0 leaves it.
+    (parallel/fsdp.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
+    trained with needs `rope_scaling`.
 
     Adapters of a checkpoint are merged into the weights of their base, and then those of `adapter`, as `load_adapters`
     takes it. Where `new_adapters` returns settings for the model's shape, it gets new ones to train, drawn by `seed`;
@@ -421,7 +424,7 @@ def load_model(
     folder = Path(source) if verified else find_source(str(source), model_tag, step)
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
-    config, tokenizer, meta = load_config(folder, max_seq_len)
+    config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling)
     with _damage_of(folder):
         described = _described_by(folder)
         *tuned, base = _lineage(folder)
@@ -453,7 +456,9 @@ def load_model(
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 
-def load_config(folder: Path, max_seq_len: int = 0) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
+def load_config(
+    folder: Path, max_seq_len: int = 0, rope_scaling: ContextMethod | None = None
+) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
     """What a model is without its weights, from the small files of a folder that `find_source` has found.
 
     Raises UserError: when one of them cannot be used.
@@ -467,23 +472,19 @@ def load_config(folder: Path, max_seq_len: int = 0) -> tuple[GPTConfig, Tokenize
         else:
             meta = read_json(folder / "meta.json")
             config = GPTConfig(**meta["model"])
-        return _shortened(config, max_seq_len), tokenizer, meta
+        # A stage may have trained with shorter rows than the model can read.
+        pretraining = meta.get("pretraining", {})
+        context = pretraining.get("context")
+        trained = max(config.sequence_len, context if isinstance(context, int) else 0)
+        if max_seq_len:
+            config = with_context(config, max_seq_len, trained, rope_scaling)
+            meta["pretraining"] = {**pretraining, "context": max(trained, max_seq_len)}
+        return config, tokenizer, meta
 
 
 def _described_by(folder: Path) -> Path:
     """The folder with a model's tokenizer and shape. Those of peft's have neither: their base has."""
     return _base_of_peft(folder) if peft.is_folder(folder) else folder
-
-
-def _shortened(config: GPTConfig, max_seq_len: int) -> GPTConfig:
-    """The config with a context of at most so many tokens. Raises UserError: when it cannot have that."""
-    if not max_seq_len or max_seq_len == config.sequence_len:
-        return config
-    if max_seq_len > config.sequence_len:
-        raise UserError(f"--max_seq_len {max_seq_len}: the model's context has {config.sequence_len} tokens")
-    if "S" in config.window_pattern and not config.window_tokens:
-        raise UserError("--max_seq_len: this model's short windows are a quarter of its context: leave the flag out")
-    return replace(config, sequence_len=max_seq_len)
 
 
 def _weights_name(meta: dict[str, Any]) -> str:

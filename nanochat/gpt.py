@@ -114,7 +114,7 @@ class GPTConfig:
     window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
-    # A longer context than the one first trained with; the preset has none.
+    # A longer context than the one first trained with (scaling.with_context); a new model has none.
     rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
     # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, this preset after it.
@@ -351,6 +351,9 @@ class Attention(nn.Module):
         # 1 / sqrt(D) keeps the products q k at unit size. The gains on q and k only matter in their product, so they
         # are part of the scale and cost nothing.
         gain = config.qk_scale**2 if has_norm else 1.0
+        # YaRN's gain on cos and sin: a norm that follows would take it away again.
+        if config.qk_norm == "after_rotary" and config.rope_scaling is not None:
+            gain *= config.rope_scaling.gain**2
         self.scale = gain / math.sqrt(D)
 
     def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:

@@ -1,28 +1,42 @@
-"""Pretrain a base model on text, on one device or under torchrun.
+"""Pretrain a base model on text, or continue the pretraining of one that there is, on one device or under torchrun.
 
 python -m scripts.base_train --data demo --depth 4 --device_batch_size 8 --max_seq_len 256
 
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
+
+python -m scripts.base_train --source hf:Qwen/Qwen3-0.6B --data my_texts:0.7,fineweb-edu:0.3 --max_seq_len 2048 \
+    --device_batch_size 4 --total_batch_size 131072 --num_iterations 500 --learning_rate 2e-5
 """
 
 import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from nanochat.run.flags import TrainFlags
+from nanochat.run.flags import SourceFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
+from nanochat.shell.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size, UserError
 from nanochat.shell.log import counted, print0
-from nanochat.shell.paths import tokenizer_dir
+from nanochat.shell.paths import checkpoint_dir, tokenizer_dir
 from nanochat.shell.screen import phase, track
 
+if TYPE_CHECKING:
+    from nanochat.run.stage import Start
+
 Rate = Annotated[float, Range(0, 1e4)]
+# The shape of a new model where a flag is not set. A model of --source has its own.
+NEW_SHAPE = {"depth": 8, "head_dim": 128, "window_pattern": "L", "mlp": "relu2", "logit_cap": 15.0}
+NEW_CONTEXT = 2048
+CONTINUED_SCALE = 0.5  # of --lr_scale
 
 
 @dataclass(frozen=True)
-class Config(TrainFlags):
+class Config(SourceFlags):
+    # continued pretraining
+    source: str = ""  # the model to continue: a stage, a checkpoint's folder, or hf:ORG/NAME; default: a new one
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies the rates of pretraining; default: 0.5
     # data
     # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
     data: Frozen[str] = "demo"
@@ -30,19 +44,24 @@ class Config(TrainFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
-    # model
-    depth: Frozen[Depth] = 8  # the one dial: layers; the width is 64 x depth, rounded up to whole heads
-    head_dim: Frozen[Annotated[int, Range(1, 4096)]] = 128  # channels of an attention head
-    max_seq_len: Frozen[Size] = 2048  # tokens of context
-    window_pattern: Frozen[str] = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
-    mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU, or SwiGLU of 2/3 the width: as many parameters
     document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
-    logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap of the logits; 0 for none
+    # new model
+    depth: Frozen[Depth | None] = None  # the one dial: layers; the width is 64 x depth, in whole heads; default: 8
+    head_dim: Frozen[Annotated[int, Range(1, 4096)] | None] = None  # channels of an attention head; default: 128
+    # Tokens of context; default (0): 2048, or the whole context of --source.
+    max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0
+    # One letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL; default: L.
+    window_pattern: Frozen[str | None] = None
+    # Squared ReLU (the default), or SwiGLU of 2/3 the width: as many parameters.
+    mlp: Frozen[Literal["relu2", "swiglu"] | None] = None
+    # Soft cap of the logits; 0 for none; default: 15.
+    logit_cap: Frozen[Annotated[float, Range(0, 10_000)] | None] = None
     # horizon and batch
-    num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
+    num_iterations: Positive | None = None  # steps; default: of a new model from --target_param_data_ratio
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
     device_batch_size: Size = 16  # rows a device computes at once
-    total_batch_size: Positive | None = None  # tokens per step, over all devices; default: grows with the horizon
+    # Tokens per step, over all devices; default: of a new model by the horizon, else the source's or one micro-batch.
+    total_batch_size: Positive | None = None
     gradient_accumulation_steps: Size | None = None  # instead of --total_batch_size: micro-batches per step
     # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
     optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
@@ -56,6 +75,39 @@ class Config(TrainFlags):
     eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+
+    def __post_init__(self):
+        if not self.source:
+            for flag in ("source_tag", "source_step", "learning_rate", "lr_scale"):
+                if getattr(self, flag) is not None:
+                    raise UserError(
+                        f"--{flag} is for continued pretraining: name the model by --source, or leave it out"
+                    )
+            for flag, default in NEW_SHAPE.items():
+                if getattr(self, flag) is None:
+                    object.__setattr__(self, flag, default)
+            object.__setattr__(self, "max_seq_len", self.max_seq_len or NEW_CONTEXT)
+            return
+        for flag in NEW_SHAPE:
+            if getattr(self, flag) is not None:
+                raise UserError(f"--{flag} shapes a new model, and --source {self.source} has its shape: leave it out")
+        if self.num_iterations is None:
+            raise UserError(
+                "--num_iterations: say for how many steps --source is trained, of --total_batch_size tokens"
+            )
+        if self.source in ("auto", "base") and self.source_tag is None:
+            raise UserError(
+                f"--source {self.source}: name it by --source_tag too, as this run makes a base model of another tag"
+            )
+        if self.learning_rate is not None:
+            for flag in ("lr_scale", "matrix_lr", "embedding_lr", "value_embedding_lr", "head_lr"):
+                if getattr(self, flag) is not None:
+                    raise UserError(f"--learning_rate is absolute, for all parameters: leave --{flag} out")
+
+    @property
+    def new_shape(self) -> dict[str, Any]:
+        """The shape of a new model, as scaling.model_config takes it, and its logit_cap."""
+        return {flag: getattr(self, flag) for flag in NEW_SHAPE}
 
 
 def main(config: Config) -> None:
@@ -71,43 +123,57 @@ def main(config: Config) -> None:
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
     from nanochat.run.memory import Ledger, full_rows
-    from nanochat.run.stage import Run, Start, count_micro_batches, open_device
+    from nanochat.run.stage import Run, Start, begin, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
-    from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
+    from nanochat.train import Schedule, make_adamw, make_optimizer, next_token_loss, train_step
 
-    # ------------------------------------------------------------------ tokenizer, data, device
+    # ------------------------------------------------------------------ tokenizer, data, device, model
     phase("opening the data")
-    tokenizer = Tokenizer.load(tokenizer_dir())
+    tokenizer = None if config.source else Tokenizer.load(tokenizer_dir())
     train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
-    device, layout = open_device(config)
-
-    # ------------------------------------------------------------------ model
-    model_config = scaling.model_config(
-        config.depth, tokenizer.vocab_size, config.max_seq_len, config.window_pattern, config.head_dim, config.mlp
-    )
-    model_config = dataclasses.replace(model_config, logit_cap=config.logit_cap)
-    phase("making the model")
-    # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
-    with torch.device("meta"):
-        model = GPT(model_config, device.kernels)
-    shard(model, layout, device, config.activation_checkpointing)
-    ledger = Ledger.begin(device, model) if config.dry_run else None
-    if ledger is None:
-        model.to_empty(device=device.torch_device)
-        model.init_weights(config.seed)
+    if tokenizer is None:
+        start = begin(config)
+        start.tag = tag_beside_source(config.model_tag, start)
+    else:
+        device, layout = open_device(config)
+        shape = config.new_shape
+        logit_cap = shape.pop("logit_cap")
+        model_config = scaling.model_config(vocab_size=tokenizer.vocab_size, sequence_len=config.max_seq_len, **shape)
+        phase("making the model")
+        # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
+        with torch.device("meta"):
+            model = GPT(dataclasses.replace(model_config, logit_cap=logit_cap), device.kernels)
+        shard(model, layout, device, config.activation_checkpointing)
+        tag = config.model_tag or f"d{config.depth}"
+        start = Start(began, device, layout, model, tokenizer, tag, {"data": "", "tokens": 0})
+        if config.dry_run:
+            start.ledger = Ledger.begin(device, model)
+        else:
+            model.to_empty(device=device.torch_device)
+            model.init_weights(config.seed)
+    device = start.device
+    model = start.model
+    tokenizer = start.tokenizer
+    row_tokens = model.config.sequence_len
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
-    micro_tokens = config.device_batch_size * config.max_seq_len * device.world_size  # of one pass on all devices
-    horizon = scaling.training_tokens(model_config, config.target_param_data_ratio)
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    horizon = scaling.training_tokens(model.config, config.target_param_data_ratio)
+    by_rule = scaling.batch_tokens(model.config, horizon)
+    if config.source:
+        by_rule = start.pretraining.get("batch_tokens", micro_tokens)
     accumulation = count_micro_batches(
-        micro_tokens, scaling.batch_tokens(model_config, horizon), config.total_batch_size,
-        config.gradient_accumulation_steps,
-    )  # fmt: skip
+        micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
+    )
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
-    rates = scaling.rates(model_config, batch_tokens, steps * batch_tokens, config.optimizer)
+    rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer)
+    if config.source:
+        # As mid-training: at the full rates a trained model first forgets, at low ones it learns little of the new text
+        # (source: Ibrahim et al. 2024, Simple and Scalable Strategies to Continually Pre-train).
+        rates = rates.scaled(CONTINUED_SCALE if config.lr_scale is None else config.lr_scale)
     chosen = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,
@@ -116,38 +182,51 @@ def main(config: Config) -> None:
         "weight_decay": config.weight_decay,
     }
     rates = dataclasses.replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
-    optimizer = make_optimizer(model, rates, device, config.optimizer, layout)
+    if config.learning_rate is None:
+        optimizer = make_optimizer(model, rates, device, config.optimizer, start.layout)
+        peak_lr = rates.matrix
+        largest_norm = None  # gradients are not clipped
+    else:
+        # The decay and the clipping are those of most recipes for models that AdamW has trained (source: Brown et al.
+        # 2020, GPT-3, and those after it).
+        decay = 0.1 if config.weight_decay is None else config.weight_decay
+        optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout)
+        peak_lr = config.learning_rate
+        largest_norm = 1.0
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     document_mask = config.document_mask == "on"
-    if ledger is not None:
-        rows = full_rows(config.device_batch_size, config.max_seq_len, device)
+    if start.ledger is not None:
+        rows = full_rows(config.device_batch_size, row_tokens, device)
         batch = (rows.inputs, rows.targets, *([rows.segments] if document_mask else []))
-        ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
+        start.ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
         return
 
     # ------------------------------------------------------------------ train
-    token_flops = scaling.flops_per_token(model_config)
-    pretraining = {"data": config.data, "batch_tokens": batch_tokens, "tokens": 0, "document_mask": document_mask}
-    start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}", pretraining)
+    token_flops = scaling.flops_per_token(model.config)
+    pretraining = start.pretraining
+    tokens_before = pretraining["tokens"]
+    # All that the model has read: default tasks follow from it. One text that is read again is named once.
+    names = dict.fromkeys(filter(None, (pretraining["data"], config.data)))
+    pretraining |= {"data": ",".join(names), "batch_tokens": batch_tokens, "document_mask": document_mask}
+    pretraining["context"] = max(row_tokens, pretraining.get("context", 0))
     run = Run(
         "base", config, start, optimizer, steps, token_flops=token_flops,
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
     loader = Loader(
-        train_corpus, tokenizer, config.device_batch_size, config.max_seq_len, rank=device.rank,
+        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,
     )  # fmt: skip
-    shape = (config.device_batch_size, config.max_seq_len)
-    compiled = run.compile(model, config.compile, token_flops * batch_tokens, shape)
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")
     val_rows = []  # of each corpus of a mixture, by its share
     for part in parts_of(val_corpus):
         share = math.ceil(part.weight * config.eval_tokens)
-        val_rows.append(validation_rows(part.corpus, tokenizer, config.max_seq_len, share))
+        val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())
     position = loader.start  # in the data, after the last step; `save` stores it
 
@@ -158,7 +237,7 @@ def main(config: Config) -> None:
                 with run.interruptible("evaluation"):
                     # An untrained model guesses alike everywhere: a batch's worth of text shows how well, and the
                     # first loss need not wait for all of it.
-                    most_rows = None if step else batch_tokens // config.max_seq_len
+                    most_rows = None if step or config.source else batch_tokens // row_tokens
                     bits = []
                     for rows in val_rows:
                         bits += [bits_per_byte(
@@ -168,7 +247,7 @@ def main(config: Config) -> None:
                     metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
                     run.log_evaluation(**metrics)
             if run.should_save:
-                pretraining["tokens"] = run.progress.tokens
+                pretraining["tokens"] = tokens_before + run.progress.tokens
                 run.save(position.to_tensors())
             if run.should_leave:
                 break
@@ -181,15 +260,28 @@ def main(config: Config) -> None:
                 # compiled. A checkpoint is from step 1 or later, so a resumed run rounds like an uninterrupted one.
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
+                max_grad_norm=largest_norm,
             )  # fmt: skip
             run.add(stats, batch_tokens)
             position = micro[-1].state
             if run.should_log:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus)
-                run.log(stats, lr=rates.matrix * schedule.lr(step), **epochs)
+                run.log(stats, lr=peak_lr * schedule.lr(step), **epochs)
     loader.close()
     best = run.progress.best_val_bpb
     run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
+
+
+def tag_beside_source(model_tag: str | None, start: "Start") -> str:
+    """The tag of a run that continues a model: its source's, which a base model of ours has to keep for itself.
+
+    Raises UserError: when `model_tag` is the source's.
+    """
+    if start.source is None or start.source.resolve().parent != checkpoint_dir("base", start.tag).resolve():
+        return start.tag
+    if model_tag is not None:
+        raise UserError(f"--model_tag {model_tag} is the source's own: name another one for the model that it becomes")
+    return f"{start.tag}-continued"
 
 
 if __name__ == "__main__":

@@ -138,6 +138,8 @@ def write_as_ours(
         contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
         settings |= text_ends(tokenizer)
         settings |= {"architectures": ["NanochatForCausalLM"], "tie_word_embeddings": False}
+        # Under a name of its own: what transformers reads as rope_scaling has another form.
+        settings["rotary_scaling"] = settings.pop("rope_scaling", None)
         settings["auto_map"] = {
             "AutoConfig": "modeling_nanochat.NanochatConfig",
             "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",

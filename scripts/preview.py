@@ -50,7 +50,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
     folder = find_source(config.source, config.source_tag, config.source_step)
-    model_config, tokenizer, meta = load_config(folder, config.max_seq_len)
+    model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_dpo = config.stage == "dpo"

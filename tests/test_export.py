@@ -3,7 +3,9 @@
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -16,7 +18,8 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import hugging_face_form
-from nanochat.gpt import GPTConfig
+from nanochat.gpt import GPTConfig, RopeScaling
+from nanochat.scaling import with_context
 from nanochat.shell import cli, paths
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import chat_cli, export
@@ -103,7 +106,14 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
 
 SHAPES_OF_OURS = {
     "fast": {"norm_weight": False},
-    "gated": {**tiny.SHAPES["qwen3"], "qk_norm": "after_rotary", "window_pattern": "SSL", "value_embeddings": True},
+    # With a context that was extended from 16 tokens.
+    "gated": {
+        **tiny.SHAPES["qwen3"],
+        "qk_norm": "after_rotary",
+        "window_pattern": "SSL",
+        "value_embeddings": True,
+        "rope_scaling": RopeScaling("yarn", 4.0, 16, 0.5, 2.0, 1.3),
+    },
     "qwen3": tiny.SHAPES["qwen3"],
 }
 
@@ -166,6 +176,21 @@ def test_our_own_models_in_transformers(base, monkeypatch, shape):
     again, _, meta = load_model(str(out), "cpu") if shape != "qwen3" else (None, None, None)
     if again is not None:
         assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["linear", "yarn"])
+def test_the_modeling_file_scales_positions_as_we_do(method):
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    assert transformers
+    from nanochat.exported import modeling_nanochat
+
+    config = with_context(tiny_config(head_dim=64, rope_theta=500.0), 512, 64, method)
+    assert config.rope_scaling is not None
+    frequencies = config.rope_theta ** (-torch.arange(0, 64, 2) / 64)
+    settings = SimpleNamespace(rotary_scaling=asdict(config.rope_scaling), rope_theta=config.rope_theta)
+    expected = config.rope_scaling.apply(frequencies, config.rope_theta)
+    assert (expected < frequencies).any()
+    assert torch.allclose(modeling_nanochat.scaled(frequencies, settings), expected, rtol=1e-6)
 
 
 def test_push_uploads_to_a_private_repository(base, capsys, monkeypatch):

@@ -19,7 +19,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.mesh import lay_out
 from nanochat.shell import cli
 from nanochat.tokenizer import EXPORTED_NAME
-from scripts import export
+from scripts import base_train, export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -192,6 +192,59 @@ def test_an_imported_model_is_exported_with_its_tokenizer(folders, tmp_path, mon
     messages = [{"role": "user", "content": "Hello! 从前 12"}]
     ids = [one.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for one in theirs]
     assert ids[0] == ids[1] and len(ids[0]) > 10
+
+
+EXTENDED = {"qwen3": "yarn", "llama": "linear", "mistral without a window": "theta"}
+EXTENDED |= dict.fromkeys(("llama3", "llama linear", "qwen3 one kv head, yarn"), "auto")
+
+
+@pytest.mark.parametrize("case", EXTENDED)
+def test_an_extended_context_is_transformers(folders, tmp_path, case):
+    """Written as the family, positions beyond the original context of 384 tokens have transformers' logits."""
+    model, _, meta = load_model(str(folders[case]), "cpu", max_seq_len=768, rope_scaling=EXTENDED[case])
+    theirs = hf.from_config(model.config, meta["pretraining"]["family"])
+    assert theirs["max_position_embeddings"] == meta["pretraining"]["context"] == 768
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    hf.write_weights(tmp_path, model, torch.float32)
+    tokens = torch.randint(0, 300, (1, 500), generator=torch.Generator().manual_seed(4))
+    expected = logits_of(oracle_of(tmp_path), tokens)
+    assert (logits_of(model, tokens) - expected).abs().max() < 1e-4
+    assert hf.read_config(tmp_path)[1] == model.config
+    # It is not what the original computes.
+    assert (logits_of(oracle_of(folders[case]), tokens) - expected)[:, 400:].abs().max() > 0.01
+
+
+def test_an_imported_models_pretraining_is_continued(folders, tmp_path, monkeypatch):
+    """On text, with its tokenizer, in longer rows than it knew; then it is a folder of its family again."""
+    source = tmp_path / "tiny-qwen"
+    shutil.copytree(folders["qwen3"], source)
+    save_family(source, "qwen3")
+    oracle = oracle_of(source)
+    oracle.resize_token_embeddings(700)
+    oracle.save_pretrained(source)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    flags = ("--device=cpu", "--dtype=float32", "--device_batch_size=1", "--eval_tokens=768", "--log_every=1")
+    sizes = ("--max_seq_len=768", "--num_iterations=4", "--eval_every=0", "--learning_rate=1e-3")
+    monkeypatch.setattr(
+        "sys.argv", ["base_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes]
+    )
+    cli.run(base_train.main, base_train.Config)
+    lines = (tmp_path / "base/runs/base/tiny-qwen/metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert last["val_bpb"] < first["val_bpb_before"]
+    assert last["val_bpb"] == pytest.approx((last["val_bpb_demo"] + last["val_bpb_pydoc"]) / 2)
+    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", "base", "--out", str(tmp_path / "out")])
+    cli.run(export.main, export.Config)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["max_position_embeddings"], config["rope_scaling"]["factor"]) == (
+        "qwen3",
+        768,
+        2,
+    )
+    model, tokenizer, meta = load_model("base", "cpu")
+    assert meta["pretraining"]["data"] == "web,demo:0.5,pydoc:0.5" and meta["pretraining"]["family"] == "qwen3"
+    tokens = torch.tensor([tokenizer.encode("从前 a small boat ") * 60])[:, :700]
+    assert (logits_of(oracle_of(tmp_path / "out"), tokens) - logits_of(model, tokens)).abs().max() < 1e-4
 
 
 def test_sampling_is_the_folders(folders, tmp_path):

@@ -292,6 +292,50 @@ def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
     assert losses(base) == straight
 
 
+def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, tokenizer, capsys, data):
+    """A model of 64 tokens goes on with 128 in two starts; mid-training and export take what it becomes."""
+    call("base_train", *TINY, "--window_pattern=S", "--num_iterations=2")
+    cpu = ("--device=cpu", "--dtype=float32", "--device_batch_size=2", "--log_every=1")
+    flags = (*cpu, data, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
+    flags += ("--num_iterations=6", "--save_every=3", "--total_batch_size=512")
+    call("base_train", *flags)
+    assert "context: 128 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
+    straight = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
+    folder = base / "checkpoints/base/d1-continued"
+    shutil.rmtree(folder / "step_000006")
+    call("base_train", *flags, "--resume")
+    resumed = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
+    assert resumed == straight != [sha256(base, 2), sha256(base, 2, "training.rank0.safetensors")]
+    meta = json.loads((folder / "step_000006/meta.json").read_text())
+    read = meta["pretraining"]
+    assert (read["tokens"], read["context"], read["batch_tokens"]) == (2 * 256 + 6 * 512, 128, 512)
+    assert read["data"] == ("demo" if data == "--data=demo" else f"demo,{data.removeprefix('--data=')}")
+    assert meta["source"] == "base/d1/step_000002" and meta["model"]["rope_scaling"]["original_len"] == 64
+    assert meta["model"]["window_tokens"] == 0  # of one layer the last is the first, which sees everything
+
+    # AdamW at an absolute rate; and what a user may get wrong.
+    call("base_train", *flags, "--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1")
+    assert metrics(base, "adamw")[0]["lr"] == 1e-4
+    for argv, words in (
+        (["--model_tag=d1"], "--model_tag d1 is the source's own"),
+        (["--learning_rate=1e-4", "--lr_scale=1"], "leave --lr_scale out"),
+        (["--mlp=relu2"], "--mlp shapes a new model"),
+        (["--rope_scaling=linear", "--source_tag=d1-continued", "--max_seq_len=256"], "as yarn: leave the flag out"),
+        (["--rope_scaling=linear", "--resume"], "--rope_scaling auto, not linear"),
+    ):
+        code, error = mistake(capsys, "base_train", *flags, *argv)
+        assert code in (1, 2) and words in error
+    for missing, words in (("num_iterations", "for how many steps"), ("source_tag", "name it by --source_tag")):
+        code, error = mistake(capsys, "base_train", *(flag for flag in flags if missing not in flag))
+        assert code == 2 and words in error
+
+    # A stage extends the context further, by the same method.
+    call("mid_train", *cpu, "--source_tag=d1-continued", "--tasks=addition", "--max_seq_len=256", "--num_iterations=1")
+    model, _, meta = checkpoint_manager.load_model("mid", "cpu")
+    assert model.config.sequence_len == 256 and model.config.rope_scaling.factor == 4
+    assert meta["pretraining"]["context"] == 256
+
+
 def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, tokenizer, data, monkeypatch):
     flags = (*TINY, data, "--num_iterations=3", "--eval_every=0")
     call("base_train", *flags)
@@ -399,8 +443,8 @@ def test_flags_that_resume_refuses():
     """All that decides what a step computes, and what the model is, by the names of the flags."""
     model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask"}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
-    assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", *model}
-    assert frozen["mid_train"] == {"seed", "tasks", "max_seq_len"}
+    assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", "rope_scaling", *model}
+    assert frozen["mid_train"] == {"seed", "tasks", "max_seq_len", "rope_scaling"}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "label_smoothing", "sft_weight"}
@@ -648,7 +692,9 @@ def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, st
         (["--gradient_accumulation_steps=3"], "is not 3 x 128 tokens .* use 384"),
         (["--depth=0"], "--depth 0: at least 1"),
         (["--depth=-4"], "--depth -4: at least 1"),
-        (["--max_seq_len=0"], "--max_seq_len 0: at least 1"),
+        (["--max_seq_len=-1"], "--max_seq_len -1: at least 0"),
+        (["--learning_rate=1e-5"], "--learning_rate is for continued pretraining: name the model by --source"),
+        (["--source=x"], "--depth shapes a new model, and --source x has its shape: leave it out"),
         (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
         (["--num_iterations=0"], "--num_iterations 0: at least 1"),
         (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps 0: at least 1"),

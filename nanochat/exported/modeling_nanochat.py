@@ -57,6 +57,8 @@ class Attention(nn.Module):
         has_gate = has_value_embedding(config, layer)
         self.value_gate = nn.Linear(min(32, config.width), K, bias=False) if has_gate else None
         self.scale = (config.qk_scale**2 if has_norm else 1.0) / math.sqrt(D)
+        if config.qk_norm == "after_rotary" and config.rotary_scaling:
+            self.scale *= config.rotary_scaling["gain"] ** 2
 
     def forward(self, x, value, cos, sin, mask, cache):
         c = self.config
@@ -89,6 +91,24 @@ def has_value_embedding(config, layer: int) -> bool:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def scaled(frequencies: Tensor, config) -> Tensor:
+    """The frequencies (D / 2,) of a model whose context was extended: linear, or YaRN's ramp over the pairs."""
+    settings = config.rotary_scaling
+    slowed = frequencies / settings["factor"]
+    if settings["kind"] == "linear":
+        return slowed
+    half = len(frequencies)
+
+    def pair(turns: float) -> float:  # that makes so many turns in the original context
+        return half * math.log(settings["original_len"] / (2 * math.pi * turns)) / math.log(config.rope_theta)
+
+    first = max(math.floor(pair(settings["most_turns"])), 0)
+    last = min(math.ceil(pair(settings["fewest_turns"])), 2 * half - 1)
+    kept = 1 - (torch.arange(half, device=frequencies.device) - first) / max(last - first, 0.001)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * slowed + kept * frequencies
 
 
 class MLP(nn.Module):
@@ -191,9 +211,13 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         D = self.config.head_dim
         frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device).float() / D)
+        gain = 1.0
+        if self.config.rotary_scaling:
+            frequencies = scaled(frequencies, self.config)
+            gain = self.config.rotary_scaling["gain"]
         angles = positions[..., None].float() * frequencies  # (B, T, D / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, T, 1, D)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
 
     def _window(self, layer: int) -> int:
         c = self.config

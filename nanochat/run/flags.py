@@ -49,14 +49,23 @@ class TrainFlags:
 
 
 @dataclass(frozen=True)
-class StageFlags(TrainFlags):
-    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+class SourceFlags(TrainFlags):
+    """The flags of a stage that continues a trained model."""
 
-    # model and data
+    # model
     source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     source_step: int | None = None  # step of the source; default: the newest
-    max_seq_len: Frozen[Count] = 0  # tokens of a row, at most the model's context; 0: the whole of it
+    max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
+    # How a context longer than the source's is reached; auto: yarn, or as the source's own is.
+    rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
+
+
+@dataclass(frozen=True)
+class StageFlags(SourceFlags):
+    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+
+    # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or PATH or ORG/NAME; default: by what the base model has read
     bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from

@@ -50,7 +50,7 @@ from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.faults import Faults
-from nanochat.run.flags import ChatFlags, EpochFlags, StageFlags, TrainFlags
+from nanochat.run.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
 from nanochat.run.memory import Ledger
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
@@ -110,7 +110,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     return device, layout
 
 
-def begin(config: StageFlags, with_reference: bool = False) -> Start:
+def begin(config: SourceFlags, with_reference: bool = False) -> Start:
     """Open the device, and load the checkpoint that a stage begins from.
 
     `with_reference` also keeps a frozen copy of its model, for losses that compare with it.
@@ -124,8 +124,8 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
-        max_seq_len=config.max_seq_len, seed=config.seed, without_weights=config.dry_run,
-        new_adapters=config.lora if isinstance(config, ChatFlags) else None,
+        max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, seed=config.seed,
+        without_weights=config.dry_run, new_adapters=config.lora if isinstance(config, ChatFlags) else None,
     )  # fmt: skip
     settings = lora.settings_of(model)
     reference: Any = None
@@ -134,13 +134,17 @@ def begin(config: StageFlags, with_reference: bool = False) -> Start:
     elif with_reference:
         reference, _, _ = checkpoint_manager.load_model(
             source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
-            without_weights=config.dry_run,
+            rope_scaling=config.rope_scaling, without_weights=config.dry_run,
         )  # fmt: skip
     ledger = None
     if config.dry_run:
         ledger = Ledger.begin(device, model, *([reference] if isinstance(reference, GPT) else []))
     model.train()
     print0(f"source: {source}")
+    if config.max_seq_len:
+        scaled = model.config.rope_scaling
+        by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
+        print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
     if settings is not None:
         print0(lora.describe(model, settings))
     return Start(
