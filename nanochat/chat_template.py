@@ -21,12 +21,14 @@ from typing import Any
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import replace_surrogates
 
-# Operations that a template may use for one conversation, about a second. Of a text 64 characters count as one.
+# Operations that a template may use for one conversation: a second, or six where all are calls. Of a text 64 characters
+# count as one.
 MAX_WORK = 1_000_000
 CHARACTERS_OF_WORK = 64
 MAX_NUMBER = 100_000  # as an argument: `x.ljust(10**10)` is one operation
 MAX_PRODUCT = 1 << 26  # of the sizes of two arguments: `x.replace("a", x)` is one operation, too
 MAX_BITS = 256  # of a number
+WIDE = re.compile(r"\d{5}|\{[^{}]*:[^{}]*\{")  # in a text that is formatted
 # Filters that make a long text of a short one, or search texts with regular expressions.
 LEFT_OUT = ("center", "format", "urlize", "wordwrap", "striptags", "pprint", "random")
 # Unicode has set aside characters that no text contains, for uses like ours.
@@ -240,7 +242,7 @@ def _spend(work: int) -> None:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+    return len(value) if isinstance(value, str | list | tuple | dict | range) else 0
 
 
 def _spend_on(value: Any) -> Any:
@@ -252,14 +254,22 @@ def _spend_on(value: Any) -> Any:
 
 def _check(arguments: Iterable[Any]) -> None:
     """Refuse what is a single operation, and could fill the memory."""
+    number = 1
     sizes = [1, 1]
     for argument in arguments:
-        if isinstance(argument, int) and abs(argument) > MAX_NUMBER:
-            raise TemplateError(f"the number {str(argument)[:20]} is too large")
+        if isinstance(argument, int):
+            number = max(number, abs(argument))
         sizes.append(_size(argument))
+    if number > MAX_NUMBER:
+        raise TemplateError(f"the number {str(number)[:20]} is too large")
     *_, second, largest = sorted(sizes)
-    if second * largest > MAX_PRODUCT:
+    if max(second, number) * largest > MAX_PRODUCT:
         raise TemplateError("it takes more work than any conversation needs")
+
+
+def _listed(value: Any) -> Any:
+    """A generator as the list of its items: what joins them must know how many they are."""
+    return list(_counted(value)) if isinstance(value, Iterator) else value
 
 
 def _paid(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,6 +277,7 @@ def _paid(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)  # Jinja reads the function's attributes
     def paid(*arguments: Any, **named: Any) -> Any:
+        arguments = tuple(map(_listed, arguments))
         _check([*arguments, *named.values()])
         return _spend_on(function(*arguments, **named))
 
@@ -332,9 +343,6 @@ def _environment() -> Any:
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "*" and not (isinstance(left, int) and isinstance(right, int)):
                 _check([left, right])
-                count = right if isinstance(right, int) else left
-                if isinstance(count, int) and count * max(_size(left), _size(right)) > MAX_PRODUCT:
-                    raise TemplateError("it takes more work than any conversation needs")
             if operator == "**" and isinstance(right, int) and right > 64:
                 raise TemplateError(f"the number {str(right)[:20]} is too large")
             if operator == "%" and isinstance(left, str):
@@ -345,9 +353,12 @@ def _environment() -> Any:
             return _spend_on(result)
 
         def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:  # pyright: ignore
-            owner = getattr(function, "__self__", None)
+            owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # Jinja wraps str.format
+            if isinstance(owner, str):
+                arguments = tuple(map(_listed, arguments))
             _check([owner, *arguments, *named.values()])
-            if isinstance(owner, str) and function.__name__.startswith("format") and re.search(r"\d{5}", owner):
+            # A width, or one that is put together from arguments: "{0:{1}{1}}".
+            if isinstance(owner, str) and function.__name__.startswith("format") and WIDE.search(owner):
                 raise TemplateError("a text is too wide")
             return _spend_on(super().call(context, function, *arguments, **named))
 

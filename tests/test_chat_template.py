@@ -211,8 +211,13 @@ HOSTILE = {
     "multiplied": "{{ 'a' * 10**10 }}",
     "replaced": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
     "replaced by a filter": "{% set x = 'a' * 90000 %}{{ x | replace('a', x) }}",
+    "indented": "{{ ('a\\n' * 40000) | indent(90000) }}",
+    "joined": "{{ range(9000) | join('a' * 90000) }}",
+    "joined items": "{{ range(9000) | map('string') | join('a' * 90000) }}",
+    "joined by a method": "{{ ('a' * 90000).join(range(9000) | map('string')) }}",
     "wide": "{{ 'a'.ljust(10**10) }}",
     "formatted": "{{ '{:9999999999}'.format(1) }}",
+    "formatted twice": "{{ '{0:{1}{1}}'.format(1, 9999) }}",
     "percent": "{{ '%9999999999d' % 1 }}",
     "power": "{{ 9 ** 9 ** 9 }}",
     "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
@@ -228,6 +233,7 @@ def test_a_hostile_template_ends_in_one_line(source):
     template = ChatTemplate({"default": source}, {}, [])
     with pytest.raises(TemplateError) as error:
         template.render(HELLO)
+    assert not isinstance(error.value.__cause__, MemoryError)
     assert "chat template" in str(error.value) and "\n" not in str(error.value)
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
 
