@@ -452,17 +452,22 @@ class Reply(Response):
             yield batch
 
     def usage(self) -> dict[str, Any]:
-        prompt = sum(self.prompt_tokens)
-        generated = sum(stream.completion_tokens for stream in self.streams)
-        # A prompt counts once, however many choices it has. It is cached where even its first choice did not read it.
-        first_choices = self.streams[:: len(self.streams) // len(self.prompt_tokens)]
-        cached = sum(stream.cached_tokens for stream in first_choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return usage_of(self.streams, self.prompt_tokens)
+
+
+def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[str, Any]:
+    """The tokens of each prompt and of its choices, which are neighbours in `streams`, added up."""
+    prompt = sum(prompt_tokens)
+    generated = sum(stream.completion_tokens for stream in streams)
+    # A prompt counts once, however many choices it has. It is cached where even its first choice did not read it.
+    first_choices = streams[:: len(streams) // len(prompt_tokens)]
+    cached = sum(stream.cached_tokens for stream in first_choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
