@@ -515,25 +515,26 @@ def _adapter_entry(folder: Path) -> dict[str, Any] | None:
     return None if hf.is_folder(folder) else read_json(folder / "meta.json").get("adapter")
 
 
-def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, Path]:
-    """The adapters of a checkpoint, or of a folder that peft has saved, and where they were found.
+def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:
+    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as of `load_model`; of
+    peft's it is "folder" alone.
 
     Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
     """
     folder = _find_source(source, None, None, flag="--adapter")
     with _damage_of(folder):
-        if not peft.is_folder(folder):
-            entry = _adapter_entry(folder)
-            if entry is None:
-                raise UserError(
-                    f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}"
-                )
-            if base is not None and weights_sha256(base) != entry["base_sha256"]:
-                raise UserError(
-                    f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
-                    "other weights: name the first as --source"
-                )
-        return _read_adapters(folder, config), folder
+        if peft.is_folder(folder):
+            return peft.read(folder, config), {"folder": str(folder)}
+        entry = _adapter_entry(folder)
+        if entry is None:
+            raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
+        if base is not None and weights_sha256(base) != entry["base_sha256"]:
+            raise UserError(
+                f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
+                "other weights: name the first as --source"
+            )
+        meta = read_json(folder / "meta.json")
+        return _read_adapters(folder, config), {**meta, **_facts_of_use(folder, meta), "folder": str(folder)}
 
 
 def _read_adapters(folder: Path, config: GPTConfig) -> Adapters:

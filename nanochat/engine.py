@@ -82,6 +82,7 @@ class Row:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: Collection[int] = ()  # further tokens that end the reply
     grammar: Grammar | None = None  # what its tokens must follow
+    adapter: int = 0  # which of the engine's adapters it runs with, from 1 on; 0: none
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
     tool_call: list[int] | None = None  # the tokens of an open call
@@ -110,7 +111,7 @@ class Engine:
     """Generates with a snapshot of a model's weights, cast once to the device's dtype.
 
     All ranks of a sharded model make the snapshot together, and update it together. Unless `graphs` is "off" an
-    accelerator records the launches of a decoded token and replays them as one.
+    accelerator records the launches of a decoded token and replays them as one. Rows choose among `adapters` by number.
     Raises UserError: when graphs are "on" on a CPU.
     """
 
@@ -120,11 +121,13 @@ class Engine:
         tokenizer: Tokenizer,
         device: Device | None = None,
         graphs: Literal["auto", "on", "off"] = "auto",
+        adapters: Sequence[lora.Adapters] = (),
     ):
         self.device = device or devices.init(str(model.device))
         self.graphs = devices.records(self.device.kind, graphs)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
+        self.adapters = lora.ChosenAdapters(self.model, adapters, self.device.dtype) if adapters else None
         # The marks of calculator calls. Models of other families have none: -1 is no token.
         self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
@@ -178,13 +181,14 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams],
         max_rows: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        adapter: int = 0,
     ) -> Iterator[NewToken]:
         """Yield the new tokens of all prompts, step by step; `row.number` says whose a token is.
 
         `sampling` holds for all prompts, or is a list with one for each. At most `max_rows` prompts run at once; the
         others begin as rows end. A row ends with a stop token, which is yielded too, after `max_tokens`, or at the end
         of the context; whoever sets `row.max_tokens` to 0 ends it with its next one. `should_stop` is called before
-        each step.
+        each step. `adapter` is the number of one of the engine's adapters.
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
         """
@@ -203,7 +207,7 @@ class Engine:
         waiting: deque[Row] = deque()
         for number, (prompt, params) in enumerate(zip(prompts, settings, strict=True)):
             # The rotary tables end with the context, so prompt and reply together must fit into it.
-            waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number))
+            waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number, adapter=adapter))
 
         # The cache is as large as the longest row needs. It is written once and read at every token.
         slots = Slots(self, min(len(waiting), max_rows or len(waiting)), capacity=min(context, longest + max_tokens))
@@ -357,6 +361,7 @@ class Slots:
         self.cache.max_position = capacity - 1
         # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # the token to feed next
+        self.adapter = torch.zeros(size, dtype=torch.long, device=device)  # see Row; also of a prompt that is read
         # A random number for every token to come, drawn when the row is admitted.
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
@@ -382,8 +387,12 @@ class Slots:
         first = len(self.rows)
         # Each distinct prompt gets one slot, the longest first. The prompts that still have tokens at some chunk are
         # then the first ones, in neighbouring slots, and one `prefill` reads a piece of each.
-        prompts = sorted(dict.fromkeys(tuple(row.prompt) for row in rows), key=len, reverse=True)
-        slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
+        # With another adapter the same prompt has other keys and values.
+        distinct = dict.fromkeys((tuple(row.prompt), row.adapter) for row in rows)
+        chosen = sorted(distinct, key=lambda one: len(one[0]), reverse=True)
+        slot_of = {one: first + place for place, one in enumerate(chosen)}
+        prompts = [prompt for prompt, _ in chosen]
+        self.choose(first, [adapter for _, adapter in chosen])
         # At most `group` prompts are read at once, 32 with pieces of 256 tokens, and of these only such as are about as
         # long, because all are padded to the length of the longest. About as long: one bit_length of the padded length.
         #
@@ -406,8 +415,14 @@ class Slots:
         # RL and `generate_batch` sample one prompt many times. Rows of an equal prompt begin with the same slot, and
         # `admit` copies it for all but one.
         for row in rows:
-            row.slot = slot_of[tuple(row.prompt)]
+            row.slot = slot_of[tuple(row.prompt), row.adapter]
         self.admit(rows)
+
+    @torch.inference_mode()
+    def choose(self, slot: int, adapters: Sequence[int]) -> None:
+        """Set the adapters of the slots from `slot` on, before their prompts are read. See `Row.adapter`."""
+        if self.engine.adapters is not None:
+            self.adapter[slot : slot + len(adapters)] = self._index(adapters)
 
     @torch.inference_mode()
     def prefill(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> int:
@@ -446,6 +461,8 @@ class Slots:
         cache = self.cache.view(slot, slot + len(tokens))
         cache.position.fill_(filled)
         self._attend_up_to(cache, filled + tokens.size(1))
+        if self.engine.adapters is not None:
+            self.engine.adapters.chosen = self.adapter[slot : slot + len(tokens)]
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
         cache.position.add_(self.engine.device.to_device(lengths))
         return hidden
@@ -471,6 +488,7 @@ class Slots:
             longest = max(len(row.prompt) for row in rows)
             self.cache.copy_rows(self._index(sources), self._index(targets), longest)
         self.last[first:end] = to_device(torch.tensor([row.prompt[-1] for row in rows]))
+        self.choose(first, [row.adapter for row in rows])
         self.cache.position[first:end] = to_device(torch.tensor([len(row.prompt) - 1 for row in rows]))
         self.table[first:end] = to_device(torch.tensor([RowSettings.numbers(row.sampling) for row in rows]))
 
@@ -520,8 +538,8 @@ class Slots:
             source = self._index([row.slot for row in movers])
             target = self._index(gaps)
             self.cache.copy_rows(source, target, max(len(row.prompt) + row.made for row in movers))
-            tensors = (self.last, self.cache.position, self.noise, self.table, self.seen, self.counts, self.bias)
-            for tensor in tensors:
+            tensors = (self.last, self.adapter, self.cache.position, self.noise, self.table, self.seen)
+            for tensor in (*tensors, self.counts, self.bias):
                 if tensor is not None:
                     tensor[target] = tensor[source]
             for row, slot in zip(movers, gaps, strict=True):
@@ -636,6 +654,8 @@ class Slots:
         B = len(cache.position)
         # Everything here is a tensor operation on the device, position included, so that it can be recorded.
         noise = self.noise[:B].gather(1, cache.position[:, None])  # (B, 1)
+        if self.engine.adapters is not None:
+            self.engine.adapters.chosen = self.adapter[:B]
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
         cache.position.add_(1)
         if cache.max_position is not None:

@@ -46,6 +46,7 @@ class Config:
     source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
+    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     # Reply to this and exit; what is piped in follows it. Default: a dialogue.
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
     # Reply to each line of this file, and write the replies to --out: OpenAI's batch form, {"messages"} or {"prompt"}.
@@ -83,7 +84,9 @@ def main(config: Config) -> None:
         from nanochat.engine import Engine
 
         device = devices.init(config.device, config.dtype)
-        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+        model, tokenizer, meta = load_model(
+            config.source, device, model_tag=config.model_tag, step=config.step, adapter=config.adapter
+        )
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])
     has_turns = stage != "base" and tokenizer.can_chat

@@ -4,6 +4,8 @@ python -m scripts.chat_web
 
 python -m scripts.chat_web --source sft --host 0.0.0.0 --port 8000
 
+python -m scripts.chat_web --source hf:ORG/NAME --adapter french=my_adapters,poems=peft_folder
+
 NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.workers.UvicornWorker scripts.chat_web:app
 """
 
@@ -19,10 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from nanochat.shell.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.shell.untrusted import printable
+
+if TYPE_CHECKING:
+    from nanochat.lora import Adapters
 
 MAX_NAME = 100  # characters of --name
 IDLE_SECONDS = 5  # a connection may wait so long for its next request
@@ -33,6 +38,9 @@ class Config:
     source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
+    # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.
+    # Clients choose one by its name; default: nanochat-TAG-STAGE, or the folder's name.
+    adapter: str = ""
     name: str = ""  # of the model, for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
     host: str = "127.0.0.1"  # address to listen on; any but this machine's own needs a key, by default a random one
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
@@ -116,9 +124,41 @@ def check(config: Config) -> None:
     if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
         raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
     allowed_origins(config)  # or raises
-    find_source(config.source, config.model_tag, config.step)
+    find_adapters(config, find_source(config.source, config.model_tag, config.step))
     kind = devices.kind_of(config.device)
     devices.records(kind, config.graphs)  # or raises
+
+
+def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dict[str, Any]]]:
+    """Those of --adapter: the name for clients, the adapters, and their meta data.
+
+    Raises UserError: when they are not of this base, or two have one name.
+    """
+    from nanochat.checkpoint_manager import load_adapters, load_config
+    from nanochat.serve.prompts import ALIAS
+
+    found = []
+    names = {ALIAS, config.name}
+    for entry in filter(None, config.adapter.split(",")):
+        name, _, source = entry.rpartition("=") if not Path(entry).is_dir() else ("", "", entry)
+        shape, _, _ = load_config(base)
+        adapters, meta = load_adapters(source, shape, base)
+        if adapters.lora.base_format == "nf4":
+            raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it alone, as --source")
+        name = name or name_of(meta)
+        if name in names:
+            raise UserError(f"--adapter {entry}: another model is called {name}; give it a name as NAME=PATH")
+        names.add(name)
+        found.append((name, adapters, meta))
+    return found
+
+
+def name_of(meta: dict[str, Any]) -> str:
+    """What clients call a model by default."""
+    from nanochat.checkpoint_manager import tag_of
+
+    tag = tag_of(Path(meta["folder"]))
+    return f"nanochat-{tag}-{meta['stage']}" if "stage" in meta else tag
 
 
 def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any:
@@ -128,7 +168,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
     def load() -> LoadedModel:
         from nanochat import device as devices
-        from nanochat.checkpoint_manager import load_model, tag_of, weights_sha256
+        from nanochat.checkpoint_manager import load_model, weights_sha256
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import Scheduler
@@ -137,7 +177,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         model, tokenizer, meta = load_model(
             config.source, device, model_tag=config.model_tag, step=config.step, max_seq_len=config.max_seq_len
         )
-        engine = Engine(model, tokenizer, device, config.graphs)
+        adapters = find_adapters(config, Path(meta["folder"]))
+        engine = Engine(model, tokenizer, device, config.graphs, [one for _, one, _ in adapters])
         try:
             scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
         except (RuntimeError, MemoryError) as error:
@@ -151,27 +192,35 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         # 49,000 empty lists takes 16 ms instead of 140 (docs/measurements.md).
         gc.collect()
         gc.freeze()
-        names = meta.get("pretraining", {}).get("data", "").split(",")
-        about = {
-            "tasks": meta["tasks"],
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            # A path tells about this machine.
-            "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
-            "trained_at": meta["trained_at"],
-            "step": meta["step"],
-            "stage": meta["stage"],
-        }
-        return LoadedModel(
-            scheduler,
-            tokenizer,
-            name=config.name or f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
-            context=model.config.sequence_len,
-            chats=meta["stage"] != "base" and tokenizer.can_chat,
-            created=int(time.time()),
-            fingerprint=f"fp_{weights_sha256(Path(meta['folder']))[:12]}",
-            sampling=SamplingParams(**meta["sampling"]),
-            about=about,
-        )
+        parameters = sum(weight.numel() for weight in model.parameters())
+
+        def served(name: str, meta: dict[str, Any], number: int = 0) -> LoadedModel:
+            names = meta.get("pretraining", {}).get("data", "").split(",")
+            about = {
+                "tasks": meta["tasks"],
+                "parameters": parameters,
+                # A path tells about this machine.
+                "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
+                "trained_at": meta["trained_at"],
+                "step": meta["step"],
+                "stage": meta["stage"],
+            }
+            return LoadedModel(
+                scheduler,
+                tokenizer,
+                name,
+                context=model.config.sequence_len,
+                chats=meta["stage"] != "base" and tokenizer.can_chat,
+                created=int(time.time()),
+                fingerprint=f"fp_{weights_sha256(Path(meta['folder']))[:12]}",
+                sampling=SamplingParams(**meta["sampling"]),
+                about=about,
+                adapter=number,
+            )
+
+        # What an adapter's own meta data does not say is the base's.
+        adapted = [served(name, {**meta, **own}, number) for number, (name, _, own) in enumerate(adapters, start=1)]
+        return replace(served(config.name or name_of(meta), meta), adapted=tuple(adapted))
 
     hosts = allowed_hosts(config, config.api_key)
     origins = allowed_origins(config)

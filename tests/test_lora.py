@@ -4,9 +4,11 @@ bound, and runs that resume exactly, shard equally and leave a few kilobytes.
 The stages run as in test_stages, from its small base model.
 """
 
+import gc
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_serve import client_of
 from test_stages import (  # noqa: F401 (fixtures)
     SFT,
     exactly_resumed,
@@ -31,14 +34,16 @@ from torch import Tensor
 from nanochat import lora
 from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
-from nanochat.engine import Engine, SamplingParams
+from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT, Linear, StackedLinear
 from nanochat.lora import Adapters, Lora, adapters_in
 from nanochat.nf4 import NF4Linear, dequantize
 from nanochat.parallel.fsdp import fill, shard, whole
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.flags import ChatFlags
+from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import make_adamw, next_token_loss, train_step
+from scripts import chat_web
 
 LIVELY = Lora(4, 8.0)
 FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--learning_rate=0.01")
@@ -300,6 +305,67 @@ def test_the_engine_reads_adapters_as_they_are_trained(settings):
     assert replies() == uncached() != first
 
 
+GREEDY = SamplingParams(temperature=0)
+
+
+def decoded(engine: Engine, rows: list[Row]) -> list[tuple[list[int], list[float]]]:
+    """What rows draw that are read and decoded together, and the logprobs of that."""
+    slots = Slots(engine, len(rows), prefill_chunk=16)
+    slots.fill(rows)
+    drawn: dict[Row, list[Any]] = {row: [] for row in rows}
+    while slots.rows:
+        new_tokens = slots.decode(logprobs=0)
+        for new in new_tokens:
+            drawn[new.row].append(new)
+        slots.release({new.row for new in new_tokens if new.finish_reason})  # the others move into the gaps
+    return [([new.id for new in drawn[row]], [new.logprobs[0] for new in drawn[row]]) for row in rows]
+
+
+def scheduled(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """The same of requests of one client, whose equal prompts are read once."""
+    scheduler = Scheduler(engine, slots=len(requests))
+    scheduler.start()
+    streams = scheduler.submit_all(requests)
+    replies = [[one for chunk in stream for one in chunk.logprobs] for stream in streams]
+    scheduler.close()
+    return [([one.token_id for one in reply], [one.logprob or 0.0 for one in reply]) for reply in replies]
+
+
+@pytest.mark.parametrize("shape", ["fast", "ungrouped", "qwen2", "qwen3"])
+def test_each_row_of_a_batch_has_its_own_adapter(shape):
+    """The same prompt with several adapters at once: each reply is that of the merged model alone."""
+    tokenizer = tiny_tokenizer()
+    changes = {"vocab_size": tokenizer.vocab_size}
+    settings = (LIVELY, Lora(2, 16.0, targets=("k_proj", "o_proj", "up_proj")))
+    adapters = [adapters_of(adapted_model(shape, one, changes=changes)) for one in settings]
+
+    def engine_of(*merged: Adapters, **options: Any) -> Engine:
+        model = lively_model(tiny_config(**{**SHAPES[shape], **changes}))
+        for one in merged:
+            merge(model, one)
+        engine = Engine(model, tokenizer, cpu_device(), **options)
+        engine.stop_ids = set()
+        engine.call_start = -1
+        return engine
+
+    prompt = tuple(range(5, 25))
+    expected = []
+    for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
+        expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
+    assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
+    engine = engine_of(adapters=adapters)
+    chosen = list(enumerate((1, 0, 2, 1), start=4))
+    for found in (
+        decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),
+        scheduled(engine, [Request(prompt, length, GREEDY, logprobs=0, adapter=number) for length, number in chosen]),
+    ):
+        for (tokens, logprobs), (its_tokens, its_logprobs) in zip(expected, found, strict=True):
+            assert its_tokens == tokens
+            assert its_logprobs == pytest.approx(logprobs, abs=1e-5)
+    again, _ = engine.generate([prompt], max_tokens=6, sampling=GREEDY, adapter=2)
+    assert again[0] == expected[2][0]
+
+
 # ---------------------------------------------------------------------- stages
 
 
@@ -376,6 +442,47 @@ def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
     assert "base/d1/step_000020" in line and "is missing" in line
     shutil.copytree(folder_of(tuned, "rl", 1), folder_of(tuned, "base", 20))
     assert "has other weights now" in complaint(lambda: load_model("sft", "cpu"))
+
+
+def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
+    """Names choose them, /v1/models lists them, and each replies as its merged model does."""
+    strong = ("--lora_rank=4", "--lora_alpha=64", "--learning_rate=0.05")
+    call("chat_sft", *SFT, *strong, "--source=base", "--num_iterations=3")
+    call("export", "--source=sft", "--to=peft", f"--out={tmp_path / 'peft'}")
+    assert same_weights(load_model("base", "cpu", adapter="sft")[0], load_model("sft", "cpu")[0])
+    expected = {}
+    for stage in ("base", "sft"):
+        model, tokenizer, _ = load_model(stage, "cpu")
+        prompt = tokenizer.encode("Max has", prepend=tokenizer.get_bos_token_id())
+        greedy = SamplingParams(temperature=0)
+        reply = Engine(model, tokenizer, cpu_device()).generate([prompt], max_tokens=12, sampling=greedy)[0][0]
+        expected[stage] = tokenizer.decode(reply)
+    assert expected["base"] != expected["sft"]
+    config = chat_web.Config(source="base", adapter=f"sft,theirs={tmp_path / 'peft'}", device="cpu", slots=2)
+    chat_web.check(config)
+    try:
+        with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+            listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
+            assert listed == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
+            body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
+            for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
+                answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
+                assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[stage])
+            answer = ask("POST", "/v1/completions", json={**body, "model": "other"})
+            assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
+    finally:
+        gc.unfreeze()
+    call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=base", "--num_iterations=1")
+    for source, adapter, message in (
+        ("sft", "sft", "was trained on base/d1/step_000020, and --source is sft/d1/step_000003"),
+        ("base", "base", "holds no adapters"),
+        ("base", "sft,sft", "another model is called nanochat-d1-sft"),
+        ("base", "nanochat=sft", "another model is called nanochat"),
+        ("base", "dpo", "over a base of 4 bits"),
+        ("base", str(tmp_path), f"--adapter {tmp_path} is neither a stage"),
+    ):
+        mistaken = chat_web.Config(source=source, adapter=adapter)
+        assert message in complaint(partial(chat_web.check, mistaken)), message
 
 
 def test_a_mistake_costs_one_line(tuned, capsys):

@@ -146,6 +146,12 @@ def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_p
         torch.testing.assert_close(merged(inputs).logits, expected, rtol=1e-4, atol=1e-4)
     wrapped = peft.PeftModel.from_pretrained(untouched, str(tmp_path / "peft"))
     torch.testing.assert_close(wrapped(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    # As a source: over the model that it names.
+    again, _, _ = load_model(tmp_path / "peft", "cpu")
+    torch.testing.assert_close(again(inputs), expected, rtol=1e-5, atol=1e-5)
+    call("chat_sft", *SFT, *FLAGS, f"--source={tmp_path / 'peft'}", "--num_iterations=1", "--model_tag=further")
+    _, _, meta = load_model("sft", "cpu", model_tag="further")
+    assert meta["adapter"]["base"] == str(tmp_path / "peft")
     # Mistakes.
     out = f"--out={tmp_path / 'x'}"
     assert "no adapters" in mistake(capsys, "export", "--source=base", "--to=peft", out)[1]
@@ -154,3 +160,6 @@ def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_p
     assert "adapters for another model" in mistake(capsys, "export", *wrong)[1]
     shutil.rmtree(folder)
     assert "is missing" in mistake(capsys, "export", *flags, out)[1]
+    assert (
+        f"adapters for {folder}, which is no model" in mistake(capsys, "chat_cli", f"--source={tmp_path / 'peft'}")[1]
+    )

@@ -136,13 +136,12 @@ def create_app(
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_object(state.ready_model())]}
+        loaded = state.ready_model()
+        return {"object": "list", "data": [_model_object(one) for one in (loaded, *loaded.adapted)]}
 
     @app.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, Any]:
-        loaded = state.ready_model()
-        prompts.check_model_name(loaded, model)
-        return _model_object(loaded)
+        return _model_object(prompts.choose_model(state.ready_model(), model))
 
     @app.post("/v1/chat/completions", openapi_extra=_describe(ChatBody))
     async def chat_completions(request: Request) -> Response:
@@ -200,7 +199,7 @@ def create_app(
         def parse() -> tuple[LoadedModel, Any, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
             received = read_body(body_type, content)
             body = received.chat() if isinstance(received, ResponsesBody) else received
-            loaded = state.ready_model()
+            loaded = prompts.choose_model(state.ready_model(), body.model)
             return loaded, received, body, prompts.encode_prompts(loaded, body)
 
         loaded, received, body, encoded = await parsed(content, parse)

@@ -30,9 +30,8 @@ class EncodedPrompt:
 def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[EncodedPrompt]:
     """Each prompt of a body.
 
-    Raises ApiError: 400 or 404 when the body is not for this model, or requests more replies than there are slots.
+    Raises ApiError: 400 when the body is not for this model, or requests more replies than there are slots.
     """
-    check_model_name(model, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
     slots = model.scheduler.size
     if num_prompts * body.num_choices > slots:  # the queue is for other clients
@@ -78,11 +77,16 @@ def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: di
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
-def check_model_name(model: LoadedModel, name: str | None) -> None:
-    """Raises ApiError: 404 when a request names another model."""
-    if name not in (None, ALIAS, model.name):
-        message = f"there is no such model: this server has {model.name}, which is also called {ALIAS}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
+    """The model that a request names: the loaded one, or it with an adapter. Raises ApiError: 404 for any other."""
+    if name in (None, ALIAS):
+        return model
+    for one in (model, *model.adapted):
+        if one.name == name:
+            return one
+    message = f"there is no such model: this server has {model.name}, which is also called {ALIAS}"
+    message += "".join(f", {one.name}" for one in model.adapted)
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
@@ -130,7 +134,7 @@ def _is_begun(model: LoadedModel, prompt: str | list[int]) -> bool:
 
 def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
     """The token ids of a text or a conversation, as `/v1/completions` and `/v1/chat/completions` read it."""
-    check_model_name(model, body.model)
+    model = choose_model(model, body.model)
     tokenizer = model.tokenizer
     if body.prompt is None:
         check_chats(model)
@@ -152,7 +156,7 @@ def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
 
 def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids; a special token gives its name."""
-    check_model_name(model, body.model)
+    choose_model(model, body.model)
     if len(body.tokens) > MAX_TOKENIZED:
         raise _too_many_tokens("tokens")
     check_ids(model, "tokens", body.tokens)
@@ -249,6 +253,7 @@ def submit(
                 stop_ids=stop_ids,
                 calls=body.calls,
                 grammar=None if grammar is None else grammar.copy(),
+                adapter=model.adapter,
             )
             requests.append(request)
     check_logprobs(requests)

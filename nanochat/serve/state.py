@@ -32,6 +32,8 @@ class LoadedModel:
     sampling: SamplingParams = SamplingParams()  # what a request's missing settings are
     # What the page shows of it: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
+    adapter: int = 0  # its number in the engine; 0: the base itself
+    adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under names of their own
 
     @cached_property
     def longest_token(self) -> int:
