@@ -35,8 +35,10 @@ CONTINUED_SCALE = 0.5  # of --lr_scale
 class Config(SourceFlags):
     # continued pretraining
     source: str = ""  # the model to continue: a stage, a checkpoint's folder, or hf:ORG/NAME; default: a new one
-    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies the rates of pretraining; default: 0.5
+    # With --source: absolute, of AdamW; default: Muon, by --lr_scale.
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None
+    # With --source: multiplies all learning rates of pretraining; default: 0.5.
+    lr_scale: Annotated[float, Range(0, 100)] | None = None
     # data
     # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
     data: Frozen[str] = "demo"
@@ -78,8 +80,8 @@ class Config(SourceFlags):
 
     def __post_init__(self):
         if not self.source:
-            for flag in ("source_tag", "source_step", "learning_rate", "lr_scale"):
-                if getattr(self, flag) is not None:
+            for flag in ("source_tag", "source_step", "learning_rate", "lr_scale", "rope_scaling"):
+                if getattr(self, flag) not in (None, "auto"):
                     raise UserError(
                         f"--{flag} is for continued pretraining: name the model by --source, or leave it out"
                     )

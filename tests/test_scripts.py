@@ -694,6 +694,7 @@ def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, st
         (["--depth=-4"], "--depth -4: at least 1"),
         (["--max_seq_len=-1"], "--max_seq_len -1: at least 0"),
         (["--learning_rate=1e-5"], "--learning_rate is for continued pretraining: name the model by --source"),
+        (["--rope_scaling=yarn"], "--rope_scaling is for continued pretraining"),
         (["--source=x"], "--depth shapes a new model, and --source x has its shape: leave it out"),
         (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
         (["--num_iterations=0"], "--num_iterations 0: at least 1"),
