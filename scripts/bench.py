@@ -6,8 +6,11 @@ python -m scripts.bench serve --json serve.json
 
 python -m scripts.bench train --depth 12 --max_seq_len 2048 --vocab_size 32768 --device_batch_size 16
 
+python -m scripts.bench train --source hf:Qwen/Qwen3-0.6B --against transformers
+
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine alone, then over HTTP with
-clients that wait for their replies.
+clients that wait for their replies. With `--against transformers` both sides have the same weights, the same tokens
+and AdamW or greedy decoding, and take turns in this process.
 """
 
 import contextlib
@@ -29,6 +32,8 @@ from nanochat.shell.log import print0
 Made = TypeVar("Made")
 
 PRODUCT = 1024  # width and height of the matrix in the bare product
+LEARNING_RATE = 1e-5  # of a model that has learned: the losses of both sides stay comparable
+TRIALS = 3  # of each batch in `serve`, after one that warms up
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,13 @@ class Config:
     what: tyro.conf.Positional[Literal["train", "serve"]]  # what to measure
     depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
+    source: str | None = None  # a model instead of a new one: a stage, a checkpoint's folder, or hf:ORG/NAME
+    against: Literal["transformers"] | None = None  # also time the library with --source, a model of another family
     max_seq_len: Size = 512  # tokens a row
     vocab_size: Size = 8192  # tokens that the model knows
     device_batch_size: Size = 8  # rows
     document_tokens: Count = 0  # train: rows are packed with documents of so many tokens; 0: each is one
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices
+    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices; with --source fine-tuning's AdamW
     steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
@@ -54,6 +61,8 @@ class Config:
 def main(config: Config) -> None:
     if config.json and not Path(config.json).parent.is_dir():
         raise UserError(f"--json {config.json}: there is no folder {Path(config.json).parent}")
+    if config.against and (not config.source or config.document_tokens):
+        raise UserError("--against transformers: with --source, a model of another family, and no --document_tokens")
     metrics = train(config) if config.what == "train" else serve(config)
     if config.json:
         Path(config.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
@@ -67,29 +76,39 @@ def train(config: Config) -> dict[str, Any]:
     from nanochat import scaling
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
-    from nanochat.train import make_optimizer, next_token_loss, train_step
+    from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
     device = devices.init(config.device, config.dtype)
-    model_config = scaling.model_config(config.depth, config.vocab_size, config.max_seq_len, head_dim=config.head_dim)
-    model = GPT(model_config, device.kernels).to(device.torch_device)
-    model.init_weights()
     rows = config.device_batch_size
     tokens = config.max_seq_len
     batch_tokens = rows * tokens
-    learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
-    optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
+    folder = None
+    if config.source:
+        model, _, folder = imported_model(config, device)
+        model.train()
+        model_config = model.config
+        optimizer = make_adamw(model, LEARNING_RATE, device)
+    else:
+        model_config = scaling.model_config(config.depth, config.vocab_size, tokens, head_dim=config.head_dim)
+        model = GPT(model_config, device.kernels).to(device.torch_device)
+        model.init_weights()
+        learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
+        optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
     compiled, how = device.compile(model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (rows, tokens + 1), generator=generator)
+    ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
     batch: list[Any] = [device.to_device(ids[:, :-1].contiguous()), device.to_device(ids[:, 1:].contiguous())]
     if config.document_tokens:
         numbers = (torch.arange(tokens) // config.document_tokens).expand(rows, tokens)
         batch.append(Segments.from_numbers(numbers).to(device.to_device))
 
     # ------------------------------------------------------------------ what is timed
+    losses: dict[str, float] = {}  # of the last step of each side
+
     def step() -> None:
-        train_step(compiled, optimizer, [batch], next_token_loss, device=device)
+        stats = train_step(compiled, optimizer, [batch], next_token_loss, device=device)
+        losses["nanochat"] = stats.loss.item()
 
     # A bare (tokens x 1024) @ (1024 x 1024) in the dtype of training, often enough to be measured.
     a = torch.randn(batch_tokens, PRODUCT, device=device.torch_device, dtype=device.dtype)
@@ -109,25 +128,33 @@ def train(config: Config) -> dict[str, Any]:
         device.synchronize()
         return time.perf_counter() - began
 
+    works = {"step": step, "product": product}
+    if config.against:
+        train_theirs = their_training(folder, device, batch)
+
+        def their_step() -> None:
+            losses["transformers"] = train_theirs()
+
+        works["transformers"] = their_step
+
     # ------------------------------------------------------------------ measure in turn
-    warm_up = sum(seconds_of(work) for work in (step, step, product, product))
+    warm_up = sum(seconds_of(work) for work in (*works.values(), *works.values()))
     print0(f"warm-up ({how}): {warm_up:.1f} s")
-    steps = []
-    products = []
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(config.steps):
-        steps.append(seconds_of(step))
-        products.append(seconds_of(product))
+        for name, work in works.items():
+            seconds[name].append(seconds_of(work))
 
     # ------------------------------------------------------------------ report
-    step_seconds = statistics.median(steps)
+    step_seconds = statistics.median(seconds["step"])
     step_rate = scaling.flops_per_token(model_config) * batch_tokens / step_seconds
-    product_rate = product_flops / statistics.median(products)
+    product_rate = product_flops / statistics.median(seconds["product"])
     dtype = str(device.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
     print0(f"device: {device.name} ({device.kind}, {dtype}), torch {torch.__version__}, {threads} threads")
     print0(
-        f"model: depth {config.depth}, width {model_config.width}, vocabulary {config.vocab_size}, {rows} rows of "
-        f"{tokens} tokens, {config.optimizer}"
+        f"model: depth {model_config.n_layer}, width {model_config.width}, vocabulary {model_config.vocab_size}, "
+        f"{rows} rows of {tokens} tokens, {'adamw' if config.source else config.optimizer}"
     )
     print0(
         f"step: {step_seconds * 1e3:.1f} ms, {batch_tokens / step_seconds:,.0f} tokens/s, "
@@ -138,6 +165,14 @@ def train(config: Config) -> dict[str, Any]:
         f"the step reaches {step_rate / product_rate:.0%} of it"
     )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
+    ratio = None
+    if config.against:
+        their_seconds = statistics.median(seconds["transformers"])
+        ratio = median_ratio(seconds["transformers"], seconds["step"])
+        print0(
+            f"transformers: {their_seconds * 1e3:.1f} ms, {batch_tokens / their_seconds:,.0f} tokens/s; nanochat makes "
+            f"{ratio:.2f} times as many; losses {losses['nanochat']:.4f} and {losses['transformers']:.4f}"
+        )
     return {
         "device": str(device),
         "versions": device.versions(),
@@ -145,6 +180,8 @@ def train(config: Config) -> dict[str, Any]:
         "config": asdict(config),
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
+        "losses": losses,
+        "times_transformers": ratio,
         "peak_memory_bytes": device.peak_memory(),
     }
 
@@ -161,24 +198,43 @@ def serve(config: Config) -> dict[str, Any]:
     if config.prompt_tokens + config.new_tokens > config.max_seq_len:
         raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len")
     device = devices.init(config.device, config.dtype)
-    engine = on_a_thread(partial(random_engine, config, device))
+    engine, their_generate = on_a_thread(partial(engines, config, device))
     prompt = list(range(300, 300 + config.prompt_tokens))
     metrics: dict[str, Any] = {"device": str(device), "versions": device.versions(), "engine": {}, "http": {}}
-    print0(f"{device}, depth {config.depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
+    depth = engine.model.config.n_layer
+    print0(f"{device}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
     # ------------------------------------------------------------------ the engine alone
-    def tokens_per_second(batch: int) -> float:
-        rates = []
-        for _ in range(4):  # the first warms up
-            began = time.perf_counter()
-            engine.generate([prompt] * batch, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))
-            rates.append(batch * config.new_tokens / (time.perf_counter() - began))
-        return max(rates[1:])
+    def ours(prompts: list[list[int]]) -> list[list[int]]:
+        return engine.generate(prompts, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))[0]
+
+    def trials(batch: int) -> dict[str, list[float]]:
+        """The seconds of each side, in turn."""
+        # No two prompts are equal: the engine would read them once for all.
+        prompts = [[token + row for token in prompt] for row in range(batch)]
+        sides = {"engine": ours} | ({"transformers": their_generate} if their_generate else {})
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(1 + TRIALS):  # the first warms up
+            replies = []
+            for name, generate in sides.items():
+                began = time.perf_counter()
+                replies.append(generate(prompts))
+                seconds[name].append(time.perf_counter() - began)
+            if any(reply != replies[0] for reply in replies):
+                print0(f"batch {batch}: the replies of the two sides differ")
+        return {name: values[1:] for name, values in seconds.items()}
 
     for batch in config.batches:
-        rate = on_a_thread(partial(tokens_per_second, batch))
+        seconds = on_a_thread(partial(trials, batch))
+        rate = batch * config.new_tokens / min(seconds["engine"])
         metrics["engine"][batch] = {"tokens_per_second": rate}
-        print0(f"engine, batch {batch:>3}: {rate:>8,.0f} tokens/s")
+        line = f"engine, batch {batch:>3}: {rate:>8,.0f} tokens/s"
+        if config.against:
+            theirs = batch * config.new_tokens / min(seconds["transformers"])
+            ratio = median_ratio(seconds["transformers"], seconds["engine"])
+            metrics["engine"][batch]["times_transformers"] = ratio
+            line += f", transformers {theirs:,.0f}; nanochat makes {ratio:.2f} times as many"
+        print0(line)
 
     # ------------------------------------------------------------------ over HTTP, the clients in another process
     body = {"model": "bench", "prompt": prompt, "max_tokens": config.new_tokens, "temperature": 0.0}
@@ -196,10 +252,26 @@ def serve(config: Config) -> dict[str, Any]:
     return metrics
 
 
-def random_engine(config: Config, device: Any) -> Any:
-    """An engine with random weights whose replies end by their length only."""
-    from nanochat import scaling
+def engines(config: Config, device: Any) -> tuple[Any, Any]:
+    """An engine whose replies end by their length only, and with --against transformers' decoding of the same model."""
     from nanochat.engine import Engine
+
+    theirs = None
+    if config.source:
+        model, tokenizer, folder = imported_model(config, device)
+        if config.against:
+            theirs = their_decoding(folder, device, config.new_tokens)
+    else:
+        model, tokenizer = random_model(config, device)
+    engine = Engine(model, tokenizer, device)
+    engine.stop_ids = set()
+    engine.call_start = engine.call_end = -1
+    return engine, theirs
+
+
+def random_model(config: Config, device: Any) -> tuple[Any, Any]:
+    """A model with random weights, and a tokenizer that fits it."""
+    from nanochat import scaling
     from nanochat.gpt import GPT
     from nanochat.tokenizer import Tokenizer
 
@@ -210,9 +282,69 @@ def random_engine(config: Config, device: Any) -> Any:
     shape = scaling.model_config(config.depth, tokenizer.vocab_size, config.max_seq_len, head_dim=config.head_dim)
     model = GPT(shape, device.kernels).to(device.torch_device)
     model.init_weights()
-    engine = Engine(model, tokenizer, device)
-    engine.stop_ids = set()
-    return engine
+    return model, tokenizer
+
+
+# ---------------------------------------------------------------------- the other side
+
+
+def imported_model(config: Config, device: Any) -> tuple[Any, Any, Path]:
+    """The model of --source, its tokenizer and its folder."""
+    from nanochat import hf
+    from nanochat.checkpoint_manager import load_model
+
+    model, tokenizer, meta = load_model(str(config.source), device, max_seq_len=config.max_seq_len)
+    folder = Path(meta["folder"])
+    if config.against and not hf.is_folder(folder):
+        raise UserError(f"--against transformers reads no {folder}: name an imported model, or an export --to hf")
+    return model, tokenizer, folder
+
+
+def their_model(folder: Path | None, device: Any, dtype: Any) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise UserError("--against transformers: the library is missing, run `pip install transformers`") from None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.torch_device)
+
+
+def their_training(folder: Path | None, device: Any, batch: Any) -> Callable[[], float]:
+    """A step as transformers' Trainer makes it, which returns its loss: weights in fp32, autocast, fused AdamW."""
+    import torch
+
+    model = their_model(folder, device, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0, fused=True)
+    inputs, targets = batch
+
+    def step() -> float:
+        with torch.autocast(device.kind, device.dtype, enabled=device.dtype != torch.float32):
+            loss = model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def their_decoding(folder: Path | None, device: Any, new_tokens: int) -> Callable[[list[list[int]]], list[list[int]]]:
+    """transformers' greedy `generate`: the new tokens after prompts of one length."""
+    import torch
+
+    model = their_model(folder, device, device.dtype).eval()
+    # Replies end by their length only.
+    model.generation_config = type(model.generation_config)(max_new_tokens=new_tokens, do_sample=False)
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        ids = torch.tensor(prompts, device=device.torch_device)
+        return model.generate(ids, attention_mask=torch.ones_like(ids))[:, ids.size(1) :].tolist()
+
+    return generate
+
+
+def median_ratio(theirs: list[float], ours: list[float]) -> float:
+    """The median over the rounds: a machine that is busy for a while slows both sides of a round down."""
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 def on_a_thread(work: Callable[[], Made]) -> Made:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 
 from nanochat import checkpoint_manager, hf
 from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine
+from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.mesh import lay_out
 from nanochat.shell import cli
 from nanochat.tokenizer import EXPORTED_NAME
-from scripts import base_train, export
+from scripts import base_train, bench, export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -392,3 +393,23 @@ def test_our_own_models_have_a_family_or_none():
     )  # fmt: skip
     assert hf.family_of(qwen3) == "qwen3"
     assert hf.family_of(GPTConfig()) is None
+
+
+def test_bench_has_transformers_losses_and_replies(folders, tmp_path):
+    """Both sides of a comparison do the same work, or it would say nothing."""
+    folder = tmp_path / "folder"
+    shutil.copytree(folders["qwen3"], folder)
+    sizes: dict[str, Any] = {"source": str(folder), "against": "transformers", "device": "cpu", "max_seq_len": 64}
+    metrics = bench.train(bench.Config("train", **sizes, device_batch_size=2, steps=1, compile="off"))
+    losses = metrics["losses"]
+    assert losses["nanochat"] == pytest.approx(losses["transformers"], rel=1e-5) and metrics["times_transformers"] > 0
+    config = bench.Config("serve", **sizes, new_tokens=8)
+    engine, their_generate = bench.engines(config, cpu_device())
+    prompts = [[5, 6, 7], [9, 2, 4]]
+    ours = engine.generate(prompts, max_tokens=8, sampling=SamplingParams(temperature=0.0))[0]
+    assert ours == their_generate(prompts) and [len(reply) for reply in ours] == [8, 8]
+    # Mistakes.
+    assert "--source" in complaint(lambda: bench.main(bench.Config("train", against="transformers")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        assert "pip install transformers" in complaint(lambda: bench.engines(config, cpu_device()))
