@@ -1,6 +1,7 @@
 """A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
 
 import copy
+import itertools
 import json
 import re
 import subprocess
@@ -9,11 +10,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import complaint, tiny_tokenizer
 
 from nanochat.chat_template import ChatTemplate
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
+from nanochat.data.loader import segments_of
 from nanochat.demo.checker import check_story
 from nanochat.demo.corpus import held_out_pair
 from nanochat.shell.cli import UserError
@@ -124,6 +127,16 @@ def test_the_corpus_is_the_mixture_as_tokens():
     assert [d.tolist() for d in documents] == [
         render(tokenizer, mixture.example(i).messages).ids for i in range(len(documents), 2 * len(documents))
     ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
+def test_conversations_of_every_family_are_documents_of_their_own(family_tokenizers, family):
+    """The document mask of mid-training finds them by their begin token, which Qwen's chats have not."""
+    mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), family_tokenizers[family]
+    documents = MixtureCorpus(mixture, tokenizer).read_block(0)[:6]
+    row = torch.tensor([[token for document in documents for token in document.tolist()]])
+    segments = segments_of(row, tokenizer.get_bos_token_id())
+    assert segments.ends == list(itertools.accumulate(map(len, documents)))
 
 
 def test_a_flag_names_tasks_paths_and_weights(tmp_path):

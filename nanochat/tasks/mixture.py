@@ -236,5 +236,8 @@ class MixtureCorpus:
         for index in examples:
             messages = self.mixture.example(index).messages
             conversation = self.mixture.rendered_messages(self.tokenizer, index, messages)
-            documents.append(np.array(conversation.ids, dtype=np.int32))
+            # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
+            bos = self.tokenizer.get_bos_token_id()
+            begin = [] if conversation.ids[0] == bos else [bos]
+            documents.append(np.array([*begin, *conversation.ids], dtype=np.int32))
         return documents
