@@ -83,7 +83,7 @@ def train(config: Config) -> dict[str, Any]:
     rows = config.device_batch_size
     tokens = config.max_seq_len
     batch_tokens = rows * tokens
-    folder = None
+    folder = Path()
     if config.source:
         model, _, folder = imported_model(config, device)
         model.train()
@@ -104,11 +104,11 @@ def train(config: Config) -> dict[str, Any]:
         batch.append(Segments.from_numbers(numbers).to(device.to_device))
 
     # ------------------------------------------------------------------ what is timed
-    losses: dict[str, float] = {}  # of the last step of each side
+    losses: dict[str, Any] = {}  # of the last step of each side
 
     def step() -> None:
         stats = train_step(compiled, optimizer, [batch], next_token_loss, device=device)
-        losses["nanochat"] = stats.loss.item()
+        losses["nanochat"] = stats.loss  # on the device: reading it would wait
 
     # A bare (tokens x 1024) @ (1024 x 1024) in the dtype of training, often enough to be measured.
     a = torch.randn(batch_tokens, PRODUCT, device=device.torch_device, dtype=device.dtype)
@@ -169,6 +169,7 @@ def train(config: Config) -> dict[str, Any]:
     if config.against:
         their_seconds = statistics.median(seconds["transformers"])
         ratio = median_ratio(seconds["transformers"], seconds["step"])
+        losses = {name: float(loss) for name, loss in losses.items()}
         print0(
             f"transformers: {their_seconds * 1e3:.1f} ms, {batch_tokens / their_seconds:,.0f} tokens/s; nanochat makes "
             f"{ratio:.2f} times as many; losses {losses['nanochat']:.4f} and {losses['transformers']:.4f}"
@@ -180,7 +181,7 @@ def train(config: Config) -> dict[str, Any]:
         "config": asdict(config),
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
-        "losses": losses,
+        "losses": losses if config.against else None,
         "times_transformers": ratio,
         "peak_memory_bytes": device.peak_memory(),
     }
@@ -208,7 +209,7 @@ def serve(config: Config) -> dict[str, Any]:
     def ours(prompts: list[list[int]]) -> list[list[int]]:
         return engine.generate(prompts, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))[0]
 
-    def trials(batch: int) -> dict[str, list[float]]:
+    def take_turns(batch: int) -> dict[str, list[float]]:
         """The seconds of each side, in turn."""
         # No two prompts are equal: the engine would read them once for all.
         prompts = [[token + row for token in prompt] for row in range(batch)]
@@ -225,7 +226,7 @@ def serve(config: Config) -> dict[str, Any]:
         return {name: values[1:] for name, values in seconds.items()}
 
     for batch in config.batches:
-        seconds = on_a_thread(partial(trials, batch))
+        seconds = on_a_thread(partial(take_turns, batch))
         rate = batch * config.new_tokens / min(seconds["engine"])
         metrics["engine"][batch] = {"tokens_per_second": rate}
         line = f"engine, batch {batch:>3}: {rate:>8,.0f} tokens/s"
@@ -300,7 +301,7 @@ def imported_model(config: Config, device: Any) -> tuple[Any, Any, Path]:
     return model, tokenizer, folder
 
 
-def their_model(folder: Path | None, device: Any, dtype: Any) -> Any:
+def their_model(folder: Path, device: Any, dtype: Any) -> Any:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -308,7 +309,7 @@ def their_model(folder: Path | None, device: Any, dtype: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device.torch_device)
 
 
-def their_training(folder: Path | None, device: Any, batch: Any) -> Callable[[], float]:
+def their_training(folder: Path, device: Any, batch: Any) -> Callable[[], Any]:
     """A step as transformers' Trainer makes it, which returns its loss: weights in fp32, autocast, fused AdamW."""
     import torch
 
@@ -322,12 +323,12 @@ def their_training(folder: Path | None, device: Any, batch: Any) -> Callable[[],
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
 
-def their_decoding(folder: Path | None, device: Any, new_tokens: int) -> Callable[[list[list[int]]], list[list[int]]]:
+def their_decoding(folder: Path, device: Any, new_tokens: int) -> Callable[[list[list[int]]], list[list[int]]]:
     """transformers' greedy `generate`: the new tokens after prompts of one length."""
     import torch
 
