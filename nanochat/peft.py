@@ -3,7 +3,7 @@
     adapter_config.json          the settings, and where the model is that they belong to
     adapter_model.safetensors    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight (r, I) and so on
 
-Source: the format of peft 0.17, which is the oracle of tests/test_peft.py.
+Source: the format of peft 0.21, which is the oracle of tests/test_peft.py.
 """
 
 from pathlib import Path
