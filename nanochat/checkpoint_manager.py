@@ -134,6 +134,7 @@ def save(
     final = step_path(folder, step)
     unfinished = unfinished_path(final)
 
+    device.synchronize()  # state that is kept in main memory has arrived there
     # What only a resume needs. The ranks share one optimizer state under the same names. Loaders and generators differ
     # from rank to rank; without the prefix the ranks would overwrite each other's.
     state = {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}

@@ -17,7 +17,7 @@ skipped runs the same kernels, and multiplies by 0.
 Legend: N matrices of one shape (rows, columns).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,43 @@ POLAR_EXPRESS = (
 
 # Under ddp, every rank updates smaller AdamW tensors for itself: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096
+
+# Elements of AdamW's means that are copied at a time, where they are not kept in fp32 on the device: as many whole
+# parameters as have about so many.
+BUCKET_ELEMENTS = 1 << 22
+# bf16 has 8 bits of precision: it loses changes of less than 1/512 to 1/256 of a value. A mean that moves by 1/10 or
+# 1/20 of the way to each new value loses little. One that moves by 1/1000 of it (AdamW's beta2 of 0.999) would stand
+# still, because every step would be rounded away: such a mean stays in fp32.
+SMALLEST_BF16_PORTION = 1 / 32
+MUON_PORTION = 1 / 20  # of Muon's momentum, at the end of its schedule
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How running means are kept from one step to the next. An update computes with them in fp32 on the device."""
+
+    dtype: torch.dtype = torch.float32
+    in_main_memory: bool = False
+
+
+class _Mean:
+    """A running mean, kept by a format; each step moves it by `portion` of the way to a new value."""
+
+    def __init__(self, shape: tuple[int, ...], portion: float, device: torch.device, kept_as: StateFormat):
+        dtype = kept_as.dtype if portion >= SMALLEST_BF16_PORTION else torch.float32
+        place = torch.device("cpu") if kept_as.in_main_memory else device
+        # The system never moves pinned memory: the device copies from and to it by itself, and the host does not wait.
+        self.kept = torch.zeros(shape, dtype=dtype, device=place, pin_memory=place != device)
+        self.device = device
+
+    def load(self) -> Tensor:
+        """In fp32 on the device: the kept tensor itself, where it is that."""
+        return self.kept.to(self.device, non_blocking=True).float()
+
+    def store(self, mean: Tensor) -> None:
+        """Keep what `load` has returned, after its step."""
+        if mean is not self.kept:
+            self.kept.copy_(mean.to(self.kept.dtype), non_blocking=True)
 
 
 @dataclass
@@ -95,7 +132,8 @@ class Optimizer:
     """Muon and AdamW over groups of parameters.
 
     `dtype` is that of the orthogonalisation's products; `kernels` are the device's. `order` lists names of parameters
-    in the order in which a backward completes their gradients: the order in which they travel.
+    in the order in which a backward completes their gradients: the order in which they travel. `kept_as` may save
+    memory of the device, for copies of the state in every step.
     """
 
     def __init__(
@@ -106,16 +144,18 @@ class Optimizer:
         dtype: torch.dtype = torch.bfloat16,
         order: Sequence[str] = (),
         kernels: TorchKernels | None = None,
+        kept_as: StateFormat | None = None,
     ):
+        kept_as = kept_as or StateFormat()
         self.layout = layout or Layout()
         self.groups = [group for group in groups if group.parameters]
         # Muon comes first: its new weights travel while AdamW updates the tables.
         muon = _Muon if self.layout.ranks == 1 else _DistributedMuon
         self._rules: list[_AdamW | _Muon] = []
-        self._rules += [muon(group, self.layout, dtype) for group in self.groups if group.kind == "muon"]
+        self._rules += [muon(group, self.layout, dtype, kept_as) for group in self.groups if group.kind == "muon"]
         adamw = [group for group in self.groups if group.kind == "adamw"]
         if adamw:
-            self._rules.append(_AdamW(adamw, self.layout, kernels or TorchKernels()))
+            self._rules.append(_AdamW(adamw, self.layout, kernels or TorchKernels(), kept_as))
 
         # The queue. All ranks start their collectives in one order, because backends match them by it.
         shares: dict[str, _Share] = {}
@@ -215,11 +255,19 @@ class Optimizer:
         ranks hold the same.
 
         Names and whole shapes are the same under every layout, so that any layout resumes any other's checkpoint.
+        What is kept in main memory may still be on its way there: synchronize the device before reading it.
         """
         state: dict[str, Tensor] = {}
         for rule in self._rules:
             state.update(rule.state)
         return state
+
+    def state_bytes(self) -> dict[str, int]:
+        """How much of the state this rank keeps on each kind of device; "cpu" is main memory."""
+        sizes: dict[str, int] = {}
+        for tensor in self.state_dict().values():
+            sizes[tensor.device.type] = sizes.get(tensor.device.type, 0) + local(tensor).nbytes
+        return sizes
 
 
 # ---------------------------------------------------------------------- phases 1 and 3
@@ -324,8 +372,8 @@ class _AdamWBatch:
 
     shares: dict[str, _Share]  # by name
     learning_rates: list[float]  # of each share
-    first_moment: Tensor  # flat: the elements of all shares in a row
-    second_moment: Tensor  # likewise
+    first_moment: _Mean  # flat: the elements of all shares in a row
+    second_moment: _Mean  # likewise
     betas: tuple[float, float]  # from here on the same for all
     eps: float
     weight_decay: float
@@ -337,40 +385,45 @@ class _AdamW:
     One rule for all groups: the count of steps, and what follows from it, is the same for each.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], layout: Layout, kernels: TorchKernels):
+    def __init__(self, groups: Sequence[ParameterGroup], layout: Layout, kernels: TorchKernels, kept_as: StateFormat):
         self.kernels = kernels
+        self.kept_as = kept_as
         self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
         self.shares: dict[str, _Share] = {}
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         self.steps = torch.zeros(1, device=groups[0].parameters[0][1].device)
-        # The groups of each batch, by what they must have in common.
-        together: dict[tuple[Any, ...], list[ParameterGroup]] = {}
+        # The parameters of each batch, by what they must have in common.
+        together: dict[tuple[Any, ...], list[tuple[ParameterGroup, str, nn.Parameter]]] = {}
+        elements = 0
         for group in groups:
-            together.setdefault((group.betas, group.eps, group.weight_decay), []).append(group)
             self.state[f"adamw.{group.parameters[0][0]}.steps"] = self.steps
+            for name, parameter in group.parameters:
+                # Means that are copied for the update are copied a bucket at a time.
+                elements += local(parameter).numel()
+                bucket = 0 if kept_as == StateFormat() else elements // BUCKET_ELEMENTS
+                alike = together.setdefault((group.betas, group.eps, group.weight_decay, bucket), [])
+                alike.append((group, name, parameter))
         self.batches = [self._make_batch(alike, layout) for alike in together.values()]
 
-    def _make_batch(self, groups: Sequence[ParameterGroup], layout: Layout) -> _AdamWBatch:
+    def _make_batch(self, members: Sequence[tuple[ParameterGroup, str, nn.Parameter]], layout: Layout) -> _AdamWBatch:
         shares: dict[str, _Share] = {}
         learning_rates = []
-        for group in groups:
-            for name, parameter in group.parameters:
-                # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are
-                # not split, see SHARD_ELEMENTS.
-                is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
-                shares[name] = _Share(parameter, layout, is_large)
-                learning_rates.append(group.learning_rate)
+        for group, name, parameter in members:
+            # Only parameters whose rows the ranks divide evenly are split: nothing is padded here. Small ones are not
+            # split, see SHARD_ELEMENTS.
+            is_large = parameter.numel() >= SHARD_ELEMENTS and parameter.size(0) % layout.ranks == 0
+            shares[name] = _Share(parameter, layout, is_large)
+            learning_rates.append(group.learning_rate)
         self.shares.update(shares)
         # Two running means for each element: of its gradient, and of its gradient's square. They take twice the memory
         # of the weights. A rank holds those of its shares alone: this is what ZeRO saves.
         weights = [share.weight() for share in shares.values()]
-        first_moment, second_moment = torch.zeros(
-            2, sum(weight.numel() for weight in weights), device=self.steps.device
-        )
-        for kind, flat in (("first_moment", first_moment), ("second_moment", second_moment)):
-            for (name, share), part in zip(shares.items(), split_like(flat, weights), strict=True):
+        one = members[0][0]
+        shape = (sum(weight.numel() for weight in weights),)
+        first_moment, second_moment = (_Mean(shape, 1 - beta, self.steps.device, self.kept_as) for beta in one.betas)
+        for kind, mean in (("first_moment", first_moment), ("second_moment", second_moment)):
+            for (name, share), part in zip(shares.items(), split_like(mean.kept, weights), strict=True):
                 self.state[f"adamw.{name}.{kind}"] = share.as_whole(part)
-        one = groups[0]
         return _AdamWBatch(shares, learning_rates, first_moment, second_moment, one.betas, one.eps, one.weight_decay)
 
     def update(self, settings: _Settings) -> None:
@@ -385,21 +438,25 @@ class _AdamW:
         # where m' = m / (1 - beta1^steps), and v' alike, remove the pull of the zeros that both start from. The
         # quotient is near +-1 for a gradient that keeps its sign, however small it is, and near 0 for one that
         # fluctuates: each element takes steps of its own size.
-        updates = []
+        self.kernels.adamw(self._updates(settings), self.steps, settings.targets, settings.ok)
+
+    def _updates(self, settings: _Settings) -> Iterator[AdamWUpdate]:
+        """Each batch's update, with its means on the device until the next one is asked for."""
         for batch in self.batches:
-            updates.append(
-                AdamWUpdate(
-                    weights=[share.weight() for share in batch.shares.values()],
-                    grads=[share.grad for share in batch.shares.values()],
-                    first_moment=batch.first_moment,
-                    second_moment=batch.second_moment,
-                    learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
-                    betas=batch.betas,
-                    eps=batch.eps,
-                    weight_decay=batch.weight_decay * settings.weight_decay_scale,
-                )
+            first_moment = batch.first_moment.load()
+            second_moment = batch.second_moment.load()
+            yield AdamWUpdate(
+                weights=[share.weight() for share in batch.shares.values()],
+                grads=[share.grad for share in batch.shares.values()],
+                first_moment=first_moment,
+                second_moment=second_moment,
+                learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
+                betas=batch.betas,
+                eps=batch.eps,
+                weight_decay=batch.weight_decay * settings.weight_decay_scale,
             )
-        self.kernels.adamw(updates, self.steps, settings.targets, settings.ok)
+            batch.first_moment.store(first_moment)
+            batch.second_moment.store(second_moment)
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -449,7 +506,7 @@ class _Stack:
     shape: tuple[int, int]
     matrices: list[_Rows]
     owned: list[_Rows]  # those of them that this rank orthogonalises
-    momentum: Tensor  # (owned, rows, columns)
+    momentum: _Mean  # (owned, rows, columns)
     second_moment: Tensor  # (owned, rows, 1), or (owned, 1, columns) where matrices are wide
 
 
@@ -462,8 +519,9 @@ class _Muon:
     # In the same wall time at depth 4 on pydoc, Muon reaches 1.591 bits per byte where AdamW reaches 1.629
     # (docs/measurements.md). It also has half of AdamW's state: one mean for each element, and little more.
 
-    def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype):
+    def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype, kept_as: StateFormat):
         self.group = group
+        self.kept_as = kept_as
         self.state: dict[str, Tensor] = {}  # see Optimizer.state_dict
         self.layout = layout
         self.dtype = dtype
@@ -487,9 +545,9 @@ class _Muon:
         # One second moment per row of a tall matrix, and per column of a wide one.
         neurons = (rows, 1) if rows >= columns else (1, columns)
         name, parameter = self.group.parameters[0]
-        momentum = torch.zeros(len(owned), rows, columns, device=parameter.device)
+        momentum = _Mean((len(owned), rows, columns), MUON_PORTION, parameter.device, self.kept_as)
         second_moment = torch.zeros(len(owned), *neurons, device=parameter.device)
-        for state_name, state in (("momentum", momentum), ("second_moment", second_moment)):
+        for state_name, state in (("momentum", momentum.kept), ("second_moment", second_moment)):
             whole_shape = (len(matrices), *state.shape[1:])
             self.state[f"muon.{name}.{rows}x{columns}.{state_name}"] = self.layout.as_share(state, whole_shape)
         return _Stack(shape, matrices, owned, momentum, second_moment)
@@ -519,8 +577,11 @@ class _Muon:
         # single batches. Then Nesterov's look-ahead: the update lies between the gradient and the new average, at
         # `momentum` of the way. In a skipped step `ok` is 0, so that neither the average nor the second moment below
         # changes.
-        stack.momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
-        update = grad.lerp_(stack.momentum, settings.momentum)
+        momentum = stack.momentum.load()
+        momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
+        update = grad.lerp_(momentum, settings.momentum)
+        stack.momentum.store(momentum)
+        del momentum  # where it is a copy, its memory is free for the products
 
         # The products may run in bf16: the iteration bears its rounding (source: Jordan et al. 2024).
         update = orthogonalize(update, self.dtype).float()
@@ -558,8 +619,8 @@ class _DistributedMuon(_Muon):
     On R ranks this is 2/R of the matrices' bytes, besides those of phases 1 and 3 (docs/multinode.md).
     """
 
-    def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype):
-        super().__init__(group, layout, dtype)
+    def __init__(self, group: ParameterGroup, layout: Layout, dtype: torch.dtype, kept_as: StateFormat):
+        super().__init__(group, layout, dtype, kept_as)
         self.routes = {stack: _Route(stack, layout) for stack in self.stacks}
 
     def _gradient(self, stack: _Stack) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.parallel.fsdp import synchronize_gradients
 from nanochat.parallel.mesh import Layout, lay_out
@@ -195,6 +195,7 @@ def make_optimizer(
     device: Device,
     matrices: Literal["muon", "adamw"] = "muon",
     layout: Layout | None = None,
+    kept_as: StateFormat | None = None,
 ) -> Optimizer:
     """The recipe's optimizer of a model: Muon (or AdamW) for the blocks' matrices, AdamW for all else.
 
@@ -231,11 +232,17 @@ def make_optimizer(
         dtype=device.dtype,
         order=model.gradient_order(),
         kernels=model.kernels,
+        kept_as=kept_as,
     )
 
 
 def make_adamw(
-    model: GPT, learning_rate: float, device: Device, weight_decay: float = 0.0, layout: Layout | None = None
+    model: GPT,
+    learning_rate: float,
+    device: Device,
+    weight_decay: float = 0.0,
+    layout: Layout | None = None,
+    kept_as: StateFormat | None = None,
 ) -> Optimizer:
     """The usual optimizer of fine-tuning: AdamW at one rate for every parameter that requires a gradient.
 
@@ -260,6 +267,7 @@ def make_adamw(
         dtype=device.dtype,
         order=model.gradient_order(),
         kernels=model.kernels,
+        kept_as=kept_as,
     )
 
 

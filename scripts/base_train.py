@@ -185,14 +185,14 @@ def main(config: Config) -> None:
     }
     rates = dataclasses.replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
     if config.learning_rate is None:
-        optimizer = make_optimizer(model, rates, device, config.optimizer, start.layout)
+        optimizer = make_optimizer(model, rates, device, config.optimizer, start.layout, config.kept_as)
         peak_lr = rates.matrix
         largest_norm = None  # gradients are not clipped
     else:
         # The decay and the clipping are those of most recipes for models that AdamW has trained (source: Brown et al.
         # 2020, GPT-3, and those after it).
         decay = 0.1 if config.weight_decay is None else config.weight_decay
-        optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout)
+        optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout, config.kept_as)
         peak_lr = config.learning_rate
         largest_norm = 1.0
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
@@ -202,7 +202,9 @@ def main(config: Config) -> None:
     if start.ledger is not None:
         rows = full_rows(config.device_batch_size, row_tokens, device)
         batch = (rows.inputs, rows.targets, *([rows.segments] if document_mask else []))
-        start.ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
+        start.ledger.report(
+            model, optimizer, [batch] * min(accumulation, 2), next_token_loss, max_grad_norm=largest_norm
+        )
         return
 
     # ------------------------------------------------------------------ train

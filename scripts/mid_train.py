@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         raise UserError("--num_iterations: this model does not say how many tokens it has read: give the steps")
     steps = config.num_iterations or max(1, round(start.pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
-    optimizer = make_optimizer(model, rates, device, layout=start.layout)
+    optimizer = make_optimizer(model, rates, device, layout=start.layout, kept_as=config.kept_as)
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 

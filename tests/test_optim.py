@@ -9,9 +9,10 @@ import torch
 from tiny import run_ranks
 from torch import Tensor, nn
 
+from nanochat import optim
 from nanochat.device import Device
 from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
-from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, orthogonalize
+from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
 from nanochat.parallel.fsdp import whole
 from nanochat.parallel.mesh import Layout, lay_out
 
@@ -184,7 +185,7 @@ SHAPES = {
 
 
 def make_optimizer(
-    layout: Layout | None = None, kernels: TorchKernels | None = None
+    layout: Layout | None = None, kernels: TorchKernels | None = None, kept_as: StateFormat | None = None
 ) -> tuple[Optimizer, dict[str, nn.Parameter]]:
     """Every kind of share: stacks and rows that two ranks do not divide, split rows, large, odd and small tensors."""
     parameters = {
@@ -197,7 +198,7 @@ def make_optimizer(
         ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits={name: (8, 4, 4) for name, _ in qkv}),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
-    return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels), parameters
+    return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels, kept_as=kept_as), parameters
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
@@ -272,6 +273,45 @@ def test_adamw_is_the_same_fused_or_not() -> None:
         results.append({**values(parameters), **copied(optimizer.state_dict())})
     for name, tensor in results[0].items():
         torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n} {m}")
+
+
+@every_adamw
+def test_buckets_of_the_state_change_no_bit(kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", 100)
+    results = []
+    for kept_as in (StateFormat(), StateFormat(in_main_memory=True)):
+        optimizer, parameters = make_optimizer(kernels=kernels, kept_as=kept_as)
+        run_steps(optimizer, parameters, range(6), [0])
+        results.append({**values(parameters), **copied(optimizer.state_dict())})
+    assert_same_bytes(*results)
+
+
+@every_adamw
+def test_a_rounded_state_is_near_and_skips_steps_too(kernels: TorchKernels) -> None:
+    exact, expected = make_optimizer(kernels=kernels)
+    rounded, parameters = make_optimizer(kernels=kernels, kept_as=StateFormat(torch.bfloat16))
+    for optimizer, theirs in ((exact, expected), (rounded, parameters)):
+        run_steps(optimizer, theirs, range(5), [0])
+    for name, tensor in values(expected).items():
+        torch.testing.assert_close(parameters[name].detach(), tensor, rtol=0, atol=0.02)
+    state = rounded.state_dict()
+    halved = {name.rpartition(".")[2] for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
+    assert halved == {"momentum", "first_moment", "second_moment"}
+    before = {name: tensor.float() for name, tensor in state.items()}
+    set_gradients(parameters, 7, [0])
+    step(rounded, 4, ok=ZERO)
+    assert_same_bytes({name: tensor.float() for name, tensor in state.items()}, before)
+
+
+def test_a_mean_that_moves_slowly_is_not_rounded() -> None:
+    """Rounded, a mean of beta 0.999 would never move from 1 towards 0.5."""
+    parameter = nn.Parameter(torch.zeros(3))
+    group = ParameterGroup("adamw", [("p", parameter)], 0.1, betas=(0.9, 0.999))
+    state = Optimizer([group], kept_as=StateFormat(torch.bfloat16)).state_dict()
+    assert state["adamw.p.first_moment"].dtype == torch.bfloat16
+    assert state["adamw.p.second_moment"].dtype == torch.float32
+    one = torch.ones(())
+    assert one.lerp(one / 2, 0.001).bfloat16() == 1
 
 
 def test_reduce_returns_the_squared_norm() -> None:

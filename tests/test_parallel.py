@@ -29,7 +29,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.bpb import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.shell.cli import UserError
@@ -49,12 +49,12 @@ Run = tuple[GPT, Optimizer]
 
 def make_run(
     device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
-    recompute: bool = False, compiled: bool = False, is_tuned: bool = False,
+    recompute: bool = False, compiled: bool = False, is_tuned: bool = False, kept_as: StateFormat | None = None,
 ) -> Run:  # fmt: skip
     model = lively_model(config, kernels=device.kernels).to(device.torch_device)
     layout = lay_out(device, how, replicate)
     shard(model, layout, device, recompute)
-    optimizer = make_optimizer(model, RATES, device, matrices, layout)
+    optimizer = make_optimizer(model, RATES, device, matrices, layout, kept_as)
     if is_tuned:
         optimizer = make_adamw(model, 0.003, device, 0.1, layout)
     return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]

@@ -443,8 +443,17 @@ def test_flags_that_resume_refuses():
     """All that decides what a step computes, and what the model is, by the names of the flags."""
     model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask"}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
-    assert frozen["base_train"] == {"seed", "data", "val_data", "shards", "optimizer", "rope_scaling", *model}
-    assert frozen["mid_train"] == {"seed", "tasks", "max_seq_len", "rope_scaling"}
+    assert frozen["base_train"] == {
+        "seed",
+        "optimizer_dtype",
+        "data",
+        "val_data",
+        "shards",
+        "optimizer",
+        "rope_scaling",
+        *model,
+    }
+    assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "label_smoothing", "sft_weight"}

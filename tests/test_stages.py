@@ -210,7 +210,8 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "stage", "flags"), [("mid_train", "mid", MID), ("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)]
+    ("script", "stage", "flags"),
+    [("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")), ("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)],
 )
 def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
     if stage != "mid":
@@ -219,9 +220,9 @@ def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
 
 
 def tuned(flags: Sequence[str]) -> tuple[str, ...]:
-    """The flags with AdamW at a rate of its own, and clipped gradients."""
+    """The flags with AdamW at a rate of its own, clipped gradients and a rounded state."""
     others = (flag for flag in flags if "lr_scale" not in flag)
-    return (*others, "--learning_rate=1e-3", "--weight_decay=0.1", "--max_grad_norm=0.3")
+    return (*others, "--learning_rate=1e-3", "--weight_decay=0.1", "--max_grad_norm=0.3", "--optimizer_dtype=bfloat16")
 
 
 @pytest.mark.parametrize(("script", "stage", "flags"), [("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)])
@@ -720,6 +721,10 @@ def test_resume_keeps_to_its_flags(start, capsys):
     assert code == 1 and "the optimizer adamw and muon, not adamw" in err
     code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--num_epochs=1", "--resume")
     assert code == 1 and "the horizon in steps, not epochs" in err
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--optimizer_dtype=bfloat16", "--resume")
+    assert code == 1 and "--optimizer_dtype float32, not bfloat16" in err
+    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--offload_optimizer")
+    assert code == 1 and "--offload_optimizer: on a CPU" in err
 
 
 def test_resume_keeps_to_its_source(start, capsys):

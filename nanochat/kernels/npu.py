@@ -8,7 +8,7 @@ Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D hea
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend machines alone
@@ -129,7 +129,7 @@ class NpuKernels(TorchKernels):
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(B, T, H, -1)
 
-    def adamw(self, updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+    def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
         # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf on to its operator (read in
         # the calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN for good.
         unfused_adamw(updates, steps, targets, ok)

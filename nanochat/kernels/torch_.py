@@ -7,7 +7,7 @@ attend to a key.
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class TorchKernels:
         """tanh(logits / cap) in the memory of the logits, for the loss."""
         return tanh_in_place(logits, cap)
 
-    def adamw(self, updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+    def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
         """A step of AdamW (optim.py), in place. Gradients are divided by `targets`, 0-D. `steps` (1,) counts this step.
 
         Where `ok`, 0-D, is 0, no weight and no moment changes, even if gradients are not finite.
@@ -153,7 +153,7 @@ class TorchKernels:
         raise NotImplementedError(f"{self.name} kernels lay out no weights")
 
 
-def unfused_adamw(updates: Sequence[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+def unfused_adamw(updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
     """`TorchKernels.adamw` by plain operators, for devices whose fused one cannot skip a step."""
     skipped = ok == 0
     steps = steps.clamp(min=1)  # 0 where the first step is skipped

@@ -30,6 +30,7 @@ class Layout:
     replica: int = 0  # which such group this is
     replicas: int = 1
     mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None on one process
+    host_mesh: DeviceMesh | None = None  # the same ranks, for what they keep in main memory: nothing travels on it
 
     def __str__(self) -> str:
         if self.sharded:
@@ -58,7 +59,8 @@ class Layout:
         # The last dimension of the mesh shards, the one before it (replicas) repeats. The stride is that of the whole.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(rows, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+        mesh = self.mesh if rows.device.type == self.mesh.device_type else self.host_mesh
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate: int = 1) -> Layout:
@@ -83,5 +85,6 @@ def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate:
         within, _ = dist.new_subgroups_by_enumeration(table.tolist())
         groups: list[Any] = [across, within]
         mesh = DeviceMesh.from_group(groups, device.kind, table, mesh_dim_names=("replicate", "shard"))
+    host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     replica, rank = divmod(device.rank, ranks)
-    return Layout(sharded=parallel == "fsdp", rank=rank, ranks=ranks, replica=replica, replicas=replicate, mesh=mesh)
+    return Layout(parallel == "fsdp", rank, ranks, replica, replicate, mesh, host_mesh)

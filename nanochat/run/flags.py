@@ -18,6 +18,7 @@ Share = Annotated[float, Range(0, 0.9)]
 if TYPE_CHECKING:
     from nanochat.gpt import GPTConfig
     from nanochat.lora import Lora
+    from nanochat.optim import StateFormat
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,24 @@ class TrainFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice to save memory
+    # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
+    optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # of running means; bfloat16: half, but rounded
+    offload_optimizer: bool = False  # keep the optimizer's state in main memory; each step copies it there and back
     hang_seconds: Positive = 600  # when a rank makes no progress for so long, every rank ends and names it
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
     deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
     seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
+
+    @property
+    def kept_as(self) -> "StateFormat":
+        """How the optimizer keeps its state."""
+        import torch  # not at the top: --help must answer at once
+
+        from nanochat.optim import StateFormat
+
+        return StateFormat(getattr(torch, self.optimizer_dtype), self.offload_optimizer)
 
 
 @dataclass(frozen=True)

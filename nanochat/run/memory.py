@@ -127,11 +127,13 @@ class Ledger(TorchDispatchMode):
         counted_loss = self._around(loss_fn, "forward", "backward")
         train_step(model, optimizer, batches, counted_loss, device=self.device, **settings)
         self._modes.close()
+        state = optimizer.state_bytes()
         phase = max(self.peaks, key=lambda phase: self.peaks[phase])
         return {
             "parameters": _bytes([*model.parameters(), *model.buffers()]),
             "gradients": _bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
-            "optimizer state": _bytes(optimizer.state_dict().values()),
+            "optimizer state": state.pop(self.device.kind, 0),
+            "optimizer state in main memory": state.get("cpu", 0),
             "activations": self.entered["loss"] - self.entered["forward"],
             "logits and loss": self.peaks["loss"] - self.entered["loss"],
             f"most at once, in the {phase}": self.peaks[phase],
@@ -145,7 +147,8 @@ class Ledger(TorchDispatchMode):
             sizes["the device has"] = total
         print0("memory of a step on each device, counted on tensors without data:")
         for name, size in sizes.items():
-            print0(f"  {name:32}{size / MIB:10,.1f} MiB")
+            if size:
+                print0(f"  {name:32}{size / MIB:10,.1f} MiB")
         devices.shutdown(self.device)
 
 

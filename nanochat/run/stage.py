@@ -104,6 +104,8 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     device = devices.init(config.device, config.dtype, config.deterministic)
     if not device.can_train:
         raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, and chat here")
+    if config.offload_optimizer and device.kind == "cpu":
+        raise UserError("--offload_optimizer: on a CPU the state is in main memory already: leave the flag out")
     device.seed(config.seed)
     layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")
@@ -214,9 +216,11 @@ def open_optimizer(config: ChatFlags, start: Start, rates: Rates) -> tuple[Optim
     rate = config.adamw_rate
     if rate is None:
         print0(f"optimizer: Muon at {rates.matrix:.3g} for matrices, AdamW for the rest{clipping}")
-        return make_optimizer(start.model, rates, start.device, layout=start.layout), rates.matrix
+        optimizer = make_optimizer(start.model, rates, start.device, layout=start.layout, kept_as=config.kept_as)
+        return optimizer, rates.matrix
     print0(f"optimizer: AdamW at {rate:g}, weight decay of matrices {config.weight_decay:g}{clipping}")
-    return make_adamw(start.model, rate, start.device, config.weight_decay, start.layout), rate
+    optimizer = make_adamw(start.model, rate, start.device, config.weight_decay, start.layout, config.kept_as)
+    return optimizer, rate
 
 
 # ---------------------------------------------------------------------- resume, or begin anew
@@ -295,6 +299,7 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     if meta.get("stage") == "base":  # before the flag existed, every token read its whole row
         facts.setdefault("--document_mask", "off")
     facts.setdefault("--lora_rank", 0)  # likewise
+    facts.setdefault("--optimizer_dtype", "float32")  # likewise
     # The one draws by weight, the other each example once: another order.
     facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
@@ -462,6 +467,9 @@ class Run:
             fingerprints["the base's weights"] = start.adapter["base_sha256"]
         if start.source is not None:
             self.meta["source"] = checkpoint_manager.short_name(start.source)
+        if config.offload_optimizer:
+            size = optimizer.state_bytes()["cpu"] / 2**20
+            print0(f"optimizer state: {size:,.1f} MiB in main memory, copied to the device and back in every step")
         self.progress = Progress()
         self.loader_states: list[dict[str, Tensor]] = []
         if config.resume:

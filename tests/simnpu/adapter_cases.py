@@ -22,6 +22,7 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.kernels import npu
 from nanochat.losses import masked_loss
+from nanochat.optim import StateFormat
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
 from nanochat.run.memory import Ledger, full_rows
@@ -84,6 +85,8 @@ def counted(
     lora_rank: int = 0,
     micro_batches: int = 1,
     vocab: int = 32768,
+    offload: bool = False,
+    state: str = "float32",
 ) -> dict[str, Any]:
     """A step as `step` takes it, and the same one counted by --dry_run: the allocator's peak, and the count."""
     if ranks > 1 and not dist.is_initialized():
@@ -92,6 +95,7 @@ def counted(
         dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
     device = devices.init("npu", dtype)
     layout = lay_out(device, parallel)
+    kept_as = StateFormat(getattr(torch, state), offload)
     sizes: dict[str, int] = {}
     peak = 0
     for is_counted in (False, True):
@@ -109,16 +113,17 @@ def counted(
             model.to_empty(device=device.torch_device)
             model.fill_rotary()
         if lora_rank:
-            optimizer = make_adamw(model, 1e-4, device, layout=layout)
+            optimizer = make_adamw(model, 1e-4, device, layout=layout, kept_as=kept_as)
         else:
             rates = scaling.rates(config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
-            optimizer = make_optimizer(model, rates, device, layout=layout)
+            optimizer = make_optimizer(model, rates, device, layout=layout, kept_as=kept_as)
         batches = [full_rows(rows, tokens, device)] * micro_batches
         if ledger is not None:
             sizes = ledger.count_step(model, optimizer, batches, masked_loss)
         else:
             torch.npu.reset_peak_memory_stats()
-            train_step(model, optimizer, batches, masked_loss, device=device)
+            with section("offloaded step" if offload else "counted step"):
+                train_step(model, optimizer, batches, masked_loss, device=device)
             peak = torch.npu.max_memory_allocated()
         del model, optimizer, batches
         gc.collect()

@@ -701,6 +701,15 @@ static int complete(Stream *stream, uint64_t before) {
     return overwritten;
 }
 
+/* With the lock held, before another copy of this host memory: a stream copies in order, so earlier ones are done. */
+static int complete_copies_of(Stream *stream, const char *host, size_t size) {
+    uint64_t before = 0;
+    for (Pending *copy = stream->first; copy; copy = copy->next)
+        if (copy->kind != WAIT_FOR && copy->host < host + size && host < copy->host + copy->size)
+            before = copy->ticket + 1;
+    return complete(stream, before);
+}
+
 static aclError overwritten_error(int count) {
     if (!count) return 0;
     fail(ACL_ERROR_RT_COPY_DATA,
@@ -936,20 +945,22 @@ aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t 
     int from = location(source), to = location(target);
     int to_host = kind == ACL_MEMCPY_DEVICE_TO_HOST && to < 0;
     int from_pinned = kind == ACL_MEMCPY_HOST_TO_DEVICE && from == -1;
+    int overwritten = 0;
     if (to_host || from_pinned) {
+        char *host = to_host ? target : (char *)source;
+        overwritten = complete_copies_of(stream_of(stream), host, size);
         char *data = malloc(size ? size : 1);
         if (!data) abort();
         move(data, source, size);
         if (to_host) memset(target, POISON, size);
         else move(target, source, size);
-        char *host = to_host ? target : (char *)source;
         add(stream_of(stream),
             (Pending){.kind = to_host ? TO_HOST : FROM_HOST, .host = host, .data = data, .size = size});
     } else {
         move(target, source, size);
     }
     pthread_mutex_unlock(&lock);
-    return 0;
+    return overwritten_error(overwritten);
 }
 
 aclError aclrtMemset(void *pointer, size_t room, int32_t value, size_t size) {

@@ -14,7 +14,8 @@ from tiny import tiny_config
 
 from nanochat import device as devices
 from nanochat.gpt import GPT
-from nanochat.parallel.fsdp import shard
+from nanochat.optim import StateFormat
+from nanochat.parallel.fsdp import local, shard
 from nanochat.parallel.mesh import lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
@@ -24,6 +25,24 @@ LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
 
 def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
     return steps(make_run(device, how, replicate), device, 4)
+
+
+def state_and_weights(device: devices.Device, how: str, in_main_memory: bool) -> tuple[dict[str, Any], set[str]]:
+    """This rank's after two steps, in main memory, and where the state was kept."""
+    kept_as = StateFormat(torch.bfloat16, in_main_memory)
+    model, optimizer = run = make_run(device, how, kept_as=kept_as)
+    steps(run, device, 2)
+    device.synchronize()
+    state = optimizer.state_dict()
+    tensors = {name: local(tensor).cpu().clone() for name, tensor in (state | dict(model.named_parameters())).items()}
+    return tensors, {tensor.device.type for name, tensor in state.items() if "moment" in name}
+
+
+def offloads(device: devices.Device, how: str) -> bool:
+    """Whether state in main memory changes no bit."""
+    kept, where = state_and_weights(device, how, True)
+    expected, _ = state_and_weights(device, how, False)
+    return "cpu" in where and all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
 
 
 def waits(device: devices.Device, how: Any, replicate: int) -> int:
@@ -67,6 +86,7 @@ def main(folder: Path) -> None:
         "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
         "waits": {name: waits(device, *layout) for name, layout in LAYOUTS.items()},
         "memory": memory(device),
+        "offloads": [offloads(device, how) for how in ("ddp", "fsdp")],
     }
     (folder / f"{device.rank}.json").write_text(json.dumps(results))
     devices.shutdown(device)

@@ -254,3 +254,14 @@ def test_a_dry_run_counts_what_the_allocator_holds(measure, cases: list[dict[str
     for case, result in zip(cases, results, strict=True):
         what, most = list(result.items())[-1]
         assert most == pytest.approx(result["allocated"], rel=0.02), (case, what)
+
+
+def test_offloaded_state_is_not_on_the_device(measure):
+    """The peak falls by its size, and it travels to the device and back in a step."""
+    shape = {"depth": 2, "rows": 8, "tokens": 1024, "vocab": 2048}
+    (here, away), log = measure(call("counted", **shape), call("counted", **shape, offload=True))
+    size = away["optimizer state in main memory"]
+    assert size == pytest.approx(here["optimizer state"], rel=0.01) and not here["optimizer state in main memory"]
+    assert here["allocated"] - away["allocated"] == pytest.approx(size, rel=0.02)
+    moved = sum(record.bytes for record in log["offloaded step"] if record.kind == "copy")
+    assert moved == pytest.approx(2 * size, rel=0.02)

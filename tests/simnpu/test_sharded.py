@@ -25,5 +25,6 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
             for stats, alone in zip(rank["losses"][layout], expected, strict=True):
                 assert stats == pytest.approx(alone, rel=1e-5), layout
             assert rank["waits"][layout] == 0, layout
+        assert rank["offloads"] == [True, True]
         # 0.25 of it are the shards; the rest is what a block gathers, and one stack of Muon's updates
         assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]
