@@ -79,7 +79,7 @@ def qwen(questions, tmp_path_factory) -> Path:
 def commands(qwen: Path, questions: Path, tag: str, more: str, resume: bool = True) -> list[str]:
     """Every stage to its end, and with `resume` again from its first step on."""
     flags = f"{more} --dtype=float32 --tasks=gsm8k={questions} --eval_examples=8 --lora_rank=4 --learning_rate=0.001"
-    flags += f" --log_every=1 --save_every=1 --model_tag={tag}"
+    flags += f" --device_batch_size=2 --log_every=1 --save_every=1 --model_tag={tag}"
     made = []
     for (stage, sizes), source in zip(STAGES.items(), (qwen, "sft", "dpo"), strict=True):
         command = f"chat_{stage} {sizes} {flags} --source={source}"
@@ -100,7 +100,7 @@ def adapters(base: Path, stage: str, tag: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def on_cpu(qwen, questions, tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("cpu")
-    run_here(base, commands(qwen, questions, "q", "--device=cpu --device_batch_size=2"))
+    run_here(base, commands(qwen, questions, "q", "--device=cpu"))
     return base
 
 
@@ -133,7 +133,7 @@ def test_what_was_tuned_answers_in_transformers_and_peft(qwen, on_cpu, tmp_path,
 def test_on_several_npus_it_learns_the_same(qwen, questions, on_cpu, tmp_path, ranks: int):
     runs = []
     for layout in ("ddp", "fsdp"):
-        flags = f"--device=npu --parallel={layout} --device_batch_size={4 // ranks}"
+        flags = f"--device=npu --parallel={layout}"
         runs += commands(qwen, questions, layout, flags, resume=layout == "fsdp")
     chain(tmp_path, tmp_path, *runs, ranks=ranks)
     for layout in ("ddp", "fsdp"):
