@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate, Settings
+from nanochat.chat_template import ChatTemplate, Settings, TemplateError
 from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -135,14 +135,14 @@ def render(
 ) -> Rendered:
     """Token ids and loss mask of a whole conversation, cut off after `max_tokens`.
 
-    Raises UserError: when a chat template refuses the conversation, or there is none.
+    Raises TemplateError: when the chat format refuses the conversation. Raises UserError: when a model has no format.
     """
     if isinstance(tokenizer, ImportedTokenizer):
         ids, mask, unlearned = _render_by_template(tokenizer, messages, tools)
     else:
         if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
             what = "it calls functions (tool_calls), for which only models with a chat template have a format"
-            raise UserError(f"{what}: leave it out, or name another --source")
+            raise TemplateError(f"{what}: leave it out, or name another --source")
         ids, mask = _render(tokenizer, messages)
         unlearned = 0
     # Training cuts the end off, because each target needs all that precedes it and nothing that follows.

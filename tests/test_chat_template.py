@@ -144,7 +144,7 @@ def test_settings_of_a_template(family_folders, family_tokenizers):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, suffix):
+def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suffix):
     """OpenAI's form: arguments and tools as JSON in texts, no content, a result at the end that nobody answers."""
     call = CALLED[2]["tool_calls"][0]
     asks = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {**call["function"]}}]}
@@ -159,7 +159,22 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, suffix):
     expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
     rendered = mixture.rendered(family_tokenizers["qwen3"], 0, 9999)
     assert (rendered.ids, rendered.mask) == (expected.ids, expected.mask)
-    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 0, 9999))  # our format has no such calls
+    # Our own format has no such calls.
+    assert not mixture.rendered(tiny_tokenizer(), 0, 9999).ids
+    assert "left out" in capsys.readouterr().err
+    assert not mixture.rendered(tiny_tokenizer(), 1, 9999).ids
+    assert not capsys.readouterr().err
+    strict = open_mixture(str(file), "train", bad_records="fail")
+    assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0, 9999))
+
+
+def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
+    file = tmp_path / "calls.jsonl"
+    file.write_text(f"{json.dumps({'messages': CALLED})}\n" * 2)
+    mixture = open_mixture(str(file), "train")
+    for index in range(99):
+        assert not mixture.rendered(tiny_tokenizer(), index, 9999).ids
+    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99, 9999))
 
 
 def test_no_message_makes_a_special_token_with_its_neighbour():

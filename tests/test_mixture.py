@@ -105,7 +105,9 @@ def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refuses = copy.copy(family_tokenizers["qwen2"])
     refuses.chat_template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
-    mixture = open_mixture(f"mine={file}", "train")
+    # By default such a record is left out, in mid-training too.
+    assert not MixtureCorpus(open_mixture(f"mine={file}", "train"), refuses).read_block(0)
+    mixture = open_mixture(f"mine={file}", "train", bad_records="fail")
     for read in (lambda: mixture.rendered(refuses, 5, 99), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
         line = complaint(read)
         assert line.startswith(f"--tasks mine: {file} line 1: ") and line.endswith("no b")

@@ -8,14 +8,15 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from nanochat.chat_template import TemplateError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
+from nanochat.tasks.conversations import BadRecords
 from nanochat.tasks.registry import open_task, parse_tasks
 from nanochat.tasks.task import Example, GeneratedTask, Pair, Split, Task
 from nanochat.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from nanochat.tokenizer import Tokenizer
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
+MANY_REFUSED = 100  # conversations in a row from the first on: then it is the model, not the data
 
 # For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
 BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
@@ -77,7 +79,7 @@ def open_mixture(
     hub: str = "hf",
     seed: int = 0,
     pairs: bool = False,
-    bad_records: Literal["skip", "fail"] = "skip",
+    bad_records: BadRecords = "skip",
     val_share: float | None = None,
     by_epoch: bool = False,
 ) -> "Mixture":
@@ -97,19 +99,24 @@ def open_mixture(
     if split == "test" and val_share == 0:
         parts = [(task, weight) for task, weight in parts if len(task)]
     kind = EpochMixture if by_epoch else Mixture
-    return kind([task for task, _ in parts], [weight for _, weight in parts], seed)
+    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
 
 
 class Mixture:
     """Examples of several tasks, in an order that is a function of (seed, index)."""
 
-    def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0):
+    def __init__(
+        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: BadRecords = "skip"
+    ):
         for task in tasks:
             if not len(task):
                 hint = "give it two rows or more, or a file for each split"
                 raise UserError(f"--tasks {task.name}: there are no examples in this split: {hint}")
         self.tasks = list(tasks)
         self.seed = seed
+        self.bad_records = bad_records
+        self._refused = 0  # conversations that the chat format cannot write
+        self._written = 0
         shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
         self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): of each on the wheel
         self._wheel = lru_cache(4)(self._shuffled_wheel)
@@ -164,12 +171,23 @@ class Mixture:
     def rendered_messages(
         self, tokenizer: Tokenizer, index: int, messages: Sequence[Message], max_tokens: int | None = None
     ) -> Rendered:
-        """`render` of messages of example `index`, which an error names: a chat template can refuse what is in it."""
+        """`render` of messages of example `index`. One that the model's chat format refuses is left out: it is empty,
+        and nothing is learned from it. With `bad_records="fail"`, or where all are refused, it is an error that names
+        it.
+        """
         task, number = self.draw(index)
         try:
-            return render(tokenizer, messages, max_tokens, task.example(number).tools)
-        except UserError as error:
-            raise UserError(f"--tasks {task.name}: {task.where(number)}: {error}") from error
+            rendered = render(tokenizer, messages, max_tokens, task.example(number).tools)
+        except TemplateError as error:
+            problem = f"--tasks {task.name}: {task.where(number)}: {error}"
+            self._refused += 1
+            if self.bad_records == "fail" or (not self._written and self._refused == MANY_REFUSED):
+                raise UserError(problem) from error
+            if self._refused == 1:
+                warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
+            return Rendered([], [], cut=False)
+        self._written += 1
+        return rendered
 
     def fingerprint(self) -> str:
         """A sha256 that identifies it: of the tasks' names and lengths, and of sixteen examples of each."""
@@ -236,6 +254,8 @@ class MixtureCorpus:
         for index in examples:
             messages = self.mixture.example(index).messages
             conversation = self.mixture.rendered_messages(self.tokenizer, index, messages)
+            if not conversation.ids:
+                continue
             # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
             bos = self.tokenizer.get_bos_token_id()
             begin = [] if conversation.ids[0] == bos else [bos]
