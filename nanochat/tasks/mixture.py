@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +17,12 @@ from nanochat.conversation import Message, Rendered, render
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
-from nanochat.tasks.conversations import BadRecords
 from nanochat.tasks.registry import open_task, parse_tasks
 from nanochat.tasks.task import Example, GeneratedTask, Pair, Split, Task
 from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanochat.tasks.conversations import BadRecords
 
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
@@ -79,7 +82,7 @@ def open_mixture(
     hub: str = "hf",
     seed: int = 0,
     pairs: bool = False,
-    bad_records: BadRecords = "skip",
+    bad_records: "BadRecords" = "skip",
     val_share: float | None = None,
     by_epoch: bool = False,
 ) -> "Mixture":
@@ -106,7 +109,7 @@ class Mixture:
     """Examples of several tasks, in an order that is a function of (seed, index)."""
 
     def __init__(
-        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: BadRecords = "skip"
+        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: "BadRecords" = "skip"
     ):
         for task in tasks:
             if not len(task):
