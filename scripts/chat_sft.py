@@ -56,7 +56,7 @@ def main(config: Config) -> None:
 
     def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:
         """Conversations by number, the same on every rank; those without a target are not in the rows."""
-        rendered = [mixture.rendered(start.tokenizer, number, row_tokens + 1) for number in numbers]
+        rendered = [mixture.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers]
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered

@@ -68,7 +68,7 @@ def main(config: Config) -> None:
         """What the stage reads of an example: a conversation, or the two of a pair."""
         if is_dpo:
             return mixture.rendered_pair(tokenizer, number, row_tokens + 1)
-        return [mixture.rendered(tokenizer, number, row_tokens + 1)]
+        return [mixture.rendered_chat(tokenizer, number, row_tokens + 1)]
 
     # ------------------------------------------------------------------ examples
     for number in range(first, first + config.examples):

@@ -90,13 +90,14 @@ def test_an_example_is_a_function_of_seed_and_index():
 def test_one_in_three_generated_examples_comes_after_another():
     mixture = open_mixture("addition,identity", "train")
     for index in range(60):
-        example, chat = mixture.example(index).messages, mixture.chat(index)
-        assert chat[-len(example) :] == example and chat == mixture.chat(index)
-        check_messages(chat)  # a system message is at the beginning or nowhere
-        continues = index % 3 == 0 and example[0]["role"] != "system"
-        assert (len(chat) > len(example)) == continues
+        task, number = mixture.draw(index)
+        example = task.example(number)
+        before = mixture.before(index, task, example)
+        assert before == mixture.before(index, task, example)
+        check_messages([*before, *example.messages])  # a system message is at the beginning or nowhere
+        assert bool(before) == (index % 3 == 0 and example.messages[0]["role"] != "system")
     records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
-    assert [records.chat(index) for index in range(9)] == [records.example(index).messages for index in range(9)]
+    assert not any(records.before(index, records.tasks[0], records.example(index)) for index in range(9))
 
 
 def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp_path):
@@ -251,8 +252,11 @@ def test_wrong_stories_and_sums_are_near_misses():
             parts_of(reply["content"])[0]["text"] for reply in (sums.pair(index).chosen, sums.pair(index).rejected)
         ]
         assert sum(a != b for a, b in zip(*calls, strict=True)) == 1
-    choices = [open_mixture("stories,addition", "train", seed=3).pair(index) for index in range(20)]
-    assert choices == [open_mixture("stories,addition", "train", seed=3).pair(index) for index in range(20)]
+    choices, again = (
+        [task.pair(number) for task, number in map(open_mixture("stories,addition", "train", seed=3).draw, range(20))]
+        for _ in range(2)
+    )
+    assert choices == again
 
 
 def test_only_a_reply_that_is_compared_is_learned():

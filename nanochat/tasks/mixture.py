@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
 from nanochat.tasks.registry import open_task, parse_tasks
-from nanochat.tasks.task import Example, GeneratedTask, Pair, Split, Task
+from nanochat.tasks.task import Example, GeneratedTask, Split, Task
 from nanochat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -139,48 +139,50 @@ class Mixture:
         task, number = self.draw(index)
         return task.example(number)
 
-    def chat(self, index: int) -> list[Message]:
-        """The messages of example `index`; one in three generated ones comes after another example, as in a chat."""
+    def before(self, index: int, task: Task, example: Example) -> list[Message]:
+        """What comes before example `index`, of this task: for one in three generated ones another, as in a chat."""
         # People ask for several things in one chat. After SFT and RL on single questions alone, 5 of 12 stories that
         # came after a sum ended with their first sentence or were refused (docs/measurements.md).
-        task, number = self.draw(index)
-        messages = task.example(number).messages
-        if index % 3 or not isinstance(task, GeneratedTask) or messages[0]["role"] == "system":
-            return messages
-        task, number = self.draw(FAR_DRAW + index)
-        return [*task.example(number).messages, *messages] if isinstance(task, GeneratedTask) else messages
+        if index % 3 or not isinstance(task, GeneratedTask) or example.messages[0]["role"] == "system":
+            return []
+        other, number = self.draw(FAR_DRAW + index)
+        return other.example(number).messages if isinstance(other, GeneratedTask) else []
 
-    def pair(self, index: int) -> Pair:
+    def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int | None = None) -> Rendered:
+        """Example `index` as mid-training reads it, a chat of its own."""
         task, number = self.draw(index)
-        return task.pair(number)
+        example = task.example(number)
+        return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
 
-    def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
-        """The chat of example `index` as SFT reads it."""
-        chat = self.chat(index)
-        alone = self.example(index).messages
-        conversation = self.rendered_messages(tokenizer, index, chat, max_tokens)
-        if conversation.cut and len(alone) < len(chat):  # without what came before it, it is more likely to fit
-            conversation = self.rendered_messages(tokenizer, index, alone, max_tokens)
-        return conversation
+    def rendered_chat(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
+        """Example `index` as SFT reads it, in a chat that may begin with another."""
+        task, number = self.draw(index)
+        example = task.example(number)
+        before = self.before(index, task, example)
+        chat = self._render(tokenizer, task, number, [*before, *example.messages], example.tools, max_tokens)
+        if chat.cut and before:  # without what came before it, it is more likely to fit
+            return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
+        return chat
 
     def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> tuple[Rendered, Rendered]:
         """Pair `index` as DPO reads it: the question with the chosen reply, and with the rejected one."""
-        chosen, rejected = self.pair(index).conversations
-        return (
-            self.rendered_messages(tokenizer, index, chosen, max_tokens),
-            self.rendered_messages(tokenizer, index, rejected, max_tokens),
-        )
-
-    def rendered_messages(
-        self, tokenizer: Tokenizer, index: int, messages: Sequence[Message], max_tokens: int | None = None
-    ) -> Rendered:
-        """`render` of messages of example `index`. One that the model's chat format refuses is left out: it is empty,
-        and nothing is learned from it. With `bad_records="fail"`, or where all are refused, it is an error that names
-        it.
-        """
         task, number = self.draw(index)
+        tools = task.example(number).tools
+        chosen, rejected = (
+            self._render(tokenizer, task, number, messages, tools, max_tokens)
+            for messages in task.pair(number).conversations
+        )
+        return chosen, rejected
+
+    def _render(
+        self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
+        tools: Sequence[Any] | None, max_tokens: int | None,
+    ) -> Rendered:  # fmt: skip
+        """`render` of messages of an example. One that the model's chat format refuses is left out: it is empty, and
+        nothing is learned from it. With `bad_records="fail"`, or where all are refused, it is an error that names it.
+        """
         try:
-            rendered = render(tokenizer, messages, max_tokens, task.example(number).tools)
+            rendered = render(tokenizer, messages, max_tokens, tools)
         except TemplateError as error:
             problem = f"--tasks {task.name}: {task.where(number)}: {error}"
             self._refused += 1
@@ -255,8 +257,7 @@ class MixtureCorpus:
         examples = range(index * BLOCK_EXAMPLES, (index + 1) * BLOCK_EXAMPLES)
         documents = []
         for index in examples:
-            messages = self.mixture.example(index).messages
-            conversation = self.mixture.rendered_messages(self.tokenizer, index, messages)
+            conversation = self.mixture.rendered(self.tokenizer, index)
             if not conversation.ids:
                 continue
             # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
