@@ -477,7 +477,8 @@ def load_config(
         pretraining = meta.get("pretraining", {})
         context = pretraining.get("context")
         trained = max(config.sequence_len, context if isinstance(context, int) else 0)
-        if max_seq_len:
+        if max_seq_len or rope_scaling not in (None, "auto"):
+            max_seq_len = max_seq_len or config.sequence_len
             config = with_context(config, max_seq_len, trained, rope_scaling)
             meta["pretraining"] = {**pretraining, "context": max(trained, max_seq_len)}
         return config, tokenizer, meta
@@ -525,7 +526,13 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
     folder = _find_source(source, None, None, flag="--adapter")
     with _damage_of(folder):
         if peft.is_folder(folder):
-            return peft.read(folder, config), {"folder": str(folder)}
+            read = peft.read(folder, config)
+            trained_on = peft.base_of(folder)
+            if base is not None and trained_on.rpartition(":")[2] not in _names_of(base):
+                warn(
+                    f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
+                )
+            return read, {"folder": str(folder)}
         entry = _adapter_entry(folder)
         if entry is None:
             raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
@@ -536,6 +543,11 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
             )
         meta = read_json(folder / "meta.json")
         return _read_adapters(folder, config), {**meta, **_facts_of_use(folder, meta), "folder": str(folder)}
+
+
+def _names_of(folder: Path) -> set[str]:
+    """What the settings of peft can call a model: a path, our short name, or a repository of a hub."""
+    return {str(folder), str(folder.resolve()), short_name(folder), folder.name.replace("--", "/")}
 
 
 def _read_adapters(folder: Path, config: GPTConfig) -> Adapters:
@@ -699,10 +711,10 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
     is_of_hub = source.partition(":")[0] in hub.HUBS
     chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
     if not _is_foreign(chosen) and not (chosen / "manifest.json").is_file():
-        why = ", there is no manifest.json in it" if chosen.is_dir() else ""
+        why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
         raise UserError(
             f"{flag} {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
-            f"(.../step_<n>){why}: name one of them, or a model as hf:ORG/NAME"
+            f"(.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
         raise UserError(

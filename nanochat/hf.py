@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig, RopeScaling
@@ -399,10 +399,13 @@ def index(folder: Path) -> dict[str, Stored]:
 def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
     require_file(path)
     storage.require_header(path)
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            piece = file.get_slice(name)
-            yield name, Stored(path, piece.get_shape(), piece.get_dtype())
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                piece = file.get_slice(name)
+                yield name, Stored(path, piece.get_shape(), piece.get_dtype())
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is cut off or damaged ({error}): download it again") from error
 
 
 def _what_is_there(folder: Path) -> str:

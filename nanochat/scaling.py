@@ -83,6 +83,11 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
     `auto`: by YaRN, or as they are scaled already. None: a longer context is refused.
     Raises UserError: when the model cannot have that context.
     """
+    scaled = config.rope_scaling
+    if context <= trained and method not in (None, "auto", scaled and scaled.kind):
+        raise UserError(
+            f"--rope_scaling {method} needs a --max_seq_len beyond the {trained} tokens of the model's context"
+        )
     if context == config.sequence_len:
         return config
     # Short windows stay as long as they are. They would be a quarter of the new context.
@@ -96,7 +101,6 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
     if method is None:
         raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens")
     factor = context / trained
-    scaled = config.rope_scaling
     if scaled is not None:  # positions are scaled once, by both factors together
         if method not in ("auto", scaled.kind):
             raise UserError(

@@ -227,7 +227,9 @@ class Tokenizer:
             if tokenizer.fingerprint() != content["sha256"]:
                 raise ValueError("its content does not match its sha256")
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(f"there is no tokenizer at {path}: {TRAIN_AGAIN}") from error
+            raise UserError(
+                f"there is no tokenizer at {path}: copy the one of the model there, or {TRAIN_AGAIN}"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be used ({str(error)[:500]}): {remedy}") from error
         return tokenizer

@@ -39,7 +39,14 @@ def main(config: Config) -> None:
     from nanochat.losses import masked_loss
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer
-    from nanochat.tasks.mixture import Mixture, default_tasks, is_learned, open_mixture
+    from nanochat.tasks.mixture import (
+        FIRST_EXAMPLES,
+        Mixture,
+        default_tasks,
+        is_learned,
+        open_mixture,
+        require_learnable,
+    )
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -60,6 +67,8 @@ def main(config: Config) -> None:
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
+
+    require_learnable(train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(FIRST_EXAMPLES))
 
     # ------------------------------------------------------------------ horizon, optimizer
     # Steps of a mixture begin with the next conversation after those that mid-training has read.

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanochat.sampling import NEUTRAL
 from nanochat.shell.cli import UserError, run
-from nanochat.shell.log import print0
+from nanochat.shell.log import print0, warn
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,11 @@ def main(config: Config) -> None:
         with new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
         print0(f"exported the adapters of {source} to {out}")
+        if adapters.lora.base_format == "nf4":
+            warn(
+                "they were trained over a base of 4 bits, which peft's folders do not say: over the base as it is they "
+                "are a little off; --to hf merges them into the rounded one"
+            )
     else:
         model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, adapter=config.adapter)
         dtype = getattr(torch, config.dtype, None) or checkpoint_manager.stored_dtype(source)

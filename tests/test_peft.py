@@ -137,6 +137,10 @@ def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_p
     call("export", *flags, "--to=hf", f"--out={tmp_path / 'merged'}")
     call("export", *flags, "--to=peft", f"--out={tmp_path / 'peft'}")
     call("export", f"--source={folder}", f"--adapter={tmp_path / 'peft'}", "--to=hf", f"--out={tmp_path / 'again'}")
+    assert "warning" not in capsys.readouterr().err
+    shutil.copytree(folder, tmp_path / "other")
+    call("export", f"--source={tmp_path / 'other'}", f"--adapter={tmp_path / 'peft'}", f"--out={tmp_path / 'over'}")
+    assert f"names {folder} as its base" in capsys.readouterr().err
     inputs, _ = tokens_of(tuned_model.config)
     expected = tuned_model(inputs)
     untouched = transformers.Qwen3ForCausalLM.from_pretrained(folder)

@@ -57,7 +57,9 @@ def test_a_longer_context_scales_the_positions_and_a_shorter_one_does_not() -> N
     assert dataclasses.replace(twice.rope_scaling, gain=once.rope_scaling.gain) == once.rope_scaling
     short = scaling.with_context(once, 16, 128, None)
     assert short.rope_scaling == once.rope_scaling and scaling.with_context(short, 128, 128, None) == once
-    assert scaling.with_context(config, 32, 32, "yarn") == config
+    assert scaling.with_context(config, 32, 32, "auto") == config
+    with pytest.raises(UserError, match="beyond the 32 tokens"):
+        scaling.with_context(config, 16, 32, "yarn")
     linear = scaling.with_context(scaling.with_context(config, 64, 32, "linear"), 128, 64, "auto")
     assert linear.rope_scaling == RopeScaling("linear", 4.0)
     # A larger base: the slowest pair is slowed by the factor, the fastest not at all.

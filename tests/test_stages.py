@@ -246,7 +246,8 @@ def test_epochs_have_every_example_once_and_resume_exactly(start, tmp_path, monk
     flags = (*tuned(flags), "--source=base", f"--tasks={file}", "--target_examples_per_step=4", "--val_share=0.25")
     flags = (*flags, "--lr_schedule=cosine", "--warmup_ratio=0.2", "--save_every=1", "--eval_every=5")
     exactly_resumed(start, script, stage, (*flags, "--num_epochs=2"), 10, (4, 5))
-    first, second = drawn[4:21], drawn[21:38]  # after the opening, which measures how long a step is
+    begun = 4 + (stage == "sft")  # the opening measures how long a step is, and SFT looks first whether it can learn
+    first, second = drawn[begun : begun + 17], drawn[begun + 17 : begun + 34]
     assert sorted(first) == sorted(second) == list(range(17)) and first != second
     lines = metrics(start, stage)
     assert [line["lr"] for line in lines[:3]] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
@@ -495,7 +496,8 @@ def test_odd_conversations_are_counted_over_a_resume(start, tmp_path, monkeypatc
 
 def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):
     file = tmp_path / "masked.jsonl"
-    file.write_text("\n".join(json.dumps(conversation(f"q{n}", "a", train=False)) for n in range(40)))
+    # One of 40 is learned, and it comes after two steps: without any the run would not begin.
+    file.write_text("\n".join(json.dumps(conversation(f"q{n}", "a", train=n == 0)) for n in range(40)))
     call("chat_sft", *CPU, "--source=base", f"--tasks={file}", "--target_examples_per_step=4", "--num_iterations=2")
     assert losses(start, "sft") == [0.0, 0.0]
     assert not any("val_loss" in line for line in metrics(start, "sft"))  # and no NaN
@@ -702,6 +704,9 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_dpo --source=base --weight_decay=0.1", "--weight_decay 0.1 needs --learning_rate"),
         ("chat_dpo --source=base --num_epochs=1 --num_iterations=7", "leave one of them out"),
         ("chat_sft --source=base --num_epochs=1 --tasks=addition:2,identity", "leave the weights out"),
+        ("chat_sft --source=base --lora_base=nf4", "--lora_base needs --lora_rank"),
+        ("chat_sft --source=base --rope_scaling=linear", "--rope_scaling linear needs a --max_seq_len beyond"),
+        ("chat_sft --source=base --tasks=addition --max_seq_len=3", "leave nothing to learn"),
         (f"chat_sft --source=base --num_iterations={10**400}", ": at most 1,000,000,000,000"),
     ],
 )

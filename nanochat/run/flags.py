@@ -112,6 +112,10 @@ class ChatFlags(StageFlags):
                 raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
         if self.weight_decay and self.adamw_rate is None:
             raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
+        if not self.lora_rank:
+            for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
+                if getattr(self, name) != getattr(ChatFlags, name):
+                    raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
 
     def lora(self, config: "GPTConfig") -> "Lora | None":
         """The adapters for a model of this shape; None: none. Raises UserError: when it cannot have them."""

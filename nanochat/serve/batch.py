@@ -171,7 +171,7 @@ class Batch:
                 return CompletionBody, {"prompt": record["prompt"]}
             messages = [{"role": "user", "content": record["prompt"]}]
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ValueError('it has neither "messages" nor "prompt" nor "body"')
+            raise ValueError('it has no text "prompt", no "messages" with a message in it, and no "body"')
         if messages[-1].get("role") == "assistant":
             raise ValueError("its last message is the assistant's: there is nothing to reply to")
         if self.system and messages[0].get("role") != "system":

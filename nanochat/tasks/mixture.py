@@ -5,7 +5,7 @@ examples come in a shuffled order, each once before any comes again.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
-MANY_REFUSED = 100  # conversations in a row from the first on: then it is the model, not the data
+FIRST_EXAMPLES = 100  # if the model can learn nothing from any of them, it will not from others
 
 # For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
 BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
@@ -186,7 +186,7 @@ class Mixture:
         except TemplateError as error:
             problem = f"--tasks {task.name}: {task.where(number)}: {error}"
             self._refused += 1
-            if self.bad_records == "fail" or (not self._written and self._refused == MANY_REFUSED):
+            if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):
                 raise UserError(problem) from error
             if self._refused == 1:
                 warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
@@ -240,6 +240,15 @@ def is_learned(*replies: Rendered) -> bool:
     and as far as the context reaches they are not the same."""
     ids = [tuple(reply.ids) for reply in replies]
     return all(reply.target_count for reply in replies) and len(set(ids)) == len(ids)
+
+
+def require_learnable(rendered: Iterable[Rendered]) -> None:
+    """Raises UserError: when there is nothing to learn from any of a run's first examples."""
+    if not any(map(is_learned, rendered)):
+        raise UserError(
+            "the first examples of --tasks leave nothing to learn: they are longer than --max_seq_len, or the model's "
+            "chat format leaves their replies out; python -m scripts.preview shows what of them is learned"
+        )
 
 
 class MixtureCorpus:
