@@ -99,7 +99,7 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
     if context <= trained:
         return longer
     if method is None:
-        raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens")
+        raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens, the most that it takes")
     factor = context / trained
     if scaled is not None:  # positions are scaled once, by both factors together
         if method not in ("auto", scaled.kind):

@@ -197,7 +197,7 @@ def serve(config: Config) -> dict[str, Any]:
     if not config.batches or min(config.batches) < 1:
         raise UserError("--batches: at least 1 each, such as --batches 1 16")
     if config.prompt_tokens + config.new_tokens > config.max_seq_len:
-        raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len")
+        raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len: lower them, or raise it")
     device = devices.init(config.device, config.dtype)
     engine, their_generate = on_a_thread(partial(engines, config, device))
     prompt = list(range(300, 300 + config.prompt_tokens))
