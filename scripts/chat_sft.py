@@ -68,11 +68,12 @@ def main(config: Config) -> None:
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
 
-    require_learnable(train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(FIRST_EXAMPLES))
-
     # ------------------------------------------------------------------ horizon, optimizer
     # Steps of a mixture begin with the next conversation after those that mid-training has read.
-    horizon = Horizon.of(config, train, first=start.pretraining.get("conversations", 0))
+    first = start.pretraining.get("conversations", 0)
+    numbers = range(first, first + FIRST_EXAMPLES)
+    require_learnable(train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers)
+    horizon = Horizon.of(config, train, first=first)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # about: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
