@@ -84,7 +84,8 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
     Raises UserError: when the model cannot have that context.
     """
     scaled = config.rope_scaling
-    if context <= trained and method not in (None, "auto", scaled and scaled.kind):
+    present = "auto" if scaled is None else scaled.kind
+    if context <= trained and method not in (None, "auto", present):
         raise UserError(
             f"--rope_scaling {method} needs a --max_seq_len beyond the {trained} tokens of the model's context"
         )

@@ -244,10 +244,10 @@ def main(config: Config) -> None:
                     most_rows = None if step or config.source else batch_tokens // row_tokens
                     bits = []
                     for rows in val_rows:
-                        bits += [bits_per_byte(
+                        bits.append(bits_per_byte(
                             model, rows[:most_rows], token_bytes, config.device_batch_size, device,
                             should_stop=run.should_stop, document_mask=document_mask,
-                        )]  # fmt: skip
+                        ))  # fmt: skip
                     metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
                     run.log_evaluation(**metrics)
             if run.should_save:

@@ -317,7 +317,7 @@ def their_training(folder: Path, device: Any, batch: Any) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0, fused=True)
     inputs, targets = batch
 
-    def step() -> float:
+    def step() -> Any:
         with torch.autocast(device.kind, device.dtype, enabled=device.dtype != torch.float32):
             loss = model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()

@@ -71,8 +71,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, optimizer
     # Steps of a mixture begin with the next conversation after those that mid-training has read.
     first = start.pretraining.get("conversations", 0)
-    numbers = range(first, first + FIRST_EXAMPLES)
-    require_learnable(train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers)
+    require_learnable(
+        train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(first, first + FIRST_EXAMPLES)
+    )
     horizon = Horizon.of(config, train, first=first)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # about: a conversation is shorter than a row

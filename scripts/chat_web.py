@@ -139,9 +139,12 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
 
     found = []
     names = {ALIAS, config.name}
-    for entry in filter(None, config.adapter.split(",")):
+    entries = list(filter(None, config.adapter.split(",")))
+    if not entries:
+        return []
+    shape, _, _ = load_config(base)
+    for entry in entries:
         name, _, source = entry.rpartition("=") if not Path(entry).is_dir() else ("", "", entry)
-        shape, _, _ = load_config(base)
         adapters, meta = load_adapters(source, shape, base)
         if adapters.lora.base_format == "nf4":
             raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it alone, as --source")

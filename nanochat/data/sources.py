@@ -117,7 +117,7 @@ def parse_mixture(data: str, flag: str = "--data") -> dict[str, float]:
         except ValueError:
             weight = math.nan
         if not 0 < weight < math.inf:
-            no_path = "" if number.strip("0.") == "" else "no such path, and "
+            no_path = "no such path, and " if math.isnan(weight) else ""
             raise UserError(f"{flag} {entry}: {no_path}the weight {number!r} is not a number above 0")
         if name in weights:
             raise UserError(f"{flag} {data} names {name} twice: once, with the sum of its weights")

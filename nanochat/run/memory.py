@@ -7,7 +7,8 @@ So there is no formula that could age, and every option of a run is in the count
 of themselves, what lies unused between an allocator's blocks, and the device's runtime. torch.compile usually takes
 less: the step that is counted is eager.
 
-Under a simulated NPU the count is within 2% of the peak of torch_npu's allocator (tests/simnpu/test_adapters.py).
+The tests compare the count with the peak of a device's own allocator: they are within 2%
+(tests/simnpu/test_adapters.py).
 """
 
 import contextlib

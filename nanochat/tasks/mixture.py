@@ -265,8 +265,8 @@ class MixtureCorpus:
     def read_block(self, index: int) -> list[np.ndarray]:
         examples = range(index * BLOCK_EXAMPLES, (index + 1) * BLOCK_EXAMPLES)
         documents = []
-        for index in examples:
-            conversation = self.mixture.rendered(self.tokenizer, index)
+        for number in examples:
+            conversation = self.mixture.rendered(self.tokenizer, number)
             if not conversation.ids:
                 continue
             # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
