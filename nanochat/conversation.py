@@ -201,6 +201,18 @@ def render_prompt(
     return ids
 
 
+def render_continuation(tokenizer: Tokenizer, messages: Sequence[Message], is_complete: bool) -> list[int]:
+    """Token ids between a sampled reply and the next one: the end of its turn, unless it `is_complete` and has one,
+    the messages that follow it, and the mark of the next reply.
+
+    The reply's own tokens stay as they were sampled. Encoded again from its text they may be others.
+    """
+    if isinstance(tokenizer, ImportedTokenizer):
+        raise UserError("episodes of several turns need a model with this project's own chat format")
+    end = [] if is_complete else [tokenizer.encode_special("<|assistant_end|>")]
+    return end + render(tokenizer, messages).ids[1:] + [tokenizer.encode_special("<|assistant_start|>")]
+
+
 def fit_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],

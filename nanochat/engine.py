@@ -182,13 +182,14 @@ class Engine:
         max_rows: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         adapter: int = 0,
+        logprobs: int = -1,
     ) -> Iterator[NewToken]:
         """Yield the new tokens of all prompts, step by step; `row.number` says whose a token is.
 
         `sampling` holds for all prompts, or is a list with one for each. At most `max_rows` prompts run at once; the
         others begin as rows end. A row ends with a stop token, which is yielded too, after `max_tokens`, or at the end
         of the context; whoever sets `row.max_tokens` to 0 ends it with its next one. `should_stop` is called before
-        each step. `adapter` is the number of one of the engine's adapters.
+        each step. `adapter` is the number of one of the engine's adapters; `logprobs` as in `Slots.decode`.
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
         """
@@ -218,7 +219,7 @@ class Engine:
             free = slots.size - len(slots.rows)
             if waiting and (not slots.rows or free >= max(1, slots.size // 4)):
                 slots.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
-            new_tokens = slots.decode()
+            new_tokens = slots.decode(logprobs)
             slots.release({new.row for new in new_tokens if new.finish_reason})
             yield from new_tokens
 

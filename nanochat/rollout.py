@@ -1,82 +1,176 @@
-"""Samples for reinforcement learning: questions in, replies with rewards and advantages out. A step of scripts/chat_rl:
+"""Samples for reinforcement learning: questions in, conversations with rewards and advantages out. A step of chat_rl:
 
-    1. sample      G replies to each of Q questions, by the policy as it is now       `sample_replies`
-    2. reward      each task rewards its replies, such as 1 for a right answer        `Task.reward`
-    3. compare     an advantage for each reply: its reward against its question's     `group_advantages`
-    4. learn       tokens of replies with a positive advantage become likelier        `policy_batch`, losses.py
+    1. sample      G episodes of each of Q questions, by the policy as it is now      `sample_episodes`
+    2. reward      each task's environment rewards its episodes, such as 1 if right   `Environment.step`
+    3. compare     an advantage for each episode: its reward against its question's   `group_advantages`
+    4. learn       tokens of episodes with a positive advantage become likelier       `policy_batch`, losses.py
 
-Nothing here learns a value function: the other replies to the same question are the baseline
+Nothing here learns a value function: the other episodes of the same question are the baseline
 (source: Shao et al. 2024, DeepSeekMath, which calls it GRPO).
 
 Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanochat.conversation import parse_reply, render_prompt
+from nanochat.conversation import parse_reply, render_continuation, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
-from nanochat.engine import Engine
+from nanochat.engine import Ending, Engine
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
 from nanochat.parallel.collectives import gather_values, sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell.cli import Interrupted
+from nanochat.shell.screen import bar
+from nanochat.tasks.environment import Environment
 from nanochat.tasks.task import Example, Task
+from nanochat.tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------- the sampler
+
+
+@dataclass
+class Reply:
+    """What a sampler returns for a prompt. The tokens are those that were sampled: text is never encoded again."""
+
+    tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
+    mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
+    logp: list[float] = field(default_factory=list)  # of each token in nats, at temperature 1
+    ending: Ending = "cut off"
+
+
+# (prompts, how each is sampled, new tokens at most) -> replies
+Sampler = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams], int], list[Reply]]
+
+
+def engine_sampler(engine: Engine, rows: int, should_stop: Callable[[], bool] = lambda: False) -> Sampler:
+    """Samples by an engine of this process, at most `rows` replies at once.
+
+    The sampler raises Interrupted: when `should_stop` returns True.
+    """
+
+    def sample(prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int) -> list[Reply]:
+        replies = [Reply() for _ in prompts]
+        if not replies:
+            return replies
+        stream = engine.stream(
+            prompts, max_tokens=max_tokens, sampling=settings, max_rows=rows, should_stop=should_stop, logprobs=0
+        )
+        with bar("replies", len(prompts)) as progress:
+            for new in stream:
+                reply = replies[new.row.number]
+                reply.tokens.append(new.id)
+                reply.mask.append(int(new.by_model))
+                reply.logp.append(new.logprobs[0] if new.by_model else 0.0)
+                progress.done += new.finish_reason is not None
+        for reply in replies:
+            reply.ending = engine.ending(reply.tokens, reply.mask)
+        return replies
+
+    return sample
+
+
+# ---------------------------------------------------------------------- episodes
 
 
 @dataclass(frozen=True)
 class Samples:
-    """S replies; those to one question are neighbours."""
+    """S episodes; those of one question are neighbours."""
 
-    ids: list[list[int]]  # question and reply
+    ids: list[list[int]]  # question and reply, and so on: the whole conversation
     masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
+    logp: list[list[float]]  # of each token in nats by the weights that sampled; 0 where the mask is
+    endings: list[Ending]  # of the last reply
     rewards: np.ndarray  # (Q, G)
 
     def split(self, count: int) -> list["Samples"]:
-        """In `count` parts, each with all replies to its share of the questions; a part may be empty."""
+        """In `count` parts, each with all episodes of its share of the questions; a part may be empty."""
         Q, G = self.rewards.shape
         parts = []
         for part in range(count):
             first = Q * part // count
             end = Q * (part + 1) // count
-            replies = slice(first * G, end * G)
-            parts.append(Samples(self.ids[replies], self.masks[replies], self.rewards[first:end]))
+            own = slice(first * G, end * G)
+            parts.append(Samples(
+                self.ids[own], self.masks[own], self.logp[own], self.endings[own], self.rewards[first:end]
+            ))  # fmt: skip
         return parts
 
 
-def sample_replies(
-    engine: Engine,
+@dataclass
+class _Episode:
+    """A conversation as it grows: the tokens of the question, of a reply, of the environment's answer, and so on."""
+
+    numbers: tuple[int, int]  # of the question, and of the sample among its question's
+    environment: Environment
+    ids: list[int]
+    mask: list[int]
+    logp: list[float]
+    reward: float = 0.0
+    turns: int = 0  # replies so far
+    ending: Ending = "cut off"
+    is_over: bool = False
+
+    def add(self, reply: Reply, tokenizer: Tokenizer, room: int) -> None:
+        """Take in the policy's reply, and the environment's answer to it as far as the context has room."""
+        self.ids += reply.tokens
+        self.mask += reply.mask
+        self.logp += reply.logp
+        self.turns += 1
+        self.ending = reply.ending
+        # The model must not learn to end with whatever stops the engine: such a reply is worth nothing.
+        if reply.ending == "broken":
+            self.is_over = True
+            return
+        step = self.environment.step(parse_reply(tokenizer, reply.tokens))
+        self.reward += step.reward
+        self.is_over = not step.messages
+        if self.is_over:
+            return
+        # What the environment says is context: the policy did not choose it.
+        answer = render_continuation(tokenizer, step.messages, is_complete=reply.ending == "complete")
+        if len(self.ids) + len(answer) > room:
+            self.is_over = True
+            self.ending = "cut off"
+            return
+        self.ids += answer
+        self.mask += [0] * len(answer)
+        self.logp += [0.0] * len(answer)
+
+
+def sample_episodes(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    device: Device,
     questions: Sequence[tuple[Task, Example]],
     *,
     samples: int,
     max_tokens: int,
+    context: int,
     seed: int,
-    rows: int,
-    should_stop: Callable[[], bool] = lambda: False,
     **sampling: Any,
 ) -> Samples:
-    """`samples` replies to each question, each rewarded by its task. All ranks call it together and get all replies.
+    """`samples` episodes of each question, rewarded by its task. All ranks call it together and get all episodes.
 
-    At most `rows` replies run at once on a rank. `sampling` names fields of SamplingParams. What a reply draws depends
-    on `seed`, its question's number and its own number, not on the rank that samples it. Its neighbours change at most
-    the rounding, because they change the shapes of the products. A reply that `max_tokens` or the context cuts off
-    keeps what it has; its task decides what that is worth. A reply that ends with another special token than the
-    assistant's end is worth nothing.
-    Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
+    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
+    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
+    Its neighbours change at most the rounding, because they change the shapes of the products. A reply that
+    `max_tokens` or the context cuts off keeps what it has; its task decides what that is worth. A reply that ends with
+    another special token than the assistant's end is worth nothing.
+    Raises Interrupted: on every rank, when the sampler did on any of them.
     """
-    tokenizer = engine.tokenizer
-    device = engine.device
     # At least one token of the context is left for the reply.
-    room = engine.model.config.sequence_len - 1
-    prompts = [render_prompt(tokenizer, example.question, room) for _, example in questions]
+    room = context - 1
+    environments = [task.environment(example) for task, example in questions]
+    prompts = [render_prompt(tokenizer, environment.start(), room) for environment in environments]
 
-    # 1. Deal. Replies are dealt out to the ranks like cards, in the order of their questions' lengths, so that each
+    # 1. Deal. Episodes are dealt out to the ranks like cards, in the order of their questions' lengths, so that each
     #    rank gets some of every question: replies to one question tend to be long together, and a rank that had them
     #    all would keep the others waiting. Two ranks, questions A and B, three samples of each:
     #
@@ -89,55 +183,55 @@ def sample_replies(
     wanted: list[tuple[int, int]] = []
     for question in by_length:
         wanted += [(question, sample) for sample in range(samples)]
-    mine = wanted[device.rank :: device.world_size]
+    mine = []
+    for question, sample in wanted[device.rank :: device.world_size]:
+        task, example = questions[question]
+        environment = task.environment(example)
+        environment.start()
+        prompt = prompts[question]
+        mine.append(_Episode((question, sample), environment, list(prompt), [0] * len(prompt), [0.0] * len(prompt)))
 
-    # 2. Sample, each reply from a seed of its own: 1, 2 and 3 ranks sample the same replies in fp32. The end token is
-    #    kept: the policy must learn to end.
-    settings = [SamplingParams(**sampling, seed=seed_of(seed, *numbers)) for numbers in mine]
-    own: list[_Reply] | None = []  # None: this rank was interrupted
+    # 2. Sample, each reply from a seed of its own: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all
+    #    episodes is one batch. The reward is on the rank that has sampled: it may run a program, so the ranks share
+    #    this work, too.
+    params = SamplingParams(**sampling)
+    own: list[dict[str, Any]] | None = None  # None: this rank was interrupted
     try:
-        tokens = []
-        masks = []
-        if mine:
-            tokens, masks = engine.generate(
-                [prompts[question] for question, _ in mine],
-                max_tokens=max_tokens,
-                sampling=settings,
-                max_rows=rows,
-                keep_stop=True,
-                should_stop=should_stop,
-            )
-        # 3. Reward, on the rank that has sampled. A reward may run a program, so the ranks share this work, too.
-        for numbers, reply, mask in zip(mine, tokens, masks, strict=True):
-            task, example = questions[numbers[0]]
-            reward = 0.0  # the model must not learn to end with whatever stops the engine
-            if engine.ending(reply, mask) != "broken":
-                reward = task.reward(example, parse_reply(tokenizer, reply))
-            own.append(_Reply(list(numbers), reply, mask, reward))
+        open_episodes = mine
+        while open_episodes:
+            settings = []
+            for episode in open_episodes:
+                turn = [episode.turns] if episode.turns else []
+                settings.append(replace(params, seed=seed_of(seed, *episode.numbers, *turn)))
+            replies = sampler([episode.ids for episode in open_episodes], settings, max_tokens)
+            for episode, reply in zip(open_episodes, replies, strict=True):
+                episode.add(reply, tokenizer, room)
+            open_episodes = [episode for episode in open_episodes if not episode.is_over]
+        own = [
+            {"numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "reward": e.reward, "ending": e.ending}
+            for e in mine
+        ]
     # An interrupted rank still takes part in the exchange below, or the others would wait for it in vain.
     except Interrupted:
-        own = None
+        pass
 
-    # 4. Exchange: every rank packs the same batch from all replies, in the order of questions and samples.
-    replies: list[_Reply] = []
-    for share in gather_values(None if own is None else [asdict(reply) for reply in own], device):
+    # 3. Exchange: every rank packs the same batch from all episodes, in the order of questions and samples.
+    episodes: list[dict[str, Any]] = []
+    for share in gather_values(own, device):
         if share is None:
             raise Interrupted
-        replies += [_Reply(**reply) for reply in share]
-    replies.sort(key=lambda reply: reply.numbers)
+        episodes += share
+    episodes.sort(key=lambda episode: episode["numbers"])
     return Samples(
-        ids=[prompts[reply.numbers[0]] + reply.tokens for reply in replies],
-        masks=[[0] * len(prompts[reply.numbers[0]]) + reply.mask for reply in replies],
-        rewards=np.array([reply.reward for reply in replies]).reshape(len(questions), samples),
+        ids=[episode["ids"] for episode in episodes],
+        masks=[episode["mask"] for episode in episodes],
+        logp=[episode["logp"] for episode in episodes],
+        endings=[episode["ending"] for episode in episodes],
+        rewards=np.array([episode["reward"] for episode in episodes]).reshape(len(questions), samples),
     )
 
 
-@dataclass(frozen=True)
-class _Reply:
-    numbers: list[int]  # of the question, and of the sample among its question's
-    tokens: list[int]
-    mask: list[int]
-    reward: float
+# ---------------------------------------------------------------------- advantages and batches
 
 
 def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:

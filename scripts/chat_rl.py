@@ -128,6 +128,7 @@ def main(config: Config) -> None:
     if reference is not None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
     engine = Engine(model, start.tokenizer, device, config.graphs)
+    sampler = rollout.engine_sampler(engine, config.rollout_rows, lambda: run.faults.should_stop())
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
     if run.loader_states:
@@ -146,9 +147,9 @@ def main(config: Config) -> None:
 
     def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
         engine.update(model)
-        return rollout.sample_replies(
-            engine, questions, samples=samples, max_tokens=config.max_tokens, temperature=config.temperature,
-            top_k=config.top_k, seed=seed, rows=config.rollout_rows, should_stop=run.faults.should_stop,
+        return rollout.sample_episodes(
+            sampler, start.tokenizer, device, questions, samples=samples, max_tokens=config.max_tokens,
+            context=row_tokens, seed=seed, temperature=config.temperature, top_k=config.top_k,
         )  # fmt: skip
 
     with run:

@@ -1,5 +1,6 @@
 """Samples for RL: what was chosen and what the tool gave, rewards, advantages by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,13 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
-from nanochat.conversation import parse_reply, render_prompt, text_of
+from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.sampling import seed_of
+from nanochat.tasks.environment import Environment, Step
 from nanochat.tasks.task import Example, Task
 
 
@@ -41,6 +43,13 @@ def make_engine(device: Device) -> Engine:
     return Engine(model, tokenizer, device)
 
 
+def sample_episodes(
+    engine: Engine, asked: list[tuple[Task, Example]], *, rows: int, **settings: Any
+) -> rollout.Samples:
+    sampler = rollout.engine_sampler(engine, rows)
+    return rollout.sample_episodes(sampler, engine.tokenizer, engine.device, asked, context=64, **settings)
+
+
 def questions(count: int, task: Task) -> list[tuple[Task, Example]]:
     return [(task, Example([{"role": "user", "content": "q" * (i % 3 + 1)}, {}], answer=i)) for i in range(count)]
 
@@ -57,9 +66,7 @@ def test_advantages_by_hand():
 
 def test_replies_stand_in_the_order_of_their_questions(engine):
     task = Length()
-    drawn = rollout.sample_replies(
-        engine, questions(5, task), samples=3, max_tokens=12, temperature=1.0, seed=1, rows=4
-    )
+    drawn = sample_episodes(engine, questions(5, task), samples=3, max_tokens=12, temperature=1.0, seed=1, rows=4)
     assert drawn.rewards.shape == (5, 3) and len(drawn.ids) == 15
     graded = []
     for number, (ids, mask) in enumerate(zip(drawn.ids, drawn.masks, strict=True)):
@@ -85,9 +92,7 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
     calls = iter(script)
     monkeypatch.setattr("nanochat.engine.sample", lambda logits, *_: torch.full((len(logits),), next(calls)))
     task = Length()
-    drawn = rollout.sample_replies(
-        engine, questions(1, task), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8
-    )
+    drawn = sample_episodes(engine, questions(1, task), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8)
     reply = "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5<|assistant_end|>"
     assert tokenizer.decode(drawn.ids[0]).endswith(reply)
     chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
@@ -99,21 +104,23 @@ def test_only_the_assistants_end_is_an_end(engine, monkeypatch, last, reward):
     """The engine stops at any special token, and RL must not teach the model to write it."""
     script = iter([*engine.tokenizer.encode("ab"), engine.tokenizer.encode_special(last)])
     monkeypatch.setattr("nanochat.engine.sample", lambda logits, *_: torch.full((len(logits),), next(script)))
-    drawn = rollout.sample_replies(
-        engine, questions(1, Length()), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8
-    )
+    drawn = sample_episodes(engine, questions(1, Length()), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8)
     assert drawn.rewards.tolist() == [[reward] * 2]
 
 
 def test_parts_hold_whole_questions():
-    samples = rollout.Samples([[n] for n in range(6)], [[1]] * 6, np.arange(6.0).reshape(3, 2))
+    samples = rollout.Samples(
+        [[n] for n in range(6)], [[1]] * 6, [[0.0]] * 6, ["complete"] * 6, np.arange(6.0).reshape(3, 2)
+    )
     assert [part.ids for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
     assert [part.rewards.tolist() for part in samples.split(2)] == [[[0, 1]], [[2, 3], [4, 5]]]
     assert sorted(len(part.ids) for part in samples.split(4)) == [0, 2, 2, 2]
 
 
 def test_a_batch_carries_each_samples_advantage_and_share():
-    samples = rollout.Samples([[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], np.zeros((1, 2)))
+    samples = rollout.Samples(
+        [[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], [[0.0] * 4, [0.0] * 3], ["complete"] * 2, np.zeros((1, 2))
+    )
     rows = pack_sequences(samples.ids, samples.masks, 8)
     batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]), cpu_device())
     of = {(s, t): (a, w) for s, t, a, w in zip(
@@ -125,7 +132,7 @@ def test_a_batch_carries_each_samples_advantage_and_share():
 
 
 def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
-    drawn = rollout.sample_replies(
+    drawn = sample_episodes(
         make_engine(device), questions(5, Length()), samples=3, max_tokens=12, temperature=1.0, seed=7, rows=rows
     )
     return {"ids": drawn.ids, "masks": drawn.masks, "rewards": drawn.rewards.tolist()}
@@ -152,9 +159,84 @@ def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
 
 
 def test_no_question_is_no_sample(engine):
-    drawn = rollout.sample_replies(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
+    drawn = sample_episodes(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
     assert drawn.rewards.size == 0 and drawn.ids == []
     rows = pack_sequences(drawn.ids, drawn.masks, 8)
     assert (rows.targets == IGNORE).all()
     batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True), cpu_device())
     assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0
+
+
+# ---------------------------------------------------------------------- episodes of several turns
+
+
+class Echo(Environment):
+    """Repeats what the model has written, three times, and rewards each reply by the number of its turn."""
+
+    def __init__(self, example: Example):
+        self.question = example.question
+        self.turn = 0
+
+    def start(self) -> list[Message]:
+        return self.question
+
+    def step(self, reply) -> Step:
+        self.turn += 1
+        if self.turn == 3:
+            return Step(reward=3.0)
+        return Step([{"role": "user", "content": f"you said {text_of(reply)}"}], reward=float(self.turn))
+
+
+class Echoing(Length):
+    def environment(self, example: Example) -> Environment:
+        return Echo(example)
+
+
+def test_an_episode_is_the_tokens_that_were_sampled(engine):
+    """Replies whose text would be encoded otherwise, one complete and one cut off; then one that the engine stops."""
+    tokenizer = engine.tokenizer
+    end = tokenizer.encode_special("<|assistant_end|>")
+    odd = [*tokenizer.encode("a"), *tokenizer.encode("b"), *tokenizer.encode("a")]
+    seeds = []
+
+    def sampler(prompts, settings, max_tokens):
+        turn = len(seeds)
+        seeds.append([one.seed for one in settings])
+        assert [prompt[-1] for prompt in prompts] == [tokenizer.encode_special("<|assistant_start|>")] * len(prompts)
+        reply = [
+            rollout.Reply([*odd, end], [1] * 4, [-1.0] * 4, "complete"),
+            rollout.Reply(odd, [1] * 3, [-2.0] * 3, "cut off"),
+            rollout.Reply([tokenizer.get_bos_token_id()], [1], [-3.0], "broken"),
+        ][turn]
+        return [replace(reply, tokens=list(reply.tokens)) for _ in prompts]
+
+    settings = {"samples": 2, "max_tokens": 9, "seed": 1}
+    drawn = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=100, **settings)
+    said = "<|user_start|>you said aba<|user_end|><|assistant_start|>"
+    text = f"<|user_start|>q<|user_end|><|assistant_start|>aba<|assistant_end|>{said}aba<|assistant_end|>{said}<|bos|>"
+    assert tokenizer.decode(drawn.ids[0]) == "<|bos|>" + text
+    chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
+    assert chosen == [*odd, end, *odd, tokenizer.get_bos_token_id()], "not the end that a cut-off reply had to be given"
+    assert [logp for logp, m in zip(drawn.logp[0], drawn.masks[0], strict=True) if m] == [-1.0] * 4 + [-2.0] * 3 + [
+        -3.0
+    ]
+    assert {logp for logp, m in zip(drawn.logp[0], drawn.masks[0], strict=True) if not m} == {0.0}
+    assert drawn.rewards.tolist() == [[3.0, 3.0]], "of turns 1 and 2; the broken reply is worth nothing"
+    assert drawn.endings == ["broken"] * 2 and len({seed for turn in seeds for seed in turn}) == 6
+    # Where the context has no room for what the environment says, the episode ends.
+    seeds.clear()
+    short = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=20, **settings)
+    assert short.endings == ["cut off"] * 2 and short.rewards.tolist() == [[1.0, 1.0]]
+    assert short.ids[0] == drawn.ids[0][: len(short.ids[0])] and short.ids[0][-1] == end
+
+
+def test_sampler_and_trainer_agree(engine):
+    """The log probabilities of the samples, with a cache and token by token, are those of training in packed rows."""
+    drawn = sample_episodes(engine, questions(3, Echoing()), samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
+    assert max(ids.count(engine.tokenizer.encode_special("<|assistant_start|>")) for ids in drawn.ids) > 1
+    rows = pack_sequences(drawn.ids, drawn.masks, 64)
+    logp = rollout.logp_of(lively_model(engine.model.config), rows)  # the engine's own is packed
+    for sample, (values, mask) in enumerate(zip(drawn.logp, drawn.masks, strict=True)):
+        own = logp[(rows.source == sample) & (rows.targets != IGNORE)]
+        expected = [value for value, m in zip(values, mask, strict=True) if m]
+        assert own.tolist() == pytest.approx(expected, abs=1e-5)

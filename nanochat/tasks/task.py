@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.shell.cli import UserError
+from nanochat.tasks.environment import Environment, Step
 
 Split = Literal["train", "test"]
 Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all
@@ -88,6 +89,10 @@ class Task:
         """The reward in reinforcement learning, 0 to 1."""
         return float(self.grade(example, reply))
 
+    def environment(self, example: Example) -> Environment:
+        """An episode of an example in reinforcement learning. The default is over with the first reply."""
+        return OneReply(self, example)
+
     def pair(self, index: int) -> Pair:
         """Example `index` for preference optimisation: its reference answer and a wrong one."""
         messages = self.example(index).messages
@@ -102,6 +107,20 @@ class Task:
             if not self.grade(example, parts_of(reply)):
                 return reply
         raise UserError(f"--tasks {self.name}: all answers are the same, there is no wrong one")
+
+
+class OneReply(Environment):
+    """A question of a task, and the reward of the reply to it."""
+
+    def __init__(self, task: Task, example: Example):
+        self.task = task
+        self.example = example
+
+    def start(self) -> list[Message]:
+        return self.example.question
+
+    def step(self, reply: Sequence[Part]) -> Step:
+        return Step(reward=self.task.reward(self.example, reply))
 
 
 class GeneratedTask(Task):
