@@ -57,13 +57,14 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model, tag_of
+    from nanochat.checkpoint_manager import load_model
     from nanochat.data.sources import by_part, mean_by_weight, open_corpus, parts_of
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine
     from nanochat.evals import core
     from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.model_folder import tag_of
 
     # ------------------------------------------------------------------ load
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)

@@ -160,8 +160,9 @@ def answer_file(config: Config) -> None:
 def load_for_file(config: Config) -> Any:
     """The model behind a scheduler."""
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model, tag_of
+    from nanochat.checkpoint_manager import load_model
     from nanochat.engine import Engine
+    from nanochat.model_folder import tag_of
     from nanochat.serve.scheduler import Scheduler
     from nanochat.serve.state import LoadedModel
 

@@ -47,9 +47,9 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import losses, scaling
-    from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import Rendered
     from nanochat.data.packing import pack_pairs
+    from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, is_learned, open_mixture

@@ -47,10 +47,11 @@ def main(config: Config) -> None:
     phase("loading torch")
     # The heavy imports are here so that --help responds at once.
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model, tag_of
+    from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import parts_of
     from nanochat.engine import Engine
     from nanochat.evals.chat import CHAT, Graded, chat_core, converse, evaluate, graded_choices, readable
+    from nanochat.model_folder import tag_of
     from nanochat.tasks.registry import open_task
 
     # ------------------------------------------------------------------ load

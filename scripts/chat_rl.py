@@ -57,10 +57,10 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import losses, rollout, scaling
-    from nanochat.checkpoint_manager import weights_sha256
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, Slots, seed_of
+    from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture

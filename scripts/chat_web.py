@@ -119,7 +119,7 @@ def serve(config: Config, listener: socket.socket) -> None:
 def check(config: Config) -> None:
     """What needs no loading. Raises UserError: when there is no such checkpoint or device."""
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import find_source
+    from nanochat.model_folder import find_source
 
     if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
         raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
@@ -134,7 +134,8 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
 
     Raises UserError: when they are not of this base, or two have one name.
     """
-    from nanochat.checkpoint_manager import load_adapters, load_config
+    from nanochat.checkpoint_manager import load_config
+    from nanochat.model_folder import load_adapters
     from nanochat.serve.prompts import ALIAS
 
     found = []
@@ -158,7 +159,7 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
 
 def name_of(meta: dict[str, Any]) -> str:
     """What clients call a model by default."""
-    from nanochat.checkpoint_manager import tag_of
+    from nanochat.model_folder import tag_of
 
     tag = tag_of(Path(meta["folder"]))
     return f"nanochat-{tag}-{meta['stage']}" if "stage" in meta else tag
@@ -171,8 +172,9 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
     def load() -> LoadedModel:
         from nanochat import device as devices
-        from nanochat.checkpoint_manager import load_model, weights_sha256
+        from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
+        from nanochat.model_folder import weights_sha256
         from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import Scheduler
 

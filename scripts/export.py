@@ -61,7 +61,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, hf, peft
+    from nanochat import checkpoint_manager, hf, model_folder, peft
     from nanochat.data import hub
 
     out = Path(config.out).expanduser().absolute()
@@ -69,13 +69,13 @@ def main(config: Config) -> None:
         raise UserError(f"--out {config.out} exists already: name another folder, or remove it")
     if config.push is not None:
         hub.check_name(config.push)
-    source = checkpoint_manager.find_source(config.source, config.model_tag, config.step)
+    source = model_folder.find_source(config.source, config.model_tag, config.step)
 
     if config.to == "peft":
         if config.adapter:
             raise UserError("--to peft writes the adapters of --source alone: leave --adapter out")
         shape, _, meta = checkpoint_manager.load_config(source)
-        adapters, _ = checkpoint_manager.load_adapters(str(source), shape)
+        adapters, _ = model_folder.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
         with new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
             )
     else:
         model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, adapter=config.adapter)
-        dtype = getattr(torch, config.dtype, None) or checkpoint_manager.stored_dtype(source)
+        dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":
             known = meta.get("pretraining", {}).get("family")
@@ -125,15 +125,15 @@ def write_as_ours(
     for_transformers: bool,
 ) -> None:  # fmt: skip
     """A checkpoint of this project without training state; `for_transformers`: its modeling file goes with it."""
-    from nanochat import checkpoint_manager
+    from nanochat import checkpoint_manager, model_folder
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.shell import storage
     from nanochat.tokenizer import EXPORTED_NAME
 
     kept = {key: meta[key] for key in KEPT if key in meta}
-    kept["version"] = checkpoint_manager.FORMAT_VERSION
+    kept["version"] = model_folder.FORMAT_VERSION
     kept["world_size"] = 0  # no training state
-    kept["exported_from"] = checkpoint_manager.short_name(Path(meta["folder"]))
+    kept["exported_from"] = model_folder.short_name(Path(meta["folder"]))
     weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     files = checkpoint_manager.write_model(folder, weights, tokenizer, kept, EXPORTED_NAME)
 

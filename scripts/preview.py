@@ -40,9 +40,10 @@ class Config:
 
 def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
-    from nanochat.checkpoint_manager import find_source, load_config
+    from nanochat.checkpoint_manager import load_config
     from nanochat.cross_entropy import IGNORE
     from nanochat.data.packing import pack_sequences
+    from nanochat.model_folder import find_source
     from nanochat.shell.log import print0, print_table
     from nanochat.shell.screen import track
     from nanochat.tasks.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture

@@ -15,6 +15,7 @@ import tiny
 import torch
 
 from nanochat.gpt import GPTConfig
+from nanochat.shell.paths import checkpoint_dir
 from nanochat.tokenizer import Tokenizer
 
 
@@ -36,6 +37,20 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.setenv("NANOCHAT_BASE_DIR", os.fspath(tmp_path_factory.mktemp("base")))
     yield
     patch.undo()
+
+
+@pytest.fixture
+def base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty base folder for one test, and for thousands of saves, which need not reach the disk."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(base_folder: Path) -> Path:
+    """Where a run saves its checkpoints."""
+    return checkpoint_dir("base", "tiny")
 
 
 @pytest.fixture(scope="session", autouse=True)

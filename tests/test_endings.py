@@ -21,7 +21,7 @@ import pytest
 from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
 from tiny import run_command
 
-from nanochat import checkpoint_manager
+from nanochat import model_folder
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,10 +185,10 @@ def trial(
     stopped = re.search(r"^stopped by (SIG\w+): saved (\S+); continue with --resume$", text, re.MULTILINE)
     assert stopped and stopped[1] == number.name, text
     folder = Path(stopped[2])
-    meta = checkpoint_manager.verify(folder)
+    meta = model_folder.verify(folder)
     assert took < 10, f"{took:.1f} s\n{text}"
     assert folder == base / f"checkpoints/{stage}/{TAGS[stage]}/step_{meta['step']:06d}"
-    assert checkpoint_manager.steps(folder.parent)[-1] == meta["step"]
+    assert model_folder.steps(folder.parent)[-1] == meta["step"]
     assert not early or meta["step"] == 0
     assert not list(folder.parent.glob("*.tmp"))
     assert status == (128 + number if ranks == 1 else 1)  # torchrun's own status says only that workers failed
@@ -271,7 +271,7 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
     finally:
         kill(process)
     text = output.read_text()
-    (step,) = checkpoint_manager.steps(base / "checkpoints/base/d1")
+    (step,) = model_folder.steps(base / "checkpoints/base/d1")
     assert f"step_{step:06d}; continue with --resume" in text and step < STEPS["base"], text
     undisturbed(base, 2, "base", *RUN, "--resume")
     assert result(base) == expected
@@ -317,8 +317,8 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     text = output.read_text()
     assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
     folder = base / "checkpoints/base/d1"
-    (step,) = checkpoint_manager.steps(folder)
-    meta = checkpoint_manager.verify(folder / f"step_{step:06d}")
+    (step,) = model_folder.steps(folder)
+    meta = model_folder.verify(folder / f"step_{step:06d}")
     assert meta["world_size"] == 2 and not list(folder.glob("*.tmp"))
     if stopped:
         assert (

@@ -13,7 +13,7 @@ from families import save_family
 from safetensors.torch import load_file, save_file
 from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 
-from nanochat import checkpoint_manager, hf
+from nanochat import hf, model_folder
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
@@ -260,7 +260,7 @@ def test_sampling_is_the_folders(folders, tmp_path):
         settings.write_text(json.dumps(content))
         _, _, meta = load_model(str(folder), "cpu")
         assert tuple(meta["sampling"][name] for name in ("temperature", "top_k", "top_p")) == expected
-    assert checkpoint_manager.tag_of(folder) == "sampling"
+    assert model_folder.tag_of(folder) == "sampling"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ ORDER = (
     ("sampling",),
     ("hf", "exported.*"),
     ("peft",),
+    ("model_folder",),
     ("checkpoint_manager",),
     ("engine",),
     ("rollout",),

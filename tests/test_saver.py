@@ -25,10 +25,11 @@ import pytest
 import torch
 from tiny import Momentum, cpu_device, run_ranks, smallest_model
 
-from nanochat import checkpoint_manager
-from nanochat.checkpoint_manager import clean_up, load_training, newest, steps
+from nanochat import checkpoint_manager, model_folder
+from nanochat.checkpoint_manager import clean_up, load_training
 from nanochat.data.loader import Loader, LoaderState
 from nanochat.device import Device
+from nanochat.model_folder import newest, steps
 from nanochat.parallel import collectives
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
@@ -45,17 +46,7 @@ FILES = {"manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "t
 ROOT = Path(__file__).resolve().parent.parent
 KILLED, FAILED = 9, 3  # exit codes
 
-
-@pytest.fixture(autouse=True)
-def base_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # thousands of saves need not reach the disk
-    return tmp_path
-
-
-@pytest.fixture
-def folder() -> Path:
-    return paths.checkpoint_dir("base", "tiny")
+pytestmark = pytest.mark.usefixtures("base_folder")
 
 
 def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
@@ -197,7 +188,7 @@ def test_a_kill_at_any_operation_costs_nothing(folder, templates, scenario, torn
     def result() -> tuple[int, int] | None:
         found = usable(folder)
         if keep_last:  # a step half deleted is not taken for one
-            assert all(checkpoint_manager.is_whole(folder / f"step_{step:06d}") for step in steps(folder))
+            assert all(model_folder.is_whole(folder / f"step_{step:06d}") for step in steps(folder))
         return found
 
     outcomes = kills(prepare, lambda: save_step(folder, 2, seed=7, keep_last=keep_last), result, torn)
@@ -513,8 +504,8 @@ def test_old_steps_go(folder, keep_last, keep_every, left):
 def test_each_step_is_read_back_once(folder, monkeypatch):
     for step in (1, 2, 3):
         save_step(folder, step, seed=step)
-    read, verify = [], checkpoint_manager.verify
-    monkeypatch.setattr(checkpoint_manager, "verify", lambda path: (read.append(path.name[-1]), verify(path))[1])
+    read, verify = [], model_folder.verify
+    monkeypatch.setattr(model_folder, "verify", lambda path: (read.append(path.name[-1]), verify(path))[1])
     for step in (4, 5, 6):
         save_step(folder, step, seed=step, keep_last=3)
     assert "".join(read) == "456" and steps(folder) == [4, 5, 6]

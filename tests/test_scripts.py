@@ -29,9 +29,9 @@ from tiny import run_command
 
 from nanochat import checkpoint_manager, train
 from nanochat import device as devices
-from nanochat.checkpoint_manager import steps as steps_of
 from nanochat.data import loader
 from nanochat.evals.bpb import bits_per_byte
+from nanochat.model_folder import steps as steps_of
 from nanochat.run.stage import _facts
 from nanochat.shell import cli
 from nanochat.shell.log import REQUIRED

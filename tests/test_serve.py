@@ -33,8 +33,9 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from nanochat.checkpoint_manager import load_model, weights_sha256
+from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
+from nanochat.model_folder import weights_sha256
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.connection import Connection

@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager, lora, scaling
+from nanochat import checkpoint_manager, lora, model_folder, scaling
 from nanochat import device as devices
 from nanochat.attention import Segments
 from nanochat.device import Device
@@ -123,7 +123,7 @@ def begin(config: SourceFlags, with_reference: bool = False) -> Start:
     source_tag = config.source_tag
     if source_tag is None and config.source in ("auto", *STAGES):
         source_tag = config.model_tag
-    source = checkpoint_manager.find_source(config.source, source_tag, config.source_step, device)
+    source = model_folder.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
         max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, seed=config.seed,
@@ -151,11 +151,11 @@ def begin(config: SourceFlags, with_reference: bool = False) -> Start:
         print0(lora.describe(model, settings))
     return Start(
         began, device, layout, model, tokenizer,
-        tag=config.model_tag or checkpoint_manager.tag_of(source),
+        tag=config.model_tag or model_folder.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
         reference=reference, ledger=ledger,
-        adapter=None if settings is None else {**lora.facts(settings), **checkpoint_manager.base_of(source)},
+        adapter=None if settings is None else {**lora.facts(settings), **model_folder.base_of(source)},
     )  # fmt: skip
 
 
@@ -239,15 +239,15 @@ def resume(
     def find() -> str | None:
         lock(folder)
         checkpoint_manager.clean_up(folder)
-        found = checkpoint_manager.newest(folder)
-        if found is None and checkpoint_manager.steps(folder):
+        found = model_folder.newest(folder)
+        if found is None and model_folder.steps(folder):
             raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to start over")
         return str(found[0]) if found else None
 
     found = decide_on_rank_zero(start.device, find)
     if found is None:
         print0(f"--resume: nothing in {folder} yet, starting from the beginning")
-        others = [path.name for path in checkpoint_manager.tags(folder.parent.name)]
+        others = [path.name for path in model_folder.tags(folder.parent.name)]
         if others:  # the tag may be mistyped
             warn(f"--resume found nothing in {folder}; the tags that could be resumed are {', '.join(others)}")
         return Progress(), []
@@ -466,7 +466,7 @@ class Run:
             self.meta["adapter"] = start.adapter
             fingerprints["the base's weights"] = start.adapter["base_sha256"]
         if start.source is not None:
-            self.meta["source"] = checkpoint_manager.short_name(start.source)
+            self.meta["source"] = model_folder.short_name(start.source)
         if config.offload_optimizer:
             size = optimizer.state_bytes()["cpu"] / 2**20
             print0(f"optimizer state: {size:,.1f} MiB in main memory, copied to the device and back in every step")
@@ -699,7 +699,7 @@ class Run:
         devices.shutdown(self.device)
         record(self.stage, self.start.tag, self.start.began, self.device, (self.first_step, self.progress.step))
         if self.stopped:
-            self.faults.leave(checkpoint_manager.step_path(self.folder, self.progress.step))
+            self.faults.leave(model_folder.step_path(self.folder, self.progress.step))
         summary = summary or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")
 
@@ -712,14 +712,14 @@ class Run:
         if self.meter.since_good < 3:
             return line
         last_good = self.progress.step - self.meter.since_good - 1
-        steps = checkpoint_manager.steps(self.folder)
-        checkpoint = checkpoint_manager.step_path(self.folder, steps[-1]) if steps else "none"
+        steps = model_folder.steps(self.folder)
+        checkpoint = model_folder.step_path(self.folder, steps[-1]) if steps else "none"
         hint = ", then --resume" if steps else ""
         # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
         # saved none since.
         earlier = [step for step in steps[:-1] if step <= last_good]
         if earlier and (steps[-1] > last_good or steps[-1] == self.resumed_step):
-            good = checkpoint_manager.step_path(self.folder, earlier[-1])
+            good = model_folder.step_path(self.folder, earlier[-1])
             checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
         raise UserError(
             f"the loss or its gradient was not finite three steps in a row; last good step: "
