@@ -56,13 +56,15 @@ class RenderedText:
 
 class ChatTemplate:
     """The templates of a tokenizer; `names` are those of its bos_token, eos_token and so on, `special` of all.
+    `file`: where the templates were read, for messages.
 
     Raises TemplateError: when one of them is no Jinja.
     """
 
-    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Iterable[str]):
+    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Iterable[str], file: str = ""):
         self.sources = dict(sources)
         self.names = dict(names)
+        self.file = file
         self._special = sorted(special, key=len, reverse=True)  # the longest match counts
         self._begun = {name[:length] for name in self._special for length in range(1, len(name))}
         self._longest = max(map(len, self._begun), default=0)
@@ -76,7 +78,7 @@ class ChatTemplate:
             self._compile(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.sources, self.names, self._special)
+        return ChatTemplate, (self.sources, self.names, self._special, self.file)
 
     def render(
         self,
@@ -110,7 +112,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        with _complaints():
+        with _complaints(self.file):
             text = template.render(fields)
         return self._divided(text, guard)
 
@@ -201,7 +203,7 @@ class ChatTemplate:
 
     def _compile(self, name: str) -> Any:
         if name not in self._compiled:
-            with _complaints():
+            with _complaints(self.file):
                 self._compiled[name] = self._environment.from_string(self.sources[name])
         return self._compiled[name]
 
@@ -226,13 +228,16 @@ state = _State()
 class _complaints:
     """One line for whatever a template raises, and a new budget."""
 
+    def __init__(self, file: str):
+        self.where = f" in {file}" if file else ""
+
     def __enter__(self) -> None:
         state.work = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception):  # a template can raise anything: 1 / 0, no such key, memory
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise TemplateError(f"the chat template fails: {reason}") from error
+            raise TemplateError(f"the chat template{self.where} fails: {reason}") from error
 
 
 def _spend(work: int) -> None:

@@ -46,8 +46,8 @@ class ImportedTokenizer(Tokenizer):
     format_version = 2
     indent = None  # a line for each of 400,000 merges would take 10 MB
 
-    def __init__(self, definition: dict[str, Any]):
-        """`definition` has the keys of `_definition`.
+    def __init__(self, definition: dict[str, Any], template_file: str = ""):
+        """`definition` has the keys of `_definition`; `template_file` is where its chat templates were read.
 
         Raises ValueError: when it is no tokenizer, or of a kind that is not read.
         """
@@ -102,7 +102,9 @@ class ImportedTokenizer(Tokenizer):
         self.stop_ids = frozenset({*ends, self._bos})
         if not {*ends, self._bos} <= set(self.special_ids.values()):
             raise ValueError("the tokens that begin and end a text are not special in it: texts could contain them")
-        self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids) if self.templates else None
+        self.chat_template = None
+        if self.templates:
+            self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids, template_file)
         self.can_chat = self.chat_template is not None
 
     @classmethod
@@ -124,9 +126,12 @@ class ImportedTokenizer(Tokenizer):
 
         # A file of its own, a text in the config, or several by name in the config.
         template = config.pop("chat_template", None)
+        file = "tokenizer_config.json"
         if (folder / "chat_template.jinja").exists():
+            file = "chat_template.jinja"
             template = read_text(folder / "chat_template.jinja", MAX_TEMPLATE)
         elif (folder / "chat_template.json").exists():
+            file = "chat_template.json"
             template = _optional(folder / "chat_template.json").get("chat_template")
         templates = {} if template is None else {"default": template}
         if isinstance(template, list):
@@ -135,18 +140,19 @@ class ImportedTokenizer(Tokenizer):
             raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")
         if templates and "default" not in templates:
             raise ValueError("none of its chat templates is the default one")
-        return cls({"tokenizer": content, "config": config, "chat_templates": templates, "eos_token_ids": ends})
+        definition = {"tokenizer": content, "config": config, "chat_templates": templates, "eos_token_ids": ends}
+        return cls(definition, f"{folder.resolve().name}/{file}")
 
     @classmethod
-    def from_checkpoint(cls, content: dict[str, Any]) -> "ImportedTokenizer":
+    def from_checkpoint(cls, path: Path, content: dict[str, Any]) -> "ImportedTokenizer":
         """From the one file that `save` writes. Raises ValueError: when it is damaged."""
-        tokenizer = cls(content)
+        tokenizer = cls(content, "/".join(path.resolve().parts[-4:]))  # <stage>/<tag>/step_<n>/tokenizer.json
         if tokenizer.fingerprint() != content["sha256"]:
             raise ValueError("its content does not match its sha256")
         return tokenizer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImportedTokenizer, (self._definition(),)
+        return ImportedTokenizer, (self._definition(), self.chat_template.file if self.chat_template else "")
 
     def hugging_face_files(self) -> dict[str, Any]:
         """The files of Hugging Face's form by name, as JSON or as text; without those of the model."""

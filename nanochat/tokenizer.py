@@ -218,7 +218,7 @@ class Tokenizer:
                 remedy = "download it again"
                 if is_hugging_face:
                     return ImportedTokenizer.from_folder(path.parent, content)
-                return ImportedTokenizer.from_checkpoint(content)
+                return ImportedTokenizer.from_checkpoint(path, content)
             if content["version"] != cls.format_version:
                 raise ValueError(f"it has format version {content['version']}, this code reads {cls.format_version}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import shutil
 
 import pytest
 from families import FAMILIES, random_string
@@ -81,6 +82,26 @@ def test_one_file_holds_everything(family_tokenizers, tmp_path, family):
     content["chat_templates"]["default"] += " "
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert "sha256" in complaint(lambda: Tokenizer.load(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_fails_names_its_file(family_folders, tmp_path, file):
+    folder = shutil.copytree(family_folders["qwen2"], tmp_path / "Qwen")
+    source = "{{ raise_exception('not today') }}"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / file).write_text(
+        source
+        if file.endswith("jinja")
+        else json.dumps({**json.loads((folder / file).read_text()), "chat_template": source})
+    )
+    step = tmp_path / "sft" / "d1" / "step_000001"
+    step.mkdir(parents=True)
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.save(step)
+    again = pickle.loads(pickle.dumps(Tokenizer.load(step)))
+    for loaded, where in ((tokenizer, f"Qwen/{file}"), (again, "sft/d1/step_000001/tokenizer.json")):
+        message = f"the chat template in {where} fails: not today"
+        assert complaint(lambda loaded=loaded: loaded.chat_template.render([])) == message
 
 
 def test_an_end_that_its_file_calls_plain_is_special(family_folders, tmp_path):
