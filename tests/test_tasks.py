@@ -623,6 +623,8 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     assert wanted in left_out and "--bad_records fail" in left_out
     assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
     assert len(Conversations("test", str(path))) == 2 and not capsys.readouterr().err
+    refused = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
     write(path, [{"messages": HELLO[1:]}] * 4)
     assert "3 of 3 records left out: first" in complaint(lambda: Conversations("train", str(path)))
 

@@ -112,19 +112,24 @@ class Conversations(RecordTask):
         """
         count = len(self.records)
         used = np.ones(count, dtype=bool)
-        first = ""  # that is left out: its place and its problem
+        first: tuple[int, ValueError] | None = None  # that is left out: its number and its problem
         questions = 0  # at the end of a conversation
         for index in track(range(count), f"checking {self.name}"):
             record = self.records[index]
             try:
                 questions += self.check(record)
-            except ValueError as problem:
-                if bad_records == "fail" or isinstance(problem, UnknownForm):
-                    raise self.records.error(index, f"cannot be used: {problem}") from problem
+            except UnknownForm as error:  # as a rule the form of all
+                raise self.records.error(index, f"cannot be used: {error}") from error
+            except ValueError as error:
                 used[index] = False
-                first = first or f"{self.records.where(index)}: {problem}"
-        if first:
-            left_out = f"{count - used.sum():,} of {count:,} records left out: first {first}"
+                first = first or (index, error)
+        if first is not None:
+            index, problem = first
+            others = count - int(used.sum()) - 1
+            if bad_records == "fail":
+                more = f"; {others:,} more of the {count:,} records cannot, either" if others else ""
+                raise self.records.error(index, f"cannot be used: {problem}{more}") from problem
+            left_out = f"{others + 1:,} of {count:,} records left out: first {self.records.where(index)}: {problem}"
             if not used.any():
                 raise UserError(f"--tasks {source}: {left_out}")
             warn(f"--tasks {source}: {left_out} (--bad_records fail makes this an error)")
