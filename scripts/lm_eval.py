@@ -24,7 +24,7 @@ from nanochat.shell.screen import phase
 @dataclass(frozen=True)
 class Config:
     tasks: str  # NAME,NAME,... of the harness's tasks and groups, or of those in --include_path; * matches any
-    source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     include_path: str | None = None  # a folder of your own tasks, each a .yaml of the harness's form
@@ -48,13 +48,14 @@ def main(config: Config) -> None:
     phase("loading the tasks")
     # The heavy imports are here so that --help responds at once.
     try:
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.utils import handle_non_serializable, make_table
     except ImportError as error:
         raise UserError(f'{error}: install the harness with `pip install -e ".[eval]"`') from error
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model
     from nanochat.evals.harness import NanochatLM, Tasks
+    from nanochat.shell import provenance
 
     # ------------------------------------------------------------------ which tasks
     if config.include_path is not None and not Path(config.include_path).is_dir():
@@ -86,7 +87,10 @@ def main(config: Config) -> None:
         "gen_kwargs": config.gen_kwargs or None, "log_samples": config.log_samples,
         "batch_size": config.device_batch_size,
     }  # fmt: skip
-    results = simple_evaluate(lm, **options)
+    # The harness asks git about the folder in which it is started. Where that is no repository, git complains on the
+    # terminal; and it is the commit of this code that computes the results.
+    evaluator.get_git_commit_hash = provenance.commit
+    results = evaluator.simple_evaluate(lm, **options)
     if results is not None and device.is_main:  # each host's first rank has them
         print0(make_table(results))
         if results.get("groups"):
