@@ -24,7 +24,7 @@ COLUMNS = ("task", "examples", "mean tokens", "longest", "cut", "nothing to lear
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # the model to train: a stage, a checkpoint's folder or hf:ORG/NAME; auto: the furthest stage
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     source_tag: str | None = None  # tag of the source; default: the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Count = 0  # as of that stage: tokens of a row; 0: the model's context
@@ -44,7 +44,7 @@ def main(config: Config) -> None:
     from nanochat.cross_entropy import IGNORE
     from nanochat.data.packing import pack_sequences
     from nanochat.model_folder import find_source
-    from nanochat.shell.log import print0, print_table
+    from nanochat.shell.log import counted, print0, print_table
     from nanochat.shell.screen import track
     from nanochat.tasks.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_pairs
@@ -87,6 +87,12 @@ def main(config: Config) -> None:
         task, _ = mixture.draw(number)
         examples.setdefault(task.name, []).append(texts_of(number))
     print_table(COLUMNS, [table_row(name, examples[name]) for name in sorted(examples)])
+    for task in mixture.tasks:
+        if len(task) < (drawn := len(examples.get(task.name, ()))):
+            kind = "pair" if is_dpo else "example"
+            print0(
+                f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
+            )
     if not is_dpo:
         learned = [text for texts in examples.values() for [text] in texts if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)

@@ -58,15 +58,16 @@ def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
 def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     rows = [{"prompt": "Hi?", "chosen": reply, "rejected": "No."} for reply in ("Yes.", "Yes.", "No.")]
     path = write(tmp_path / "pairs.jsonl", rows * 4)
-    call("preview", "--stage=dpo", f"--tasks={path}", "--examples=6", "--count=10")
+    call("preview", "--stage=dpo", f"--tasks={path}", "--examples=6", "--count=11")
     out = capsys.readouterr().out
     head = "<|bos|><|user_start|>Hi?<|user_end|><|assistant_start|>"
     assert head + "[[Yes.<|assistant_end|>]]\nrejected: " in out and head + "[[No.<|assistant_end|>]]" in out
     mixture = open_mixture(path, "train", pairs=True)
-    pairs = [mixture.rendered_pair(tiny_tokenizer(), number, 33) for number in range(10)]
+    pairs = [mixture.rendered_pair(tiny_tokenizer(), number, 33) for number in range(11)]
     same = sum(chosen.ids == rejected.ids for chosen, rejected in pairs)
     row = next(line for line in out.splitlines() if line.startswith("preferences"))
-    assert row.split()[1] == "10" and row.split()[5] == str(same) and same
+    assert row.split()[1] == "11" and row.split()[5] == str(same) and same
+    assert "preferences has 10 pairs: the 11 of the table repeat them" in out
 
 
 def test_mistakes(model, tmp_path, capsys):
