@@ -62,7 +62,7 @@ class Config:
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ find mistakes before anything starts
     key = choose_key(config, open_to_others=not is_loopback(config.host))
-    check(config)
+    models = check(config)
 
     # ------------------------------------------------------------------ listen, and print the address
     with listening(config) as listener:
@@ -72,6 +72,8 @@ def main(config: Config) -> None:
         address = f"http://{name}:{listener.getsockname()[1]}/"
         # The operator knows a key of their own, and standard output may end up in a log: print only a key made here.
         print(address if key is None or names_key(config) else address_with_key(address, key), flush=True)
+        if len(models) > 1:
+            print(f"models: {', '.join(models)}", flush=True)
         warn_if_open(config, key)
 
         # -------------------------------------------------------------- serve until a signal arrives
@@ -116,17 +118,26 @@ def serve(config: Config, listener: socket.socket) -> None:
 # ---------------------------------------------------------------------- the model
 
 
-def check(config: Config) -> None:
-    """What needs no loading. Raises UserError: when there is no such checkpoint or device."""
+def check(config: Config) -> list[str]:
+    """Look at what needs no loading; returns the names of the models, if there are adapters.
+
+    Raises UserError: when there is no such checkpoint or device.
+    """
     from nanochat import device as devices
+    from nanochat.checkpoint_manager import load_config
     from nanochat.model_folder import find_source
 
     if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
         raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
     allowed_origins(config)  # or raises
-    find_adapters(config, find_source(config.source, config.model_tag, config.step))
+    base = find_source(config.source, config.model_tag, config.step)
+    adapters = find_adapters(config, base)
     kind = devices.kind_of(config.device)
     devices.records(kind, config.graphs)  # or raises
+    if not adapters:
+        return []
+    _, _, meta = load_config(base)
+    return [config.name or name_of({**meta, "folder": str(base)}), *(name for name, _, _ in adapters)]
 
 
 def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dict[str, Any]]]:

@@ -459,11 +459,11 @@ def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
         expected[stage] = tokenizer.decode(reply)
     assert expected["base"] != expected["sft"]
     config = chat_web.Config(source="base", adapter=f"sft,theirs={tmp_path / 'peft'}", device="cpu", slots=2)
-    chat_web.check(config)
+    names = chat_web.check(config)
     try:
         with client_of(chat_web.make_app(config, lambda error: None)) as ask:
             listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
-            assert listed == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
+            assert listed == names == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
             body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
             for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
                 answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
