@@ -30,7 +30,7 @@ STORIES_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
+    source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset; or several with weights

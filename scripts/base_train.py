@@ -34,7 +34,7 @@ CONTINUED_SCALE = 0.5  # of --lr_scale
 @dataclass(frozen=True)
 class Config(SourceFlags):
     # continued pretraining
-    source: str = ""  # the model to continue: a stage, a checkpoint's folder, or hf:ORG/NAME; default: a new one
+    source: str = ""  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; default: a new model
     # With --source: absolute, of AdamW; default: Muon, by --lr_scale.
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None
     # With --source: multiplies all learning rates of pretraining; default: 0.5.

@@ -41,7 +41,8 @@ class Config:
     what: tyro.conf.Positional[Literal["train", "serve"]]  # what to measure
     depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
-    source: str | None = None  # a model instead of a new one: a stage, a checkpoint's folder, or hf:ORG/NAME
+    # Instead of a new model: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
+    source: str | None = None
     against: Literal["transformers"] | None = None  # also time the library with --source, a model of another family
     max_seq_len: Size = 512  # tokens a row
     vocab_size: Size = 8192  # tokens that the model knows

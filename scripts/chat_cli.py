@@ -43,7 +43,7 @@ from nanochat.tokenizer import replace_surrogates
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source

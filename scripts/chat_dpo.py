@@ -21,7 +21,8 @@ from nanochat.shell.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(EpochFlags):
-    source: str = "sft"  # a stage, a folder or hf:ORG/NAME; frozen, it is the reference too
+    # A stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; frozen, it is the reference too.
+    source: str = "sft"
     # horizon and batch
     num_iterations: Positive = 100  # steps
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one

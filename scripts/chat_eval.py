@@ -25,7 +25,7 @@ from nanochat.shell.screen import bar, has_bars, phase
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "sft"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
+    source: str = "sft"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     tasks: str = ""  # NAME[=PATH],NAME,...; default: all built-in tasks that have a right answer

@@ -19,7 +19,7 @@ from nanochat.shell.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(ChatFlags):
-    source: str = "sft"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
+    source: str = "sft"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     # samples
     num_iterations: Positive = 60  # steps
     examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices

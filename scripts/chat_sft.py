@@ -18,7 +18,7 @@ from nanochat.shell.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(EpochFlags):
-    source: str = "mid"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
+    source: str = "mid"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     # batch
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # optimizer

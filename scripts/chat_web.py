@@ -35,7 +35,7 @@ IDLE_SECONDS = 5  # a connection may wait so long for its next request
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # a stage, a folder or hf:ORG/NAME; auto: the furthest of rl, dpo, sft, mid, base
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.

@@ -49,7 +49,7 @@ class Config:
     # For this project, for transformers and what reads its folders, or the adapters alone for peft.
     to: Literal["safetensors", "hf", "peft"] = "safetensors"
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's: merge them into the source
-    source: str = "auto"  # a stage, the furthest of them (auto), a folder, or hf:ORG/NAME
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # of the source; default: the tag last written
     step: int | None = None  # of the source; default: its newest whole step
     # Of the weights; auto: as in the source. bfloat16 halves what is float32, and rounds.

@@ -66,7 +66,7 @@ class SourceFlags(TrainFlags):
     """The flags of a stage that continues a trained model."""
 
     # model
-    source: str = "base"  # a stage, a checkpoint's folder, or a model of a hub: hf:ORG/NAME
+    source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
