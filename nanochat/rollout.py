@@ -1,7 +1,7 @@
 """Samples for reinforcement learning: questions in, conversations with rewards and advantages out. A step of chat_rl:
 
     1. sample      G episodes of each of Q questions, by the policy as it is now      `sample_episodes`
-    2. reward      each task's environment rewards its episodes, such as 1 if right   `Environment.step`
+    2. reward      by their tasks, such as 1 if right, or by the user's functions     `Environment.step`, rewards.py
     3. compare     an advantage for each episode: its reward against its question's   `group_advantages`
     4. learn       tokens of episodes with a positive advantage become likelier       `policy_batch`, losses.py
 
@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.conversation import parse_reply, render_continuation, render_prompt
+from nanochat import rewards as reward_functions
+from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.losses import PolicyBatch, kl_estimate, token_logp
 from nanochat.parallel.collectives import gather_values, sum_over_ranks
+from nanochat.rewards import Reward
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.shell.cli import Interrupted
+from nanochat.shell import user_code
+from nanochat.shell.cli import Failed, Interrupted
 from nanochat.shell.screen import bar
 from nanochat.tasks.environment import Environment
 from nanochat.tasks.task import Example, Task
@@ -88,6 +91,7 @@ class Samples:
     logp: list[list[float]]  # of each token in nats by the weights that sampled; 0 where the mask is
     endings: list[Ending]  # of the last reply
     rewards: np.ndarray  # (Q, G)
+    parts: dict[str, np.ndarray] = field(default_factory=dict)  # of the rewards by name, before their weights: (Q, G)
 
     def split(self, count: int) -> list["Samples"]:
         """In `count` parts, each with all episodes of its share of the questions; a part may be empty."""
@@ -97,8 +101,9 @@ class Samples:
             first = Q * part // count
             end = Q * (part + 1) // count
             own = slice(first * G, end * G)
+            own_parts = {name: values[first:end] for name, values in self.parts.items()}
             parts.append(Samples(
-                self.ids[own], self.masks[own], self.logp[own], self.endings[own], self.rewards[first:end]
+                self.ids[own], self.masks[own], self.logp[own], self.endings[own], self.rewards[first:end], own_parts
             ))  # fmt: skip
         return parts
 
@@ -108,7 +113,10 @@ class _Episode:
     """A conversation as it grows: the tokens of the question, of a reply, of the environment's answer, and so on."""
 
     numbers: tuple[int, int]  # of the question, and of the sample among its question's
+    task: Task
+    example: Example
     environment: Environment
+    messages: list[Message]
     ids: list[int]
     mask: list[int]
     logp: list[float]
@@ -124,11 +132,14 @@ class _Episode:
         self.logp += reply.logp
         self.turns += 1
         self.ending = reply.ending
+        parts = parse_reply(tokenizer, reply.tokens)
+        self.messages.append({"role": "assistant", "content": parts})
         # The model must not learn to end with whatever stops the engine: such a reply is worth nothing.
         if reply.ending == "broken":
             self.is_over = True
             return
-        step = self.environment.step(parse_reply(tokenizer, reply.tokens))
+        step = self.environment.step(parts)
+        self.messages += step.messages
         self.reward += step.reward
         self.is_over = not step.messages
         if self.is_over:
@@ -143,6 +154,14 @@ class _Episode:
         self.mask += [0] * len(answer)
         self.logp += [0.0] * len(answer)
 
+    def finished(self) -> reward_functions.Episode:
+        """What a reward function reads of it."""
+        replies = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        return reward_functions.Episode(
+            self.messages, text_of(replies[-1]), reward_functions.answer_of(self.example), self.example.fields,
+            self.task.name, self.reward, sum(self.mask), self.ending,
+        )  # fmt: skip
+
 
 def sample_episodes(
     sampler: Sampler,
@@ -154,16 +173,21 @@ def sample_episodes(
     max_tokens: int,
     context: int,
     seed: int,
+    rewards: Sequence[Reward] = (reward_functions.TASK,),
+    reward_seconds: float = 600.0,
+    should_stop: Callable[[], bool] = lambda: False,
     **sampling: Any,
 ) -> Samples:
-    """`samples` episodes of each question, rewarded by its task. All ranks call it together and get all episodes.
+    """`samples` episodes of each question, with their rewards. All ranks call it together and get all episodes.
 
     A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
     reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
     Its neighbours change at most the rounding, because they change the shapes of the products. A reply that
-    `max_tokens` or the context cuts off keeps what it has; its task decides what that is worth. A reply that ends with
-    another special token than the assistant's end is worth nothing.
-    Raises Interrupted: on every rank, when the sampler did on any of them.
+    `max_tokens` or the context cuts off keeps what it has; its reward decides what that is worth. A reply that ends
+    with another special token than the assistant's end is worth nothing, or less. `reward_seconds` and `should_stop`
+    are for `rewards`, see `score`.
+    Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
+    user's reward or environment fails on any of them.
     """
     # At least one token of the context is left for the reply.
     room = context - 1
@@ -187,15 +211,18 @@ def sample_episodes(
     for question, sample in wanted[device.rank :: device.world_size]:
         task, example = questions[question]
         environment = task.environment(example)
-        environment.start()
+        messages = list(environment.start())
         prompt = prompts[question]
-        mine.append(_Episode((question, sample), environment, list(prompt), [0] * len(prompt), [0.0] * len(prompt)))
+        mine.append(_Episode(
+            (question, sample), task, example, environment, messages, list(prompt), [0] * len(prompt),
+            [0.0] * len(prompt),
+        ))  # fmt: skip
 
     # 2. Sample, each reply from a seed of its own: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all
     #    episodes is one batch. The reward is on the rank that has sampled: it may run a program, so the ranks share
     #    this work, too.
     params = SamplingParams(**sampling)
-    own: list[dict[str, Any]] | None = None  # None: this rank was interrupted
+    own: list[dict[str, Any]] | str | None = None  # None: this rank was interrupted; a text: why it failed
     try:
         open_episodes = mine
         while open_episodes:
@@ -205,29 +232,47 @@ def sample_episodes(
                 settings.append(replace(params, seed=seed_of(seed, *episode.numbers, *turn)))
             replies = sampler([episode.ids for episode in open_episodes], settings, max_tokens)
             for episode, reply in zip(open_episodes, replies, strict=True):
-                episode.add(reply, tokenizer, room)
+                with user_code.failures():
+                    episode.add(reply, tokenizer, room)
             open_episodes = [episode for episode in open_episodes if not episode.is_over]
+        finished = [episode.finished() for episode in mine]
         own = [
-            {"numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "reward": e.reward, "ending": e.ending}
+            {"numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending, "parts": {}}
             for e in mine
         ]
-    # An interrupted rank still takes part in the exchange below, or the others would wait for it in vain.
+        for reward in rewards:
+            values = reward_functions.score(reward, finished, reward_seconds, should_stop)
+            for episode, share, value in zip(finished, own, values, strict=True):
+                is_broken = episode.ending == "broken" and reward.function is not None
+                share["parts"][reward.name] = min(value, 0.0) if is_broken else value
+    # A rank without samples still takes part in the exchange below, or the others would wait for it in vain.
+    except Failed as failure:
+        own = str(failure)
     except Interrupted:
-        pass
+        own = None
 
     # 3. Exchange: every rank packs the same batch from all episodes, in the order of questions and samples.
     episodes: list[dict[str, Any]] = []
     for share in gather_values(own, device):
+        if isinstance(share, str):
+            raise Failed(share)
         if share is None:
             raise Interrupted
         episodes += share
     episodes.sort(key=lambda episode: episode["numbers"])
+    parts = {}
+    total = np.zeros((len(questions), samples))
+    for reward in rewards:
+        values = [episode["parts"][reward.name] for episode in episodes]
+        parts[reward.name] = np.array(values).reshape(len(questions), samples)
+        total += reward.weight * parts[reward.name]
     return Samples(
         ids=[episode["ids"] for episode in episodes],
         masks=[episode["mask"] for episode in episodes],
         logp=[episode["logp"] for episode in episodes],
         endings=[episode["ending"] for episode in episodes],
-        rewards=np.array([episode["reward"] for episode in episodes]).reshape(len(questions), samples),
+        rewards=total,
+        parts=parts,
     )
 
 

@@ -73,7 +73,7 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_dpo_tasks(start.pretraining["data"])
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
-    files = {"pairs": True, "bad_records": config.bad_records, "val_share": config.val_share}
+    files = {"files": "pairs", "bad_records": config.bad_records, "val_share": config.val_share}
     train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
     held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")

@@ -25,6 +25,7 @@ class Config(ChatFlags):
     examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # of a reply
+    reward: Frozen[str] = "task"  # the task's own, a FILE.py:FUNCTION, or a weighted sum: task:0.8,FILE.py:FUNCTION:0.2
     temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the samples; the loss is that of temperature 1
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
@@ -56,7 +57,7 @@ def main(config: Config) -> None:
     import numpy as np
     import torch
 
-    from nanochat import losses, rollout, scaling
+    from nanochat import losses, rewards, rollout, scaling
     from nanochat.conversation import render_prompt
     from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, Slots, seed_of
@@ -87,9 +88,13 @@ def main(config: Config) -> None:
     reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
-    require_grades(parse_tasks(tasks))
-    train = open_mixture(tasks, "train", config.hub, config.seed)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed)
+    reward_parts = rewards.open_rewards(config.reward, device)
+    if rewards.TASK.name in [part.name for part in reward_parts]:
+        require_grades(parse_tasks(tasks))
+    train, held_out = (
+        open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
+        for split in ("train", "test")
+    )
     steps = config.num_iterations
     examples = config.examples_per_step
     # Rewards make noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
@@ -98,6 +103,17 @@ def main(config: Config) -> None:
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
+    def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
+        """`count` questions from number `first` on, without those that the context cannot hold."""
+        questions = []
+        for number in range(first, first + count):
+            task, index = mixture.draw(number)
+            example = task.example(index)
+            if len(render_prompt(start.tokenizer, task.environment(example).start())) < row_tokens:
+                questions.append((task, example))
+        return questions
+
+    rewards.check(reward_parts, draw(train, 0, 2), config.hang_seconds)
     if start.ledger is not None:
         rows = full_rows(config.device_batch_size, row_tokens, device)
         batch = losses.PolicyBatch(rows, rows.targets.float(), rows.targets.float())
@@ -115,7 +131,7 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
-    fingerprints = {"what --tasks names": train.fingerprint()}
+    fingerprints = {"what --tasks names": train.fingerprint(), **rewards.fingerprints(config.reward)}
     if reference is not None and start.source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
@@ -135,21 +151,12 @@ def main(config: Config) -> None:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
 
-    def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
-        """`count` questions from number `first` on, without those that the context cannot hold."""
-        questions = []
-        for number in range(first, first + count):
-            task, index = mixture.draw(number)
-            example = task.example(index)
-            if len(render_prompt(start.tokenizer, example.question)) < row_tokens:
-                questions.append((task, example))
-        return questions
-
     def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
         engine.update(model)
         return rollout.sample_episodes(
             sampler, start.tokenizer, device, questions, samples=samples, max_tokens=config.max_tokens,
-            context=row_tokens, seed=seed, temperature=config.temperature, top_k=config.top_k,
+            context=row_tokens, seed=seed, rewards=reward_parts, reward_seconds=config.hang_seconds,
+            should_stop=lambda: run.faults.should_stop(), temperature=config.temperature, top_k=config.top_k,
         )  # fmt: skip
 
     with run:
@@ -157,8 +164,8 @@ def main(config: Config) -> None:
             # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
             if run.should_evaluate:
                 with run.interruptible("evaluation"):
-                    rewards = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
-                    reward_after = float(rewards.sum()) / max(1, rewards.size)
+                    earned = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
+                    reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
                     run.log_evaluation(eval_reward=reward_after)

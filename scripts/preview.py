@@ -47,7 +47,7 @@ def main(config: Config) -> None:
     from nanochat.shell.log import counted, print0, print_table
     from nanochat.shell.screen import track
     from nanochat.tasks.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
-    from nanochat.tasks.registry import parse_tasks, require_pairs
+    from nanochat.tasks.registry import FileForm, parse_tasks, require_pairs
 
     # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
     folder = find_source(config.source, config.source_tag, config.source_step)
@@ -60,7 +60,8 @@ def main(config: Config) -> None:
         tasks = default_dpo_tasks(pretraining["data"]) if is_dpo else default_tasks(pretraining["data"], config.hub)
     if is_dpo:
         require_pairs(parse_tasks(tasks))
-    mixture = open_mixture(tasks, config.split, config.hub, config.seed, pairs=is_dpo, bad_records=config.bad_records)
+    files: FileForm = "pairs" if is_dpo else "conversations"
+    mixture = open_mixture(tasks, config.split, config.hub, config.seed, files, config.bad_records)
     # SFT goes on in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if config.split == "train" and not is_dpo else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")

@@ -458,7 +458,7 @@ def test_flags_that_resume_refuses():
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "label_smoothing", "sft_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
-    samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k"}
+    samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
     assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {"loss", "kl", "clip_low", "clip_high"}
 
 

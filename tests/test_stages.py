@@ -307,6 +307,47 @@ def compiler(monkeypatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+REWARDS = """
+import pathlib
+STEPS = pathlib.Path(__file__).with_name("steps")
+
+def letters(episodes):
+    return [sum(c in e.fields["wanted"] for c in e.reply) / 10 for e in episodes]
+
+async def short(episodes):
+    calls = int(STEPS.read_text())
+    STEPS.write_text(str(calls + 1))
+    return [0.01 * e.tokens / (calls != 4) for e in episodes]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_costs_nothing(start, tmp_path, capsys):
+    """On questions without answers. The fifth call divides by 0: the run saves, and a resumed one ends as if nothing
+    had happened."""
+    rows = [{"prompt": f"What is {n}?", "wanted": "aeiou"} for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(REWARDS)
+    flags = [*RL, f"--tasks={tmp_path / 'prompts.jsonl'}", "--source=base", "--source_tag=d1", "--eval_every=0"]
+    flags += ["--num_iterations=3", f"--reward={tmp_path}/mine.py:letters,{tmp_path}/mine.py:short:-0.5"]
+    # Calls: the trial, the first evaluation, three steps, the last evaluation.
+    (tmp_path / "steps").write_text("100")
+    call("chat_rl", *flags, "--model_tag=straight")
+    lines = metrics(start, "rl", "straight")
+    assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)
+    (tmp_path / "steps").write_text("0")
+    with pytest.raises(SystemExit) as leaving:
+        call("chat_rl", *flags)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert leaving.value.code == 1 and "--reward short fails: mine.py:" in error and "`return [0.01" in error
+    assert "step_000002, --resume continues" in error and sha256(start, "rl", 2)
+    (tmp_path / "steps").write_text("103")
+    call("chat_rl", *flags, "--resume")
+    assert sha256(start, "rl", 3) == sha256(start, "rl", 3, "straight")
+    (tmp_path / "mine.py").write_text(REWARDS.replace("aeiou", "xyz") + "#")
+    assert "mine.py" in mistake(capsys, "chat_rl", *flags, "--resume")[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "stage"), [("chat_sft", "sft"), ("chat_dpo", "dpo"), ("chat_rl", "rl")])
 def test_compiled_stages_resume_exactly(taught, compiler, script, stage):

@@ -55,7 +55,7 @@ from nanochat.run.memory import Ledger
 from nanochat.run.profiling import Recorder
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.scaling import Rates
-from nanochat.shell import provenance, screen
+from nanochat.shell import provenance, screen, user_code
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
 from nanochat.shell.paths import STAGES, checkpoint_dir, lock, naming, run_dir, safe_tag, unlock
@@ -476,7 +476,8 @@ class Run:
             self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
         self.meter = Meter(self.progress, start.device, token_flops)
         self.compiles = False  # torch.compile is used in the loop
-        self.stopped = False  # a signal ends the run
+        self.stopped = False  # a signal ends the run, or a failure
+        self.failure = ""  # what has failed, where it was no signal
         self.saved_step = self.progress.step if self.loader_states else None  # of the newest checkpoint
         self.first_step = self.progress.step  # of this process: more than 0 if it resumes
         self.resumed_step = self.saved_step
@@ -614,12 +615,14 @@ class Run:
 
     @contextlib.contextmanager
     def interruptible(self, phase: str) -> Iterator[None]:
-        """Long work that a signal may end with Interrupted: the run is stopped then, and the block's rest left out."""
+        """Long work that a signal may end with Interrupted: the run is stopped then, and the block's rest left out. So
+        it is where the work has failed on any rank; `finish` then raises the reason."""
         try:
-            with self.faults.phase(phase):
+            with self.faults.phase(phase), user_code.failures():
                 yield
-        except Interrupted:
+        except Interrupted as reason:
             self.stopped = True
+            self.failure = str(reason)
 
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of so many tokens over all ranks."""
@@ -695,11 +698,19 @@ class Run:
         self.meter.restart()
 
     def finish(self, summary: str = "") -> None:
-        """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run."""
+        """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run.
+
+        Raises UserError: when a failure stopped it.
+        """
         devices.shutdown(self.device)
         record(self.stage, self.start.tag, self.start.began, self.device, (self.first_step, self.progress.step))
+        saved = model_folder.step_path(self.folder, self.progress.step)
+        if self.failure:
+            if not self.device.is_main:  # one line for all ranks
+                sys.exit(1)
+            raise UserError(f"{self.failure}; saved {saved}, --resume continues")
         if self.stopped:
-            self.faults.leave(model_folder.step_path(self.folder, self.progress.step))
+            self.faults.leave(saved)
         summary = summary or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")
 

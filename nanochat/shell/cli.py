@@ -43,6 +43,10 @@ class Interrupted(Exception):
     """A stop was requested while this was under way: it has no result, on any rank."""
 
 
+class Failed(Interrupted):
+    """What is outside of the training failed, such as a user's function: the run saves, and ends with this line."""
+
+
 # ---------------------------------------------------------------------- what an annotation states about a flag
 
 

@@ -18,6 +18,8 @@ chat template learns from such a row.
 The rows are those of data/records.py. All are checked when they are opened. One that is in a known form and still no
 conversation is left out and counted, or with `bad_records="fail"` an error; so is a row in no known form, always. A
 last question without an answer is dropped: there is nothing to learn from it.
+
+Where rewards need no right answer (chat_rl --reward) a question is enough, under the same names.
 """
 
 import json
@@ -80,7 +82,7 @@ class Conversations(RecordTask):
         return len(self.numbers)
 
     def example(self, index: int) -> Example:
-        return self.records.parse(int(self.numbers[index]), self.read)
+        return self.records.parse(int(self.numbers[index]), self.read_with_fields)
 
     def where(self, index: int) -> str:
         return self.records.where(int(self.numbers[index]))
@@ -136,6 +138,38 @@ class Conversations(RecordTask):
         if questions:
             warn(f"--tasks {source}: the last message of {questions:,} of {count:,} is a question: it is dropped")
         return used.nonzero()[0]
+
+
+class Prompts(Conversations):
+    """A question, for rewards that need no right answer. All fields of its record are read."""
+
+    name = "prompts"
+
+    @staticmethod
+    def is_known(names: Iterable[str]) -> bool:
+        return any(name in (*LISTS, *QUESTIONS) for name in names)
+
+    def columns_to_read(self, names: list[str]) -> list[str] | None:
+        return None
+
+    def check(self, record: Any) -> bool:
+        self.read(record)
+        return False
+
+    def read(self, record: Any) -> Example:
+        fields = record if isinstance(record, dict) else {}
+        has_list = isinstance(record, list) or any(isinstance(fields.get(name), list) for name in LISTS)
+        if has_list or isinstance(first_of(fields, ANSWERS), str):
+            messages = conversation_of(record)
+        elif self.is_known(fields):
+            messages = [plain(message) for message in with_system(fields, question_of(fields))]
+            check_messages(messages)
+        else:
+            raise UnknownForm(f"unknown form ({contents(record)}): there is no {', '.join((*LISTS, *QUESTIONS))}")
+        # An empty text stands for a reference reply that is not there.
+        if messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return Example(messages, first_of(fields, ANSWERS), tools=tools_of(record), fields=fields)
 
 
 def messages_of(record: Any) -> list[Message]:

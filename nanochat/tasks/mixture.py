@@ -23,6 +23,7 @@ from nanochat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanochat.tasks.conversations import BadRecords
+    from nanochat.tasks.registry import FileForm
 
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
@@ -81,12 +82,12 @@ def open_mixture(
     split: Split,
     hub: str = "hf",
     seed: int = 0,
-    pairs: bool = False,
+    files: "FileForm" = "conversations",
     bad_records: "BadRecords" = "skip",
     val_share: float | None = None,
     by_epoch: bool = False,
 ) -> "Mixture":
-    """The mixture that a --tasks flag describes; its files hold conversations, or preference `pairs`.
+    """The mixture that a --tasks flag describes; `files` is what its files hold.
 
     `bad_records`: whether those that are neither are left out with a warning, or an error. `val_share`: see
     `open_task`; of 0, tasks without a test split are not in that mixture. `by_epoch`: all examples of all tasks come
@@ -97,7 +98,7 @@ def open_mixture(
     specs = parse_tasks(text)
     if by_epoch and len({spec.weight for spec in specs}) > 1:
         raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
-    tasks = [open_task(spec, split, hub, pairs, bad_records, val_share) for spec in specs]
+    tasks = [open_task(spec, split, hub, files, bad_records, val_share) for spec in specs]
     parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
     if split == "test" and val_share == 0:
         parts = [(task, weight) for task, weight in parts if len(task)]

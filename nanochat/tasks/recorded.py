@@ -1,5 +1,6 @@
 """Tasks whose examples are the records of a dataset: from a hub, or from a local file or folder."""
 
+from dataclasses import replace
 from typing import Any
 
 from nanochat.data.records import Fields, open_split
@@ -21,7 +22,11 @@ class RecordTask(Task):
         raise NotImplementedError
 
     def example(self, index: int) -> Example:
-        return self.records.parse(index, self.read)
+        return self.records.parse(index, self.read_with_fields)
+
+    def read_with_fields(self, record: Any) -> Example:
+        """The example of a record, with the record's other fields."""
+        return replace(self.read(record), fields=record if isinstance(record, dict) else {})
 
     def where(self, index: int) -> str:
         return self.records.where(index)

@@ -45,7 +45,12 @@ FROM_HUB = {
 # This one is read from a PATH alone, and only to evaluate ...
 FROM_PATH = {"first_questions": "first_questions:FirstQuestions"}
 # ... and these are files without a task's name.
-FROM_FILES = {"conversations": "conversations:Conversations", "preferences": "preferences:Preferences"}
+FROM_FILES = {
+    "conversations": "conversations:Conversations",
+    "prompts": "conversations:Prompts",
+    "pairs": "preferences:Preferences",
+}
+FileForm = Literal["conversations", "prompts", "pairs"]  # the keys
 NAMES = (*BUILT_IN, *FROM_HUB, *FROM_PATH)
 
 
@@ -118,18 +123,18 @@ def open_task(
     spec: TaskSpec,
     split: Split,
     hub: str = "hf",
-    pairs: bool = False,
+    files: FileForm = "conversations",
     bad_records: Literal["skip", "fail"] = "skip",
     val_share: float | None = None,
 ) -> Task:
-    """The task of an entry; a file alone holds conversations, or preference `pairs`.
+    """The task of an entry; `files` is what a file alone holds.
 
     `val_share` of such a file that has no test split is its test split (default: a tenth).
     Raises UserError: in one line, when its data are missing or damaged.
     """
     if spec.name != "conversations":
         return task_class(spec.name)(split, spec.path, hub)
-    kind: Any = task_class("preferences" if pairs else "conversations")
+    kind: Any = task_class(files)
     return kind(split, spec.path, hub, label=spec.label, bad_records=bad_records, val_share=val_share)
 
 
@@ -139,7 +144,7 @@ def require_grades(specs: Sequence[TaskSpec]) -> None:
         if task_class(spec.name).kind == "dialogue":
             graded = ", ".join(name for name in NAMES if task_class(name).kind != "dialogue")
             problem = f"a dialogue has no right answer to grade; those with one are {graded}"
-            raise UserError(f"--tasks {spec.path or spec.name}: {problem}")
+            raise UserError(f"--tasks {spec.path or spec.name}: {problem}; or --reward FILE.py:FUNCTION of chat_rl")
 
 
 def require_pairs(specs: Sequence[TaskSpec]) -> None:

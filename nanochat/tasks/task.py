@@ -15,7 +15,7 @@ read from a record of a dataset: recorded.py), and one line in registry.py:
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanochat.conversation import Message, Part, parts_of, text_of
@@ -34,6 +34,7 @@ class Example:
     answer: Any = None  # what grading needs
     letters: tuple[str, ...] = ()  # of a multiple-choice question: the answers to choose from, each a single letter
     tools: list[dict[str, Any]] | None = None  # functions that the assistant may call, for a chat template
+    fields: dict[str, Any] = field(default_factory=dict)  # of the record that it was read from
 
     @property
     def question(self) -> list[Message]:
@@ -86,8 +87,8 @@ class Task:
         return text == example.answer
 
     def reward(self, example: Example, reply: Sequence[Part]) -> float:
-        """The reward in reinforcement learning, 0 to 1."""
-        return float(self.grade(example, reply))
+        """The reward in reinforcement learning, 0 to 1; 0 where there is nothing to grade."""
+        return 0.0 if self.kind == "dialogue" else float(self.grade(example, reply))
 
     def environment(self, example: Example) -> Environment:
         """An episode of an example in reinforcement learning. The default is over with the first reply."""

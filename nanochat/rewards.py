@@ -1,0 +1,176 @@
+"""What an episode of reinforcement learning is worth: the flag --reward of chat_rl.
+
+    --reward task                             what the task or its environment gives, such as 1 if right: the default
+    --reward mine.py:is_short                 a function of your own in its place
+    --reward task:0.8,mine.py:is_short:0.2    the sum of both, by weight; a weight may be negative
+
+A function gets a list of episodes and returns as many numbers. It may be `async`, for requests to other services:
+
+    def is_short(episodes):
+        return [float(len(episode.reply) < 80) for episode in episodes]
+
+It is called once a step by each process, with the episodes that this process has sampled. The file runs with your
+rights.
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.conversation import Message, text_of
+from nanochat.device import Device
+from nanochat.engine import Ending
+from nanochat.shell import user_code
+from nanochat.shell.cli import Failed, Interrupted, UserError
+from nanochat.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished conversation, as a reward function reads it."""
+
+    messages: list[Message]  # all of it: the question, the replies, and what the environment said
+    reply: str  # the text of the last reply, without calls of the calculator and their results
+    answer: Any  # of the example: what its task grades by, else the text of its reference reply; None: it has neither
+    fields: dict[str, Any]  # of the example's record: the other keys of a .jsonl, columns of a .parquet
+    task: str  # its name
+    reward: float  # what the task or its environment gave; 0 where it gives nothing
+    tokens: int  # that the model wrote
+    ending: Ending  # of the last reply: "complete", "cut off" by a limit, or "broken" by a wrong special token
+
+
+Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
+
+# What KIND:SOURCE in --reward opens: a function from SOURCE and the device to a reward function.
+KINDS: dict[str, Callable[[str, Device], Function]] = {}
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A part of an episode's reward."""
+
+    name: str  # in the log
+    weight: float = 1.0
+    function: Function | None = None  # None: the task's own
+
+
+TASK = Reward("task")
+
+
+def open_rewards(text: str, device: Device) -> list[Reward]:
+    """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],KIND:SOURCE[:WEIGHT],...`.
+
+    Raises UserError: for anything else, and where a file cannot be loaded.
+    """
+    rewards: list[Reward] = []
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        what, weight = _weighted(entry)
+        kind, _, source = what.partition(":")
+        if what == TASK.name:
+            reward = Reward(what, weight)
+        elif user_code.PLACE.fullmatch(what):
+            function = user_code.load("--reward", what)
+            if not callable(function):
+                raise UserError(f"--reward {what}: this is no function")
+            reward = Reward(what.rpartition(":")[2], weight, function)
+        elif kind in KINDS and source:
+            reward = Reward(kind, weight, KINDS[kind](source, device))
+        else:
+            forms = ["task", "FILE.py:FUNCTION", *(f"{kind}:SOURCE" for kind in KINDS)]
+            raise UserError(f"--reward {entry}: it is none of {', '.join(forms)}, each with :WEIGHT or without")
+        if any(other.name == reward.name for other in rewards):
+            raise UserError(f"--reward names {reward.name} twice: leave one out, or give it another name")
+        rewards.append(reward)
+    if not rewards:
+        raise UserError("--reward is empty: task, or FILE.py:FUNCTION")
+    return rewards
+
+
+def _weighted(entry: str) -> tuple[str, float]:
+    what, colon, number = entry.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        return entry, 1.0
+    if not colon or not math.isfinite(weight) or weight == 0:
+        raise UserError(f"--reward {entry}: a weight is a finite number other than 0, after a colon")
+    return what, weight
+
+
+def fingerprints(text: str) -> dict[str, str]:
+    """The sha256 of each file that --reward names: a resumed run must find the same."""
+    places = [_weighted(entry.strip())[0] for entry in text.split(",")]
+    return {f"--reward {place}": user_code.fingerprint(place) for place in places if user_code.PLACE.fullmatch(place)}
+
+
+def score(
+    reward: Reward, episodes: Sequence[Episode], seconds: float, should_stop: Callable[[], bool] = lambda: False
+) -> list[float]:
+    """A part of the reward of each episode, before its weight.
+
+    Raises Failed: when the function fails, returns something else, or, if it is async, takes longer than `seconds`.
+    Raises Interrupted: when `should_stop` returns True meanwhile.
+    """
+    if reward.function is None:
+        return [episode.reward for episode in episodes]
+    if not episodes:
+        return []
+    try:
+        found = reward.function(list(episodes))
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found, seconds, should_stop))
+    except Interrupted:
+        raise
+    except Exception as error:
+        problem = user_code.explain(error) or f"{type(error).__name__}: {error}"
+        raise Failed(f"--reward {reward.name} fails: {problem}") from error
+    # A list, or an array or tensor of one dimension.
+    values = found.tolist() if hasattr(found, "tolist") else found
+    if not isinstance(values, Sequence) or len(values) != len(episodes):
+        shape = f"{len(values)} values" if isinstance(values, Sequence) else type(found).__name__
+        raise Failed(f"--reward {reward.name} returned {shape} for {len(episodes)} episodes: one number for each")
+    values = [value.item() if hasattr(value, "item") else value for value in values]
+    for number, value in enumerate(values):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise Failed(f"--reward {reward.name} returned {value!r} for episode {number}: not a finite number")
+    return [float(value) for value in values]
+
+
+async def _awaited(work: Awaitable[Any], seconds: float, should_stop: Callable[[], bool]) -> Any:
+    task = asyncio.ensure_future(work)
+    until = time.monotonic() + seconds
+    while not task.done():
+        await asyncio.wait([task], timeout=0.1)
+        if should_stop():
+            raise Interrupted  # asyncio.run cancels what is still running
+        if time.monotonic() > until:
+            raise Failed(f"a reward function took longer than --hang_seconds {seconds:g}")
+    return task.result()
+
+
+def check(rewards: Sequence[Reward], questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
+    """Try the functions on examples with their reference replies, before anything is trained.
+
+    Raises UserError: when one of them fails.
+    """
+    episodes = []
+    for task, example in questions:
+        reply = text_of(example.messages[-1]["content"])
+        answer = answer_of(example)
+        episodes.append(Episode(example.messages, reply, answer, example.fields, task.name, 0.0, 1, "complete"))
+    for reward in rewards:
+        try:
+            score(reward, episodes, seconds)
+        except Failed as failure:
+            raise UserError(f"{failure} (before training, on examples with their reference replies)") from failure
+
+
+def answer_of(example: Example) -> Any:
+    """What an example is graded by, or else the text of its reference reply; None where both are missing."""
+    if example.answer is not None:
+        return example.answer
+    return text_of(example.messages[-1]["content"]) or None
