@@ -250,6 +250,14 @@ class Optimizer:
         for share in self._queue:
             share.receive_weight()
 
+    def set_adamw(self, betas: tuple[float, float], eps: float) -> None:
+        """Change AdamW's constants from the next step on. Its running means stay."""
+        for rule in self._rules:
+            if isinstance(rule, _AdamW):
+                for batch in rule.batches:
+                    batch.betas = betas
+                    batch.eps = eps
+
     def state_dict(self) -> dict[str, Tensor]:
         """The state by name, over its own memory: a DTensor where each rank has a part, a plain tensor where all
         ranks hold the same.

@@ -11,18 +11,18 @@ NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.worker
 
 import contextlib
 import gc
-import ipaddress
 import os
 import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 from nanochat.shell.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.shell.untrusted import printable
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from nanochat.lora import Adapters
 
 MAX_NAME = 100  # characters of --name
-IDLE_SECONDS = 5  # a connection may wait so long for its next request
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,8 @@ def main(config: Config) -> None:
     models = check(config)
 
     # ------------------------------------------------------------------ listen, and print the address
-    with listening(config) as listener:
-        name = socket.gethostname() if config.host in ("0.0.0.0", "::", "") else config.host
-        if ":" in name:  # IPv6
-            name = f"[{name}]"
-        address = f"http://{name}:{listener.getsockname()[1]}/"
+    with listening(config.host, config.port) as listener:
+        address = address_of(config.host, listener)
         # The operator knows a key of their own, and standard output may end up in a log: print only a key made here.
         print(address if key is None or names_key(config) else address_with_key(address, key), flush=True)
         if len(models) > 1:
@@ -82,33 +78,15 @@ def main(config: Config) -> None:
 
 def serve(config: Config, listener: socket.socket) -> None:
     """Serve until a signal ends the process. Raises whatever loading the model raised."""
-    import uvicorn
-
     from nanochat.serve.app import GRACE_SECONDS
-    from nanochat.serve.connection import Connection
 
-    if sys.platform == "linux":  # a connection is an open file, and 1,024, the usual limit, are few
-        import resource
-
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     failures: list[BaseException] = []
 
     def on_failure(error: BaseException) -> None:
         failures.append(error)
         server.should_exit = True
 
-    settings = uvicorn.Config(
-        make_app(config, on_failure),
-        http=Connection,
-        ws="none",
-        timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=int(GRACE_SECONDS) + 1,
-        log_level="error",
-        access_log=False,  # no addresses, and none of what users write
-        server_header=False,
-    )
-    server = uvicorn.Server(settings)
+    server = make_server(make_app(config, on_failure), GRACE_SECONDS)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how a server ends
         server.run(sockets=[listener])
     if failures:
@@ -311,16 +289,6 @@ def warn_if_open(config: Config, key: str | None) -> None:
         print(f"no API key: whoever reaches this port may use the model (by {by})", flush=True)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def allowed_hosts(config: Config, key: str | None) -> tuple[str, ...]:
     """The names by which requests may call this server; () for any, where the key keeps strangers out."""
     from nanochat.serve.app import LOOPBACK
@@ -347,26 +315,6 @@ def allowed_origins(config: Config) -> tuple[str, ...]:
         if not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", origin):
             raise UserError(f"--allowed_origins {origin}: name each site as https://chat.example.org, without a path")
     return origins
-
-
-@contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket]:
-    """A socket that listens. Raises UserError: when the port is taken, or the host is not this machine's."""
-    from nanochat.serve.app import STALL_SECONDS
-
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:
-        where = f"--host {config.host} --port {config.port}"
-        raise UserError(f"{where}: {error}; name an address of this machine and a free port, 0 for any") from error
-    with listener:
-        # Connections inherit both. With a small buffer the server notices sooner that a client stopped reading; after
-        # the timeout the kernel closes the connection of a client that is gone.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * STALL_SECONDS))
-        yield listener
 
 
 if __name__ == "__main__":

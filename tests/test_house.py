@@ -44,6 +44,7 @@ ORDER = (
     ("run.*",),
     ("report.*",),
     ("serve.*",),
+    ("train_service.*",),
 )
 PACKAGES = {name.partition(".")[0] for row in ORDER for name in row if "." in name}
 

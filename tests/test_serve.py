@@ -175,7 +175,7 @@ def make_app(scheduler: Any = None, chats: bool = True, **settings: Any) -> Any:
 @contextlib.contextmanager
 def serving(app: Any, ready: bool = True) -> Iterator[int]:
     """The app on a real socket, in a thread; yields the port."""
-    with chat_web.listening(chat_web.Config(port=0)) as listener:
+    with chat_web.listening("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", log_level="warning", access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -870,7 +870,7 @@ def test_the_command_makes_a_key_where_others_could_reach_it(monkeypatch: pytest
 def test_only_a_key_made_here_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     keys: list[str | None] = []
-    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "check", lambda config: [])
     monkeypatch.setattr(chat_web, "serve", lambda config, listener: keys.append(config.api_key))
     for config in (chat_web.Config(host="0.0.0.0", port=0), chat_web.Config(port=0, api_key=KEY)):
         chat_web.main(config)
@@ -891,7 +891,7 @@ def test_without_a_key_only_names_that_no_other_site_can_own_are_accepted(
         hosts = chat_web.allowed_hosts(config, config.api_key)
         apps.append(make_app(api_key=config.api_key, hosts=hosts))
 
-    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "check", lambda config: [])
     monkeypatch.setattr(chat_web, "serve", serve_nothing)
     everywhere = chat_web.Config(host="0.0.0.0", port=0, api_key="none")
     own = ("localhost", "127.0.0.1:80", "lab-7:8000", "LAB-7", "192.168.1.5", "[fe80::1]:8000")
@@ -917,7 +917,7 @@ def test_without_a_key_only_names_that_no_other_site_can_own_are_accepted(
 def test_under_gunicorn_a_server_without_a_key_refuses_foreign_names_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(chat_web, "check", lambda config: None)
+    monkeypatch.setattr(chat_web, "check", lambda config: [])
     monkeypatch.setattr(chat_web, "make_app", lambda config, give_up: config)
     for key, flags, printed, foreign in (
         ("none", "", "no API key", False),
@@ -1075,7 +1075,7 @@ def serve_fake(port_to: Any) -> None:
     """In a process of its own: the app as `chat_web.serve` runs it, over replies of known length."""
     scheduler = FakeScheduler(slots=20, queue=4, tick=0.01)
     chat_web.make_app = lambda config, on_failure: make_app(scheduler, grace=2.0)
-    with chat_web.listening(chat_web.Config(port=0)) as listener:
+    with chat_web.listening("127.0.0.1", 0) as listener:
         port_to.send(listener.getsockname()[1])
         chat_web.serve(chat_web.Config(), listener)
 

@@ -32,6 +32,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
+from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
 from nanochat.serve.page import content_policy, load_page
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer
@@ -53,7 +54,6 @@ BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
-STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
 
 
 def create_app(

@@ -161,8 +161,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _too_large() -> ApiError:
-    message = f"the body has more than {MAX_BODY:,} bytes"
+def _too_large(most: int = MAX_BODY) -> ApiError:
+    message = f"the body has more than {most:,} bytes"
     return ApiError(413, message, code="too_large", headers={"connection": "close"})
 
 
@@ -190,10 +190,10 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def read_limited(request: Request) -> bytes:
+async def read_limited(request: Request, most: int = MAX_BODY) -> bytes:
     """The body, which may lack an announced length.
 
-    Raises ApiError: 413 over MAX_BODY bytes, 408 after BODY_SECONDS, 499 when the client leaves.
+    Raises ApiError: 413 over `most` bytes, 408 after BODY_SECONDS, 499 when the client leaves.
     Starlette has a limit too, which responds in plain text and has no deadline.
     """
 
@@ -201,8 +201,8 @@ async def read_limited(request: Request) -> bytes:
         content = bytearray()
         async for part in request.stream():
             content += part
-            if len(content) > MAX_BODY:
-                raise _too_large()
+            if len(content) > most:
+                raise _too_large(most)
         return bytes(content)
 
     try:

@@ -81,10 +81,10 @@ def naming(path: Path) -> Iterator[None]:
 _locks: dict[Path, IO[str]] = {}  # those that this process holds
 
 
-def lock(folder: Path) -> None:
+def lock(folder: Path, flag: str = "--model_tag") -> None:
     """Keep other processes out of a run's folder until `unlock`, or until this process ends.
 
-    Raises UserError: when another one trains there.
+    Raises UserError: when another one trains there; `flag` chooses another folder.
     """
     if folder in _locks:
         return
@@ -95,7 +95,7 @@ def lock(folder: Path) -> None:
     except BlockingIOError as error:
         handle.seek(0)
         raise UserError(
-            f"{handle.read().strip() or 'another process'} trains in {folder}: wait for it, or give another --model_tag"
+            f"{handle.read().strip() or 'another process'} trains in {folder}: wait for it, or give another {flag}"
         ) from error
     except OSError as error:
         handle.close()

@@ -1,0 +1,73 @@
+"""The socket that a server listens on, and how uvicorn serves an app there."""
+
+import contextlib
+import ipaddress
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from nanochat.shell.cli import UserError
+
+IDLE_SECONDS = 5  # a connection may wait so long for its next request
+STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens. Raises UserError: when the port is taken, or the host is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        where = f"--host {host} --port {port}"
+        raise UserError(f"{where}: {error}; name an address of this machine and a free port, 0 for any") from error
+    with listener:
+        # Connections inherit both. With a small buffer the server notices sooner that a client stopped reading; after
+        # the timeout the kernel closes the connection of a client that is gone.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * STALL_SECONDS))
+        yield listener
+
+
+def address_of(host: str, listener: socket.socket) -> str:
+    """What a client on this machine or another one calls it by."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    if ":" in name:  # IPv6
+        name = f"[{name}]"
+    return f"http://{name}:{listener.getsockname()[1]}/"
+
+
+def make_server(app: Any, grace_seconds: float) -> Any:
+    """uvicorn's server of an app; `run(sockets=[listener])` serves until a signal ends the process."""
+    import uvicorn
+
+    from nanochat.serve.connection import Connection
+
+    if sys.platform == "linux":  # a connection is an open file, and 1,024, the usual limit, are few
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    settings = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=int(grace_seconds) + 1,
+        log_level="error",
+        access_log=False,  # no addresses, and none of what users write
+        server_header=False,
+    )
+    return uvicorn.Server(settings)

@@ -1,0 +1,1 @@
+"""A training service: the tinker client trains and samples here."""

@@ -1,0 +1,344 @@
+"""The HTTP side of the training service: the routes of the tinker client, version 0.38. How a request becomes a result:
+
+    serve/connection.py, serve/middleware.py   bound and check the request, as for the chat server
+    bodies.py, wire.py                         JSON or protocol buffers -> checked fields
+    service.py                                 logs and queues it, and returns the id of a promise
+    log.py                                     the request on the disk
+    tenants.py, losses.py, sampling.py         compute it, on the one thread that owns the device
+    app.py                                     the client asks for the promise until it is kept
+
+A mistake in a request is answered with 400 at once, one that shows only when it is computed by the promise. Both are
+one line that says what to change.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, Counter
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from nanochat.serve.app import LOOPBACK
+from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
+from nanochat.serve.schema import ApiError, Strict, read_body
+from nanochat.shell.cli import UserError
+from nanochat.train_service import bodies, wire
+from nanochat.train_service.service import SCHEME, Model, Service
+from nanochat.train_service.tenants import Trained
+
+MAX_BODY = 64 << 20  # bytes; the client cuts a batch into requests of about 5 MB
+POLL_SECONDS = 20.0  # a question for a promise waits so long before the client has to ask again
+CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
+    "sample_use_retrieve_futures": False, "custom_loss_server_side": False, "pjwt_auth_enabled": False,
+}  # fmt: skip
+
+
+class _Access(AccessMiddleware):
+    """The chat server's checks, with the key where the tinker client sends it. Each key is an owner of its own."""
+
+    keys: tuple[str, ...] = ()  # () for any
+
+    def check_key(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        key = headers.get("x-api-key", "").encode("latin-1")
+        is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
+        if self.keys and not is_open and not any(hmac.compare_digest(key, one.encode()) for one in self.keys):
+            return ApiError(401, "the API key is missing or wrong: set TINKER_API_KEY", code="invalid_api_key")
+        # Clients of a server without keys share all they make.
+        scope["state"]["owner"] = hashlib.sha256(key if self.keys else b"").hexdigest()[:16]
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length[:20]) > MAX_BODY:
+            return ApiError(413, f"the body has more than {MAX_BODY:,} bytes", code="too_large")
+        return None
+
+
+class _State:
+    """What the middleware counts in."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
+
+
+def create_app(
+    service: Service,
+    *,
+    keys: Sequence[str] = (),
+    hosts: Sequence[str] = LOOPBACK,
+) -> FastAPI:
+    """The ASGI application; it closes the service when the server ends.
+
+    `keys` are those that clients may use; each sees what it has made, and no other's. `hosts` as in serve/app.py.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    access = {"state": _State(), "api_key": None, "hosts": tuple(hosts), "origins": ()}
+    app.add_middleware(_with_keys(keys), **access, open_paths=("/api/v1/healthz",), content_policy="default-src 'none'")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):  # Starlette's own: there is no such route, or not with this method
+            error = ApiError(error.status_code, f"{error.detail}: {request.url.path[:100]}", headers=error.headers)
+        return error_response(error)
+
+    async def body_of(request: Request, body_type: type[Strict]) -> Any:
+        return read_body(body_type, await read_limited(request, MAX_BODY))
+
+    def promised(request_id: str, **more: Any) -> dict[str, Any]:
+        return {"request_id": request_id, **more}
+
+    # ------------------------------------------------------------------ the client's own settings
+
+    @app.get("/api/v1/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/api/v1/client/config")
+    async def client_config(request: Request) -> dict[str, Any]:
+        await body_of(request, bodies.ClientConfigBody)
+        return CLIENT_CONFIG
+
+    @app.post("/api/v1/client/dynamic_config")
+    async def client_dynamic_config(request: Request) -> dict[str, Any]:
+        await body_of(request, bodies.ClientConfigBody)
+        return {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
+
+    @app.post("/api/v1/telemetry")
+    async def telemetry(request: Request) -> dict[str, str]:
+        """What the client reports of itself: read, and not kept."""
+        await read_limited(request, MAX_BODY)
+        return {"status": "accepted"}
+
+    @app.get("/api/v1/get_server_capabilities")
+    async def capabilities() -> dict[str, Any]:
+        context = service.base.model.config.sequence_len
+        model = {"model_name": service.name, "max_context_length": context, "trainable": True, "sampleable": True}
+        return {"supported_models": [model]}
+
+    # ------------------------------------------------------------------ sessions
+
+    @app.post("/api/v1/create_session")
+    async def create_session(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.CreateSessionBody)
+        session = service.create_session(_owner(request), body.user_metadata)
+        return {"type": "create_session", "session_id": session}
+
+    @app.post("/api/v1/session_heartbeat")
+    async def heartbeat(request: Request) -> dict[str, str]:
+        body = await body_of(request, bodies.SessionBody)
+        service.require_session(_owner(request), body.session_id)
+        return {"type": "session_heartbeat"}
+
+    @app.post("/api/v1/sessions/{session}/finish")
+    async def finish(request: Request, session: str) -> dict[str, Any]:
+        """Nothing ends with a session: its models can be trained on, and its samplers sampled from."""
+        await read_limited(request, MAX_BODY)
+        service.require_session(_owner(request), session)
+        return {}
+
+    # ------------------------------------------------------------------ training
+
+    @app.post("/api/v1/create_model")
+    async def create_model(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.CreateModelBody)
+        _require_base(service, body.base_model)
+        trained = Trained(0)
+        if body.lora_config is not None:
+            trained = bodies.trained_of(body.lora_config)
+        about = (body.session_id, body.model_seq_id, trained, body.user_metadata)
+        return promised(await asyncio.to_thread(service.create_model, _owner(request), *about))
+
+    @app.post("/api/v1/get_info")
+    async def get_info(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.ModelBody)
+        model = service.find_model(_owner(request), body.model_id)
+        data = {"arch": "nanochat", "model_name": service.name, "tokenizer_id": str(service.tokenizer_folder)}
+        facts = {"model_id": model.id, "model_name": service.name, **_facts(model)}
+        return {"type": "get_info", "model_data": data, **facts}
+
+    @app.post("/api/v1/forward_backward")
+    async def forward_backward(request: Request) -> dict[str, Any]:
+        content = await read_limited(request, MAX_BODY)
+        if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
+            raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
+        return await asyncio.to_thread(_forward_backward, service, _owner(request), content)
+
+    @app.post("/api/v1/optim_step")
+    async def optim_step(request: Request) -> dict[str, Any]:
+        return await _queued(request, bodies.OptimStepBody, "optim_step", lambda body: body.adam_params.model_dump())
+
+    @app.post("/api/v1/save_weights")
+    async def save_weights(request: Request) -> dict[str, Any]:
+        return await _queued(request, bodies.SaveWeightsBody, "save_weights", _saved)
+
+    @app.post("/api/v1/save_weights_for_sampler")
+    async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
+        return await _queued(request, bodies.SaveWeightsBody, "save_weights_for_sampler", _saved)
+
+    @app.post("/api/v1/load_weights")
+    async def load_weights(request: Request) -> dict[str, Any]:
+        content = await read_limited(request, MAX_BODY)
+        body: Any = read_body(bodies.LoadWeightsBody, content)
+        load = {"path": body.path, "optimizer": body.optimizer}
+        if body.model_id is not None:
+            return await _queued(request, bodies.LoadWeightsBody, "load_weights", lambda body: load, content)
+        # A new model, with what the checkpoint's model trains.
+        if body.session_id is None or body.model_seq_id is None:
+            raise ApiError(400, "load_weights: model_id and seq_id, or session_id and model_seq_id", param="model_id")
+        if body.base_model is not None:
+            _require_base(service, body.base_model)
+        owner = _owner(request)
+        _, source = service.path_of(owner, body.path)
+        about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
+        return promised(await asyncio.to_thread(service.create_model, owner, *about))
+
+    async def _queued(
+        request: Request, body_type: type[Strict], kind: str, entry: Callable[[Any], Any], content: bytes | None = None
+    ) -> dict[str, Any]:
+        """Queue a request of JSON; `entry` is what its log entry holds."""
+        owner = _owner(request)
+        content = await read_limited(request, MAX_BODY) if content is None else content
+        try:
+            body: Any = read_body(body_type, content)
+        except ApiError:
+            await asyncio.to_thread(_use_up, service, owner, content)
+            raise
+        logged = json.dumps(entry(body)).encode()
+        request_id = await asyncio.to_thread(service.submit, owner, body.model_id, body.seq_id, kind, logged)
+        return promised(request_id, model_id=body.model_id)
+
+    # ------------------------------------------------------------------ sampling
+
+    @app.post("/api/v1/create_sampling_session")
+    async def create_sampling_session(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.CreateSamplerBody)
+        if body.model_path is None:
+            _require_base(service, body.base_model or "")
+        sampler = service.create_sampler(
+            _owner(request), body.session_id, body.sampling_session_seq_id, body.model_path
+        )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    @app.get("/api/v1/samplers/{sampler}")
+    async def get_sampler(request: Request, sampler: str) -> dict[str, Any]:
+        found = service.find_sampler(_owner(request), sampler)
+        return {"sampler_id": sampler, "base_model": service.name, "model_path": found["path"]}
+
+    @app.post("/api/v1/asample")
+    async def asample(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.SampleBody)
+        config = service.base.model.config
+        job = await asyncio.to_thread(body.job, service.base.tokenizer, config.vocab_size, config.sequence_len)
+        request_id = await asyncio.to_thread(
+            service.sample, _owner(request), body.sampling_session_id, body.seq_id, job
+        )
+        sequences = [f"{request_id}:{number}" for number in range(job.num_samples)]
+        return promised(request_id, sample_sequence_ids=sequences)
+
+    # ------------------------------------------------------------------ promises
+
+    @app.post("/api/v1/retrieve_future")
+    async def retrieve_future(request: Request) -> Response:
+        body = await body_of(request, bodies.FutureBody)
+        job = service.promise(_owner(request), body.request_id)
+        waited = asyncio.wrap_future(job.result)
+        done, _ = await asyncio.wait({waited}, timeout=POLL_SECONDS)
+        if not done:
+            pending = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
+            return JSONResponse(pending, 408)
+        content = waited.result()
+        # A result is an object of JSON, or a message whose first byte is another.
+        media_type = "application/json" if content.startswith(b"{") else wire.CONTENT_TYPE
+        return Response(content, media_type=media_type)
+
+    @app.post("/api/v1/cancel_future")
+    async def cancel_future(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.CancelBody)
+        service.cancel(_owner(request), body.request_id)
+        return {}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @app.post("/api/v1/weights_info")
+    async def weights_info(request: Request) -> dict[str, Any]:
+        body = await body_of(request, bodies.PathBody)
+        _, model = service.path_of(_owner(request), body.tinker_path)
+        return {"base_model": service.name, **_facts(model)}
+
+    @app.get("/api/v1/training_runs/{model_id}/checkpoints")
+    async def list_checkpoints(request: Request, model_id: str) -> dict[str, Any]:
+        model = service.find_model(_owner(request), model_id)
+        return {"checkpoints": service.list_checkpoints(model)}
+
+    @app.delete("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}")
+    async def delete_checkpoint(request: Request, model_id: str, checkpoint: str) -> Response:
+        service.delete_checkpoint(_owner(request), f"{SCHEME}{model_id}/{checkpoint}")
+        return Response(status_code=204)
+
+    return app
+
+
+def _with_keys(keys: Sequence[str]) -> type[_Access]:
+    return type("Access", (_Access,), {"keys": tuple(keys)})
+
+
+def _owner(request: Request) -> str:
+    return request.scope["state"]["owner"]
+
+
+def _require_base(service: Service, name: str) -> None:
+    if name != service.name:
+        raise ApiError(400, f"base_model {name[:100]!r}: this server has {service.name}", param="base_model")
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    one = model.settings
+    flags = {"train_unembed": one.head, "train_mlp": one.mlp, "train_attn": one.attention}
+    return {"is_lora": bool(one.rank), "lora_rank": one.rank or None, **flags}
+
+
+def _saved(body: bodies.SaveWeightsBody) -> dict[str, Any]:
+    if body.path is None and body.sampling_session_seq_id is None:
+        raise ApiError(400, "path: the name of the checkpoint", param="path")
+    sampler = None if body.path else body.sampling_session_seq_id
+    return {"name": body.path, "overwrite": body.overwrite, "sampler": sampler}
+
+
+def _forward_backward(service: Service, owner: str, content: bytes) -> dict[str, Any]:
+    config = service.base.model.config
+    try:
+        request = wire.read_forward_backward(content)
+    except UserError as error:
+        raise ApiError(400, str(error), code="invalid_value") from error
+    service.find_model(owner, request.model_id)
+    try:
+        bodies.check_batch(request, config.vocab_size, config.sequence_len)
+    except (UserError, ApiError) as error:
+        service.refuse(owner, request.model_id, request.number)
+        if isinstance(error, ApiError):
+            raise
+        raise ApiError(400, str(error), param="loss_fn", code="invalid_value") from error
+    request_id = service.submit(owner, request.model_id, request.number, "forward_backward", content)
+    return {"request_id": request_id, "model_id": request.model_id}
+
+
+def _use_up(service: Service, owner: str, content: bytes) -> None:
+    """Use up the number of a refused body, where it has one."""
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.loads(content)
+        if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
+            service.refuse(owner, body["model_id"], body["seq_id"])

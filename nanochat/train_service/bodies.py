@@ -1,0 +1,251 @@
+"""The JSON bodies of the tinker client, every field checked; a field that this server does not know is refused by name.
+
+`read_body` of serve/schema.py turns bytes into one of them, or raises an `ApiError` that names the wrong field.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from nanochat.sampling import SamplingParams
+from nanochat.serve.schema import ApiError, Strict, Unsupported
+from nanochat.tokenizer import Tokenizer
+from nanochat.train_service.losses import find_loss
+from nanochat.train_service.sampling import SampleJob
+from nanochat.train_service.tenants import MAX_RANK, Trained
+from nanochat.train_service.wire import ForwardBackward
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}$")]
+Number = Annotated[int, Field(ge=0, lt=10**9)]
+Rate = Annotated[float, Field(ge=0)]
+Metadata = dict[str, Any] | None
+MAX_SAMPLES = 1024  # of one request
+MAX_TOPK = 100
+
+
+class ClientConfigBody(Strict):
+    sdk_version: str
+
+
+class CreateSessionBody(Strict):
+    tags: list[str] = []
+    user_metadata: Metadata = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    type: str = ""
+
+
+class SessionBody(Strict):
+    session_id: str
+    type: str = ""
+
+
+class LoraBody(Strict):
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
+    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerBody(Strict):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModelBody(Strict):
+    session_id: str
+    model_seq_id: Number
+    base_model: str
+    user_metadata: Metadata = None
+    lora_config: LoraBody | None = None  # none: the whole model is trained
+    optimizer_config: OptimizerBody = OptimizerBody()
+    type: str = ""
+
+
+class LoadWeightsBody(Strict):
+    """Of a model that is there, by its id, or of a new one, by its session and number."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: Number | None = None
+    session_id: str | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = None
+    user_metadata: Metadata = None
+    optimizer_config: OptimizerBody | None = None
+    weights_access_token: Unsupported = None
+    type: str = ""
+
+
+def trained_of(body: LoraBody) -> Trained:
+    """Raises ApiError: 400 for the head alone."""
+    if not body.train_attn and not body.train_mlp:
+        raise ApiError(400, "train_unembed: not alone, set train_attn or train_mlp, too", param="lora_config")
+    # Without a seed each model has adapters of its own.
+    seed = secrets.randbits(61) if body.seed is None else body.seed
+    return Trained(body.rank, seed, body.train_attn, body.train_mlp, body.train_unembed)
+
+
+class PathBody(Strict):
+    tinker_path: str
+
+
+class ModelBody(Strict):
+    model_id: str
+    type: str = ""
+
+
+class AdamBody(Strict):
+    learning_rate: Rate = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Rate = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Rate = 0.0
+
+
+class OptimStepBody(Strict):
+    model_id: str
+    seq_id: Number | None = None
+    adam_params: AdamBody
+    type: str = ""
+
+
+class SaveWeightsBody(Strict):
+    model_id: str
+    seq_id: Number | None = None
+    path: Name | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"  # an inflight sampler may keep the weights that it began with
+    ttl_seconds: int | None = None  # not used: a checkpoint stays until it is deleted
+    overwrite: bool = False
+    user_metadata: Metadata = None
+    type: str = ""
+
+
+class CreateSamplerBody(Strict):
+    session_id: str
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: str | None = None
+    type: str = ""
+
+
+class ChunkBody(Strict):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class PromptBody(Strict):
+    chunks: list[ChunkBody]
+
+
+class SamplingBody(Strict):
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # none: as many as the context has room for
+    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    stop: str | list[str] | list[int] | None = None  # none: the tokenizer's end tokens; a list replaces them
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class SampleBody(Strict):
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]
+    base_model: str | None = None
+    model_path: Unsupported = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    target_prompt_logprobs: Unsupported = None
+    prompt_alt_tokens_k: Unsupported = 0
+    record_stability_info: Unsupported = None
+    type: str = ""
+
+    def job(self, tokenizer: Tokenizer, vocab_size: int, context: int) -> SampleJob:
+        """Raises ApiError: 400 when the prompt does not fit, or names tokens that the model does not have."""
+        params = self.sampling_params
+        prompt = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+        require_tokens(prompt, vocab_size, "prompt")
+        room = context - len(prompt)
+        if not prompt or room < 1:
+            raise ApiError(400, f"prompt: 1 to {context - 1} tokens, and this one has {len(prompt)}", param="prompt")
+        last = self.prompt_logprobs_last_n or 0
+        if last >= len(prompt):
+            message = f"prompt_logprobs_last_n {last}: less than the {len(prompt)} tokens of the prompt"
+            raise ApiError(400, message, param="prompt_logprobs_last_n")
+        stops: Sequence[Any] = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        stop_ids = [stop for stop in stops if isinstance(stop, int)]
+        require_tokens(stop_ids, vocab_size, "stop")
+        stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        if "" in stop_texts or len(stops) > 64 or any(len(text) > 256 for text in stop_texts):
+            raise ApiError(400, "stop: at most 64 texts of 1 to 256 characters, or 64 tokens", param="stop")
+        return SampleJob(
+            prompt,
+            self.num_samples,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            sampling=SamplingParams(
+                temperature=params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
+                seed=secrets.randbits(61) if params.seed is None else params.seed,
+            ),
+            stop_ids=tokenizer.stop_ids if params.stop is None else frozenset(stop_ids),
+            stop_texts=stop_texts,
+            topk=self.topk_sample_logprobs,
+            prompt_logprobs=bool(self.prompt_logprobs),
+            prompt_topk=self.topk_prompt_logprobs,
+            prompt_last=last,
+        )
+
+
+class FutureBody(Strict):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelBody(Strict):
+    request_id: str
+
+
+def require_tokens(tokens: "Sequence[int] | np.ndarray", vocab_size: int, what: str) -> None:
+    """Raises ApiError: 400 when a token is not the model's."""
+    ids = np.asarray(tokens, dtype=object if isinstance(tokens, list) else None)  # a list may hold any whole number
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ApiError(400, f"{what}: tokens from 0 to {vocab_size - 1}, and one is not", param=what)
+
+
+def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None:
+    """Raises ApiError or UserError: when a loss cannot be computed on a batch, before it is in any log."""
+    loss, _ = find_loss(request.loss, request.settings)
+    if not request.data:
+        raise ApiError(400, "the request has no data", param="data")
+    known = {"target_tokens", *loss.inputs}
+    for place, datum in enumerate(request.data):
+        length = len(datum.tokens)
+        where = f"datum {place}: "
+        if not 1 <= length <= context:
+            raise ApiError(400, f"{where}1 to {context} tokens, and this one has {length}", param="model_input")
+        # Only cross_entropy has a default: every token counts as much.
+        missing = known - set(datum.inputs) - {"weights"}
+        if missing or set(datum.inputs) - known:
+            found = ", ".join(sorted(name[:50] for name in datum.inputs)) or "none"
+            message = f"{where}{request.loss} takes {', '.join(sorted(known))}, and loss_fn_inputs has {found}"
+            raise ApiError(400, message, param="loss_fn_inputs")
+        for name, values in datum.inputs.items():
+            if values.shape != (length,):
+                message = f"{where}{name} has the shape {list(values.shape)[:8]}, and model_input {length} tokens"
+                raise ApiError(400, message, param=name)
+            if not np.isfinite(values).all():
+                raise ApiError(400, f"{where}{name} has a number that is not finite", param=name)
+        require_tokens(datum.tokens, vocab_size, f"{where}model_input")
+        require_tokens(datum.inputs["target_tokens"], vocab_size, f"{where}target_tokens")

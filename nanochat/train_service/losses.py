@@ -1,0 +1,98 @@
+"""The losses that a client names in forward_backward, each a function of token-level tensors.
+
+    L(logp, inputs) -> loss of each token (N, T), whose sum is what backward runs from
+
+Sums, not means, and no weighting by length: what a batch is divided by is the client's to decide, in its weights, its
+advantages or its learning rate. With p the probability of a token, q that at sampling, r = p / q and A its advantage:
+
+    loss                   of a token
+    cross_entropy          -w log p
+    importance_sampling    -r A
+    ppo                    -min(r A, clip(r) A)
+    cispo                  -clip(r) A log p, with no gradient through r
+    dro                    -(A log p - beta / 2 (log p - log q)^2)
+
+Legend: N rows, T tokens a row.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanochat.shell.cli import UserError
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A row of the table."""
+
+    function: Callable[..., Tensor]  # (logp, *inputs, **settings) -> (N, T)
+    inputs: tuple[str, ...]  # of loss_fn_inputs, in the order of the function's parameters
+    settings: Mapping[str, float]  # of loss_fn_config, with their defaults
+    source: str  # authors, year, title
+
+
+def cross_entropy(logp: Tensor, weights: Tensor) -> Tensor:
+    return -weights * logp
+
+
+def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> Tensor:
+    # r corrects for samples that another policy has drawn. Where that was this one, r is 1 and its gradient that of
+    # log p: REINFORCE.
+    return -torch.exp(logp - old_logp) * advantages
+
+
+def ppo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
+) -> Tensor:
+    # As `clipped_objective` of nanochat/losses.py, which explains it; the thresholds are the ends of the clip.
+    ratio = torch.exp(logp - old_logp)
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def cispo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
+) -> Tensor:
+    # Where PPO's clip wins, a token has no gradient. Here every token has one: the clip bounds its weight alone.
+    ratio = torch.exp(logp.detach() - old_logp)
+    return -ratio.clamp(clip_low_threshold, clip_high_threshold) * advantages * logp
+
+
+def dro(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, beta: float) -> Tensor:
+    # The square pulls the policy back towards the one that sampled, at every token, also where A is 0.
+    return -(logp * advantages - beta / 2 * (logp - old_logp).square())
+
+
+POLICY_INPUTS = ("logprobs", "advantages")
+CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+TOKEN_LOSSES = {
+    "cross_entropy": TokenLoss(cross_entropy, ("weights",), {}, "Shannon 1948, A Mathematical Theory of Communication"),
+    "importance_sampling": TokenLoss(
+        importance_sampling, POLICY_INPUTS, {}, "Williams 1992, Simple Statistical Gradient-Following Algorithms"
+    ),
+    "ppo": TokenLoss(ppo, POLICY_INPUTS, CLIP, "Schulman et al. 2017, Proximal Policy Optimization Algorithms"),
+    "cispo": TokenLoss(cispo, POLICY_INPUTS, CLIP, "MiniMax 2025, MiniMax-M1"),
+    "dro": TokenLoss(dro, POLICY_INPUTS, {"beta": 0.05}, "Richemond et al. 2024, Offline Regularised RL (DRO)"),
+}
+
+
+def find_loss(name: str, config: Mapping[str, float]) -> tuple[TokenLoss, dict[str, float]]:
+    """A loss, and all of its settings.
+
+    Raises UserError: for a loss or a setting that is not in the table; none is replaced by another.
+    """
+    loss = TOKEN_LOSSES.get(name)
+    if loss is None:
+        raise UserError(f"loss_fn {name[:50]!r}: this server has {', '.join(TOKEN_LOSSES)}")
+    for setting, value in config.items():
+        if setting not in loss.settings:
+            known = ", ".join(loss.settings) or "none"
+            raise UserError(f"loss_fn_config {setting[:50]!r}: {name} has {known}")
+        if not math.isfinite(value) or value < 0:
+            raise UserError(f"loss_fn_config {setting} {value}: at least 0, and finite")
+    return loss, {**loss.settings, **config}

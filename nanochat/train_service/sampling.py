@@ -1,0 +1,143 @@
+"""Samples for clients: requests for one model are decoded together, each as if it were alone.
+
+The logprobs are those of the model as it is, at temperature 1 and before top_k and top_p: the ones that `forward`
+computes for the same tokens, which the losses of RL compare with.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.device import Device
+from nanochat.engine import Engine, NewToken, Row, Slots
+from nanochat.gpt import GPT
+from nanochat.sampling import SamplingParams
+from nanochat.tokenizer import Tokenizer
+from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples
+
+SCORED_AT_ONCE = 256  # tokens of a prompt whose logits are in memory at once
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """What one request wants."""
+
+    prompt: list[int]
+    num_samples: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    stop_texts: tuple[str, ...] = ()
+    topk: int = 0  # likeliest tokens at each sampled one
+    prompt_logprobs: bool = False
+    prompt_topk: int = 0
+    prompt_last: int = 0  # score only the last tokens of the prompt; 0: all
+
+
+def make_engine(model: GPT, tokenizer: Tokenizer, device: Device) -> Engine:
+    """An engine that ends a sequence where its request says so alone, and answers no tool calls."""
+    engine = Engine(model, tokenizer, device)
+    engine.stop_ids = set()
+    engine.call_start = engine.call_end = -1
+    return engine
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One sequence that is being generated."""
+
+    job: SampleJob
+    tokens: list[int] = field(default_factory=list)
+    numbers: list[Sequence[float]] = field(default_factory=list)  # see NewToken.logprobs
+    is_stopped: bool = False
+
+
+def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]:
+    """The results of all jobs, in the form of the wire."""
+    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so that its tokens are read once.
+    waiting: deque[Row] = deque()
+    samples: list[_Sample] = []
+    for job in jobs:
+        for number in range(job.num_samples):
+            settings = replace(job.sampling, seed=(job.sampling.seed + number) % 2**62)
+            row = Row(job.prompt, job.max_tokens, settings, len(samples), answers_calls=False, stop_ids=job.stop_ids)
+            samples.append(_Sample(job))
+            if job.max_tokens:
+                waiting.append(row)
+    topk = max((job.topk for job in jobs), default=0)
+    if waiting:
+        capacity = max(len(row.prompt) + row.max_tokens for row in waiting)
+        decoder = Slots(engine, min(slots, len(waiting)), min(capacity, engine.model.config.sequence_len))
+        while waiting or decoder.rows:
+            free = decoder.size - len(decoder.rows)
+            if waiting and (not decoder.rows or free >= max(1, decoder.size // 4)):
+                decoder.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
+            new_tokens = decoder.decode(topk)
+            decoder.release({new.row for new in new_tokens if _take(samples[new.row.number], new, engine.tokenizer)})
+
+    # Each job's own samples, and what it wants to know of its prompt.
+    results = []
+    first = 0
+    for job in jobs:
+        own = samples[first : first + job.num_samples]
+        first += job.num_samples
+        logprobs = None
+        likeliest = None
+        if job.prompt_logprobs or job.prompt_topk:
+            logprobs, likeliest = score_prompt(engine.model, job)
+        results.append(write_samples([_finished(one, topk) for one in own], logprobs, likeliest))
+    return results
+
+
+def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:
+    """Add a token to a sequence; returns whether it was the last one."""
+    sample.tokens.append(new.id)
+    sample.numbers.append(new.logprobs)
+    sample.is_stopped = new.finish_reason == "stop"
+    if sample.job.stop_texts and not sample.is_stopped:
+        # A text may begin in any of the last tokens: each of its bytes is part of one token at least.
+        longest = max(len(text.encode()) for text in sample.job.stop_texts)
+        ending = tokenizer.decode(sample.tokens[-longest - 4 :])
+        sample.is_stopped = any(text in ending for text in sample.job.stop_texts)
+    return sample.is_stopped or new.finish_reason is not None
+
+
+def _finished(sample: _Sample, topk: int) -> Sampled:
+    numbers = np.array(sample.numbers, dtype=np.float64).reshape(len(sample.tokens), -1)
+    likeliest = None
+    k = sample.job.topk
+    if k:
+        # The decoder computed as many as any of its rows wanted: the logprobs in front, then the ids.
+        found = (numbers.shape[1] - 1) // 2
+        ids = numbers[:, 1 + found : 1 + found + k]
+        likeliest = Likeliest(ids, numbers[:, 1 : 1 + min(k, found)])
+    logprobs = numbers[:, 0].tolist() if sample.tokens else []
+    return Sampled(sample.tokens, logprobs, sample.is_stopped, likeliest)
+
+
+@torch.inference_mode()
+def score_prompt(model: GPT, job: SampleJob) -> tuple[np.ndarray | None, Likeliest | None]:
+    """The logprob of each of a prompt's tokens (T,), and the likeliest tokens in its place (T, k)."""
+    T = len(job.prompt)
+    first = max(1, T - job.prompt_last) if job.prompt_last else 1  # nothing comes before the first token
+    k = min(job.prompt_topk, model.config.vocab_size)
+    logprobs = np.full(T, math.nan)
+    ids = np.zeros((T, k))
+    values = np.full((T, k), MASKED_LOGPROB)
+    tokens = torch.tensor(job.prompt, device=model.device)
+    hidden = model.hidden(tokens[None, :-1])[0] if T > 1 else None  # (T - 1, C)
+    for start in range(first, T, SCORED_AT_ONCE):
+        assert hidden is not None
+        part = slice(start, min(start + SCORED_AT_ONCE, T))
+        table: Tensor = model.logits(hidden[part.start - 1 : part.stop - 1]).log_softmax(dim=-1)  # (n, V)
+        logprobs[part] = table.gather(1, tokens[part, None])[:, 0].cpu().numpy()
+        if k:
+            best = table.topk(k, dim=-1)
+            ids[part] = best.indices.cpu().numpy()
+            values[part] = best.values.cpu().numpy()
+    return logprobs if job.prompt_logprobs else None, Likeliest(ids, values) if k else None

@@ -1,0 +1,537 @@
+"""Sessions, models, samplers and futures: what the routes call, and the one thread that computes.
+
+    a route             checks a request, and calls `Service.submit` or `Service.sample` on a thread of its own
+    RequestLog          the request is on the disk
+    the queue           a model's requests in the order of their numbers, models in the order of arrival
+    the worker          runs them one at a time; samples of one model together
+    Promise             the result, which the client fetches by the request's id
+
+All of it except running requests is guarded by one lock. What users write is never logged.
+"""
+
+import json
+import logging
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanochat import model_folder
+from nanochat.engine import Engine
+from nanochat.exported.tokenizer_files import tokenizer_files
+from nanochat.serve.scheduler import log_failure
+from nanochat.serve.schema import ApiError
+from nanochat.shell import paths, storage
+from nanochat.shell.cli import UserError, out_of_memory
+from nanochat.train_service import wire
+from nanochat.train_service.log import REFUSED, Entry, RequestLog
+from nanochat.train_service.sampling import SampleJob, make_engine, sample
+from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
+
+KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched
+KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
+KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
+EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes on."""
+
+    queue: int = 1024  # requests that wait
+    slots: int = 16  # sequences sampled at once
+    batch_tokens: int = 8192  # of a micro-batch
+    models: int = 8  # in memory at once
+    snapshot_steps: int = 20  # optimizer steps between two snapshots
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the queue."""
+
+    id: str
+    run: Callable[[], Any]  # returns bytes, or what becomes JSON
+    result: "Future[Any]" = field(default_factory=Future)
+    sampler: Path | None = None  # of a sample: its weights; others of the same weights run with it
+    sample: SampleJob | None = None
+
+
+@dataclass(eq=False)
+class Model:
+    """A client's model; `trained` is its part in memory, which the worker alone touches."""
+
+    id: str
+    owner: str
+    settings: Trained
+    facts: dict[str, Any]  # of model.json
+    log: RequestLog
+    next: int = 1  # the number of the request that is queued next
+    parked: dict[int, Job] = field(default_factory=dict)  # those that came before their turn
+    live: TrainedModel | None = None
+    used: float = 0.0
+    done: int = 0  # the last request that has run
+    saved_steps: int = 0  # optimizer steps that the snapshot covers
+    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+
+
+class Service:
+    """One base model, and all that clients make of it, in `folder`."""
+
+    def __init__(self, base: Base, folder: Path, name: str, limits: Limits | None = None):
+        self.base = base
+        self.name = name
+        self.limits = limits or Limits()
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.wake = threading.Condition(self.lock)
+        self.queue: deque[Job] = deque()
+        self.promises: OrderedDict[str, Job] = OrderedDict()
+        self.models: dict[str, Model] = {}
+        self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
+        self.closing = False
+        for part in ("sessions", "models", "samplers"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        paths.lock(folder, "--folder")
+        self._require_base()
+        # For clients on this machine, whose get_tokenizer reads a folder as well as a hub.
+        self.tokenizer_folder = folder / "tokenizer"
+        self.tokenizer_folder.mkdir(exist_ok=True)
+        for name_of_file, content in tokenizer_files(base.tokenizer, base.model.config.sequence_len, True).items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (self.tokenizer_folder / name_of_file).write_text(text, encoding="utf-8")
+        self.sessions = {path.stem: _read_json(path) for path in (folder / "sessions").glob("*.json")}
+        with self.lock:
+            self._restore()
+        self.thread = threading.Thread(target=self._work, name="device", daemon=True)
+        self.thread.start()
+
+    def _require_base(self) -> None:
+        """Raises UserError: when the folder holds models over another base."""
+        path = self.folder / "base.json"
+        if not path.exists():
+            storage.write_json(path, self.base.about)
+        if _read_json(path)["base_sha256"] != self.base.about["base_sha256"]:
+            base = _read_json(path)["base"]
+            raise UserError(f"--folder {self.folder} holds models that were trained over {base}: name another folder")
+
+    # ------------------------------------------------------------------ sessions
+
+    def create_session(self, owner: str, user_metadata: Any) -> str:
+        session = secrets.token_hex(8)
+        facts = {"owner": owner, "created": time.time(), "user_metadata": user_metadata}
+        self._write("sessions", session, facts)
+        self.sessions[session] = facts
+        return session
+
+    def require_session(self, owner: str, session: str) -> dict[str, Any]:
+        """Raises ApiError: 404, also for a session of another key."""
+        facts = self.sessions.get(session)
+        if facts is None or facts["owner"] != owner:
+            raise ApiError(404, f"there is no session {session[:100]!r}", param="session_id", code="session_not_found")
+        return facts
+
+    # ------------------------------------------------------------------ models
+
+    def _restore(self) -> None:
+        """Find the models of an earlier start, and queue what their logs hold."""
+        for path in sorted((self.folder / "models").glob("*/model.json")):
+            model = self._add_model(path.parent.name, _read_json(path))
+            model.done = model.log.covered
+            model.next = model.done + 1
+            for number, content in model.log.results().items():
+                self._keep(_finished(f"{model.id}:{number}", content))
+            if not model.done:
+                self._keep(_finished(f"{model.id}:0", _created(model)))
+            for entry in model.log.entries():
+                self._park(model, entry)
+
+    def create_model(
+        self,
+        owner: str,
+        session: str,
+        number: int,
+        settings: Trained,
+        metadata: Any,
+        load: dict[str, Any] | None = None,
+    ) -> str:
+        """Create a model, with `load` from a checkpoint; returns the promise's id.
+
+        A request that is sent again creates nothing more.
+        """
+        self.require_session(owner, session)
+        model_id = f"{session}:train:{number}"
+        with self.lock:
+            if model_id not in self.models:
+                self._require_room()
+                facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
+                facts["load"] = load
+                folder = self.folder / "models" / model_id
+                folder.mkdir()
+                model = self._add_model(model_id, facts)
+                storage.write_json(folder / "model.json", facts)
+                storage.flush(folder)
+                storage.flush(folder.parent)
+                self._enqueue(Job(f"{model_id}:0", lambda: self._create(model)))
+        return f"{model_id}:0"
+
+    def _create(self, model: Model) -> bytes:
+        self._live(model)
+        return _created(model)
+
+    def _add_model(self, model_id: str, facts: dict[str, Any]) -> Model:
+        log = RequestLog(self.folder / "models" / model_id)
+        model = Model(model_id, facts["owner"], Trained(**facts["trained"]), facts, log)
+        self.models[model_id] = model
+        return model
+
+    def find_model(self, owner: str, model_id: str) -> Model:
+        """Raises ApiError: 404, also for a model of another key."""
+        model = self.models.get(model_id)
+        if model is None or model.owner != owner:
+            raise ApiError(404, f"there is no model {model_id[:100]!r}", param="model_id", code="model_not_found")
+        return model
+
+    def submit(self, owner: str, model_id: str, number: int | None, kind: str, content: bytes) -> str:
+        """Put a request into a model's log and queue; returns the promise's id.
+
+        Raises ApiError: 400 without a number, 429 when too much waits. One with a known number is not run again.
+        """
+        model = self.find_model(owner, model_id)
+        if number is None or not 1 <= number < 10**9:
+            raise ApiError(400, "seq_id: the number of the request, from 1 on", param="seq_id", code="invalid_value")
+        with self.lock:
+            request_id = f"{model.id}:{number}"
+            if number < model.next or number in model.parked:
+                return request_id
+            self._require_room(len(model.parked))
+            entry = Entry(number, kind, content)
+            model.log.append(entry)
+            self._park(model, entry)
+        return request_id
+
+    def refuse(self, owner: str, model_id: str, number: int | None) -> None:
+        """Use up the number of a request that was refused: those after it would wait for it without end."""
+        model = self.models.get(model_id)
+        if model is not None and model.owner == owner and number is not None and 1 <= number < 10**9:
+            self.submit(owner, model_id, number, REFUSED, b"")
+
+    def _park(self, model: Model, entry: Entry) -> None:
+        """Queue a request once all requests before it are queued."""
+        job = Job(f"{model.id}:{entry.number}", lambda: self._run(model, entry))
+        self._keep(job)
+        model.parked[entry.number] = job
+        while model.next in model.parked:
+            self._enqueue(model.parked.pop(model.next))
+            model.next += 1
+
+    def _require_room(self, parked: int = 0) -> None:
+        if len(self.queue) + parked >= self.limits.queue:
+            message = f"{self.limits.queue} requests wait already: try again later"
+            raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+
+    def _enqueue(self, job: Job) -> None:
+        self._keep(job)
+        self.queue.append(job)
+        self.wake.notify()
+
+    def _keep(self, job: Job) -> None:
+        self.promises[job.id] = job
+        while len(self.promises) > KEPT_RESULTS and next(iter(self.promises.values())).result.done():
+            self.promises.popitem(last=False)
+
+    def promise(self, owner: str, request_id: str) -> Job:
+        """Raises ApiError: 410 for one that this server does not know (any more): the client asks again."""
+        job = self.promises.get(request_id)
+        if job is None or not self._owns(owner, request_id):
+            raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
+        return job
+
+    def _owns(self, owner: str, request_id: str) -> bool:
+        return self.sessions.get(request_id.partition(":")[0], {}).get("owner") == owner
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def path_of(self, owner: str, uri: str) -> tuple[Path, Model]:
+        """The step's folder of tinker://<model>/<kind>/<name>, and its model. Raises ApiError: 404."""
+        parts = uri.removeprefix(SCHEME).split("/")
+        if uri.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
+            model = self.find_model(owner, parts[0])
+            if _is_name(parts[2]):
+                folder = self.folder / "models" / model.id / parts[1] / parts[2]
+                found = model_folder.steps(folder)
+                if found:
+                    return model_folder.step_path(folder, found[-1]), model
+        form = f"{SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
+        message = f"there is no checkpoint {uri[:200]!r}: name one as {form}"
+        raise ApiError(404, message, param="path", code="not_found")
+
+    def list_checkpoints(self, model: Model) -> list[dict[str, Any]]:
+        found = []
+        for kind, name_for_client in KINDS.items():
+            for folder in sorted((self.folder / "models" / model.id / kind).glob("*")):
+                if model_folder.steps(folder) and not folder.name.startswith(EPHEMERAL):
+                    step = model_folder.step_path(folder, model_folder.steps(folder)[-1])
+                    path = f"{kind}/{folder.name}"
+                    found.append({
+                        "checkpoint_id": path, "checkpoint_type": name_for_client, "time": _iso(step.stat().st_mtime),
+                        "tinker_path": f"{SCHEME}{model.id}/{path}", "public": False,
+                        "size_bytes": sum(file.stat().st_size for file in step.iterdir()),
+                    })  # fmt: skip
+        return found
+
+    def delete_checkpoint(self, owner: str, uri: str) -> None:
+        step, _ = self.path_of(owner, uri)
+        shutil.rmtree(step.parent)
+
+    # ------------------------------------------------------------------ samplers
+
+    def create_sampler(self, owner: str, session: str, number: int, uri: str | None) -> str:
+        """A sampling session of the base, or of saved weights. Raises ApiError: 404 when there are none."""
+        self.require_session(owner, session)
+        if uri is not None:
+            self.path_of(owner, uri)
+        sampler = f"{session}:sample:{number}"
+        self._write("samplers", sampler, {"owner": owner, "path": uri})
+        return sampler
+
+    def find_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
+        return self._read("samplers", sampler, owner)
+
+    def sample(self, owner: str, sampler: str, number: int, job: SampleJob) -> str:
+        """Queue a sample; returns the promise's id. A known number is not sampled again."""
+        uri = self.find_sampler(owner, sampler)["path"]
+        weights = self.path_of(owner, uri)[0] if uri is not None else None
+        request_id = f"{sampler}:{number}"
+        with self.lock:
+            if request_id not in self.promises:
+                self._require_room()
+                self._enqueue(Job(request_id, lambda: None, sampler=weights, sample=job))
+        return request_id
+
+    def cancel(self, owner: str, request_id: str) -> None:
+        """Forget a sample that still waits."""
+        with self.lock:
+            job = self.promises.get(request_id)
+            if job in self.queue and job.sample is not None and self._owns(owner, request_id):
+                self.queue.remove(job)
+                self.promises.pop(request_id)
+
+    # ------------------------------------------------------------------ the worker
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                while not self.queue and not self.closing:
+                    self.wake.wait()
+                if self.closing:
+                    return
+                jobs = [self.queue.popleft()]
+                first = jobs[0]
+                if first.sample is not None:
+                    # Samples of the same weights are decoded together, also those that arrived after other requests.
+                    alike = [job for job in self.queue if job.sample is not None and job.sampler == first.sampler]
+                    jobs += alike
+                    self.queue = deque(job for job in self.queue if job not in alike)
+            if first.sample is None:
+                _settle(first, first.run)
+            else:
+                self._sample(jobs)
+
+    def _sample(self, jobs: Sequence[Job]) -> None:
+        wanted = [job.sample for job in jobs if job.sample is not None]
+        try:
+            results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
+        except Exception as error:
+            for job in jobs:
+                job.result.set_result(_failure(error))
+            return
+        for job, result in zip(jobs, results, strict=True):
+            job.result.set_result(result)
+
+    def _engine(self, weights: Path | None) -> Engine:
+        if weights not in self.engines:
+            model = self.base.model
+            if weights is not None:
+                source = _read_json(weights.parents[2] / "model.json")
+                model = self.base.adapted(Trained(**source["trained"]))
+                load_weights(model, weights)
+            self.engines[weights] = make_engine(model, self.base.tokenizer, self.base.device)
+        self.engines.move_to_end(weights)
+        while len(self.engines) > KEPT_ENGINES:
+            self.engines.popitem(last=False)
+        return self.engines[weights]
+
+    def _live(self, model: Model) -> TrainedModel:
+        """The model in memory: new, or from its snapshot."""
+        model.used = time.monotonic()
+        if model.live is None:
+            self._make_room()
+            model.live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
+            snapshot = model.log.snapshot()
+            if snapshot is not None:
+                model.live.load(snapshot, with_optimizer=True)
+            elif model.facts["load"]:
+                self._load(model, model.live, model.facts["load"])
+            model.saved_steps = model.live.steps
+        return model.live
+
+    def _make_room(self) -> None:
+        """Write models to the disk that are not in use, the longest unused first."""
+        in_memory = [model for model in self.models.values() if model.live is not None]
+        for model in sorted(in_memory, key=lambda one: one.used)[: max(0, len(in_memory) + 1 - self.limits.models)]:
+            # Gradients are in no snapshot.
+            if model.live is not None and not model.live.has_gradients and not model.live.lost_gradients:
+                self._snapshot(model)
+                model.live = None
+
+    def _run(self, model: Model, entry: Entry) -> bytes:
+        """Run a request of the log."""
+        try:
+            result = self._compute(model, entry)
+        except Exception as error:
+            result = _failure(error)
+        model.results[entry.number] = result
+        model.done = entry.number
+        steps = model.live.steps - model.saved_steps if model.live else 0
+        if entry.kind == "optim_step" and steps >= self.limits.snapshot_steps:
+            self._snapshot(model)
+        return result
+
+    def _load(self, model: Model, trained: TrainedModel, body: dict[str, Any]) -> None:
+        step, _ = self.path_of(model.owner, body["path"])
+        trained.load(step, body["optimizer"])
+
+    def _compute(self, model: Model, entry: Entry) -> bytes:
+        if entry.kind == REFUSED:
+            return _failure(UserError("this request was refused"))
+        trained = self._live(model)
+        if entry.kind == "forward_backward":
+            request = wire.read_forward_backward(entry.content)
+            outputs, metrics = trained.forward(request.data, request.loss, request.settings, request.has_backward)
+            return wire.write_forward_backward(outputs, metrics)
+        body = json.loads(entry.content)
+        if entry.kind == "optim_step":
+            return _json({"metrics": trained.step(AdamSettings(**body))})
+        if entry.kind == "load_weights":
+            self._load(model, trained, body)
+            model.saved_steps = trained.steps
+            return _json({"type": "load_weights", "path": body["path"], "model_id": model.id})
+        return self._save(model, trained, entry, body)
+
+    def _save(self, model: Model, trained: TrainedModel, entry: Entry, body: dict[str, Any]) -> bytes:
+        kind = "weights" if entry.kind == "save_weights" else "sampler_weights"
+        name = body["name"] or f"{EPHEMERAL}{entry.number:09d}"
+        folder = self.folder / "models" / model.id / kind / name
+        # A request that is run again after a restart replaces what it has written.
+        mark = folder.with_name(f".{name}.{entry.number}")
+        if model_folder.steps(folder) and not body["overwrite"] and not mark.exists():
+            raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
+        folder.parent.mkdir(exist_ok=True)
+        mark.touch()
+        shutil.rmtree(folder, ignore_errors=True)
+        for weights in [path for path in self.engines if path is not None and path.parent == folder]:
+            del self.engines[weights]
+        trained.save(folder, with_optimizer=kind == "weights")
+        path = f"{SCHEME}{model.id}/{kind}/{name}"
+        if body["sampler"] is None:
+            return _json({"type": entry.kind, "path": path})
+        sampler = self.create_sampler(model.owner, model.id.partition(":")[0], body["sampler"], path)
+        for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
+            shutil.rmtree(old, ignore_errors=True)
+        return _json({"type": entry.kind, "sampling_session_id": sampler})
+
+    def _snapshot(self, model: Model) -> None:
+        """Write the model to the disk, and empty its log."""
+        if model.live is None or model.done <= model.log.covered:
+            return
+        model.live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
+        with self.lock:  # a request that is being appended stays
+            model.log.end_snapshot()
+        model.saved_steps = model.live.steps
+        model.results = {}
+
+    def close(self) -> None:
+        """End the worker after its present request, and write what it has trained."""
+        with self.lock:
+            self.closing = True
+            self.wake.notify_all()
+        self.thread.join()
+        for model in self.models.values():
+            if model.live is not None and not model.live.has_gradients and not model.live.lost_gradients:
+                self._snapshot(model)
+        paths.unlock(self.folder)
+
+    # ------------------------------------------------------------------ small files
+
+    def _write(self, part: str, name: str, content: dict[str, Any]) -> None:
+        path = self.folder / part / f"{name}.json"
+        unfinished = path.with_suffix(".tmp")
+        storage.write_json(unfinished, content)
+        unfinished.rename(path)
+        storage.flush(path.parent)
+
+    def _read(self, part: str, name: str, owner: str) -> dict[str, Any]:
+        """Raises ApiError: 404 when there is no such file, or it belongs to another key."""
+        kind = part.removesuffix("s")
+        path = self.folder / part / f"{name}.json"
+        if re.fullmatch(r"[0-9a-f]{16}(:sample:\d{1,9})?", name) and path.is_file():
+            content = _read_json(path)
+            if content["owner"] == owner:
+                return content
+        raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+def _is_name(name: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _created(model: Model) -> bytes:
+    return _json({"type": "load_weights" if model.facts["load"] else "create_model", "model_id": model.id})
+
+
+def _finished(request_id: str, content: bytes) -> Job:
+    job = Job(request_id, lambda: content)
+    job.result.set_result(content)
+    return job
+
+
+def _settle(job: Job, run: Callable[[], Any]) -> None:
+    try:
+        job.result.set_result(run())
+    except Exception as error:
+        job.result.set_result(_failure(error))
+
+
+def _failure(error: Exception) -> bytes:
+    """The result of a request that failed: one line, and whose fault it is."""
+    if isinstance(error, UserError):
+        return _json({"error": str(error), "category": "user"})
+    if isinstance(error, ApiError):
+        return _json({"error": error.body["error"]["message"], "category": "user"})
+    if out_of_memory(error):
+        return _json({"error": "the server has too little memory for this: send shorter or fewer sequences, or lower "
+                      "--batch_tokens", "category": "server"})  # fmt: skip
+    log_failure("a request failed", error)
+    logging.getLogger(__name__).debug("%s", error)
+    return _json({"error": "the server failed on this request; its log names the line", "category": "server"})

@@ -1,0 +1,302 @@
+"""The models of the clients. Each is a GPT of its own whose frozen weights are those of the one base in memory.
+
+    Base               the model that all clients start from
+    Base.adapted       a GPT that shares the base's weights and has adapters of its own, or a whole copy to train
+    TrainedModel       such a GPT with its gradients and its optimizer: what a training client talks to
+
+Nothing is swapped in or out: two clients' models differ in their adapters' tensors, and the tensors of the base are the
+same memory. So a client's numbers do not depend on who else trains here.
+
+Legend: N rows, T tokens a row.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat import lora, model_folder
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.gpt import GPT, read_out
+from nanochat.lora import Lora
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.parallel.fsdp import load_whole, whole_weights
+from nanochat.parallel.mesh import lay_out
+from nanochat.shell.cli import UserError
+from nanochat.train_service.losses import TokenLoss, find_loss
+from nanochat.train_service.wire import Datum
+
+MAX_RANK = 1024
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a model a client trains; rank 0: all of it."""
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+    head: bool = True
+
+    @property
+    def lora(self) -> Lora:
+        """The settings of the adapters in the blocks."""
+        return Lora(self.rank, targets=(ATTENTION if self.attention else ()) + (MLP if self.mlp else ()))
+
+
+# ---------------------------------------------------------------------- models over one base
+
+
+class Base:
+    """The model that all clients start from; its weights are frozen, in the dtype of the products."""
+
+    def __init__(self, source: Path, device: Device):
+        self.source = source
+        self.device = device
+        # Adapters of rank 1 that are never trained: they add exact zeros. So the base is loaded, and later sampled
+        # from, as the models over it are.
+        self.model, self.tokenizer, self.meta = checkpoints.load_model(
+            source, device, verified=True, new_adapters=lambda config: Lora(1)
+        )
+        self.about = model_folder.base_of(source)  # for the checkpoints of adapters
+
+    def adapted(self, trained: Trained) -> GPT:
+        """A GPT to train, on the device: with new adapters over the base's weights, or with a copy of them in fp32."""
+        if not trained.rank:
+            return checkpoints.load_model(self.source, self.device, verified=True)[0]
+        with torch.device("meta"):
+            model = GPT(self.model.config, self.model.kernels)
+            lora.attach(model, trained.lora)
+        # `assign` puts the base's own tensors in place of those without memory; adapters are not among them.
+        frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
+        model.load_state_dict(frozen, strict=False, assign=True)
+        model.rotary = self.model.rotary
+        for module in model.modules():
+            if isinstance(module, lora.Adapter):
+                module.to_empty(device=self.device.torch_device)
+        lora.init_adapters(model, trained.seed)
+        if trained.head:
+            _attach_to_head(model, trained)
+        return model.eval()
+
+
+def _attach_to_head(model: GPT, trained: Trained) -> None:
+    """Put an adapter on the output head, which nanochat/lora.py does not do. Drawn as the others are."""
+    settings = Lora(trained.rank)
+    c = model.config
+    adapter = lora.Adapter(c.vocab_size, c.width, settings, model.device)
+    generator = torch.Generator().manual_seed(trained.seed)
+    bound = 1 / math.sqrt(c.width)
+    with torch.no_grad():
+        adapter.lora_A.copy_((torch.rand(adapter.lora_A.shape, generator=generator) * 2 - 1) * bound)
+        adapter.lora_B.zero_()
+    model.head_adapter = adapter
+    # All logits and losses of a model pass through this method.
+    model._read_out = partial(_read_out, model)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _read_out(model: GPT, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+    """`GPT._read_out` with the head's adapter: W h + B (s A h) is one product, of the head (W, B) and of (h, s A h)."""
+    adapter: Any = model.head_adapter
+    inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
+    weight = torch.cat((model.head_weight().to(hidden.dtype), adapter.lora_B.to(hidden.dtype)), dim=1)
+    return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, model.config, model.kernels)
+
+
+# ---------------------------------------------------------------------- a model in training
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Those of one step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # 0: gradients are not clipped
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A micro-batch: sequences of about one length, each in a row of its own."""
+
+    places: list[int]  # of each row's datum in the request
+    tokens: Tensor  # (N, T)
+    targets: Tensor  # (N, T), IGNORE after a sequence's end
+    inputs: list[Tensor]  # of the loss, (N, T) each, 0 after a sequence's end
+
+
+class TrainedModel:
+    """A model with its gradients and its optimizer. One thread calls its methods, in the order of the requests."""
+
+    def __init__(self, base: Base, trained: Trained, batch_tokens: int):
+        self.base = base
+        self.trained = trained
+        self.device = base.device
+        self.batch_tokens = batch_tokens  # of a micro-batch, padding included
+        self.model = base.adapted(trained)
+        self.steps = 0
+        self.has_gradients = False
+        self.lost_gradients = False  # some of those since the last step: a forward_backward has failed half-way
+        self._start_optimizer()
+
+    def _start_optimizer(self) -> None:
+        # A rate and a decay of 1: each step multiplies them by its own.
+        parameters = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        group = ParameterGroup("adamw", parameters, 1.0, weight_decay=1.0)
+        self.optimizer = Optimizer(
+            [group], layout=lay_out(self.device), dtype=self.device.dtype, kernels=self.model.kernels
+        )
+
+    # ---- gradients
+
+    def forward(
+        self, data: Sequence[Datum], loss: str, settings: dict[str, float], has_backward: bool
+    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+        """The log probability of each target and its loss, for each datum, and the sum of all losses.
+
+        With `has_backward` the gradients of the sum are added to those since the last step.
+        """
+        token_loss, settings = find_loss(loss, settings)
+        try:
+            return self._forward(data, token_loss, settings, has_backward)
+        except BaseException:
+            self.lost_gradients |= has_backward
+            raise
+
+    def _forward(
+        self, data: Sequence[Datum], token_loss: TokenLoss, settings: dict[str, float], has_backward: bool
+    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+        results: list[dict[str, np.ndarray]] = [{} for _ in data]
+        total = 0.0
+        for rows in self._micro_batches(data, token_loss):
+            with torch.set_grad_enabled(has_backward):
+                logp = -self.model(rows.tokens, rows.targets, reduction="none")  # (N, T)
+                losses = token_loss.function(logp, *rows.inputs, **settings) * (rows.targets != IGNORE)
+                loss_sum = losses.sum()
+            if has_backward:
+                loss_sum.backward()
+                self.has_gradients = True
+            # The host adds the micro-batches up in fp64; each datum gets its own part of the tables.
+            total += float(loss_sum.detach())
+            tables = (logp.detach().float().cpu().numpy(), losses.detach().float().cpu().numpy())
+            for row, place in enumerate(rows.places):
+                length = len(data[place].tokens)
+                logprobs, own_losses = (table[row, :length].copy() for table in tables)
+                results[place] = {"logprobs": logprobs, "elementwise_loss": own_losses}
+        return results, {"loss:sum": total}
+
+    def _micro_batches(self, data: Sequence[Datum], loss: TokenLoss) -> Iterator[_Rows]:
+        """Sequences by length, the longest first, as many together as have room in `batch_tokens`."""
+        # Attention looks back only: what stands after a sequence's end changes nothing in it.
+        order = sorted(range(len(data)), key=lambda place: -len(data[place].tokens))
+        while order:
+            longest = len(data[order[0]].tokens)
+            count = max(1, self.batch_tokens // longest)
+            places, order = order[:count], order[count:]
+            tokens = torch.zeros(len(places), longest, dtype=torch.long)
+            targets = torch.full((len(places), longest), IGNORE, dtype=torch.long)
+            inputs = [torch.zeros(len(places), longest) for _ in loss.inputs]
+            for row, place in enumerate(places):
+                datum = data[place]
+                length = len(datum.tokens)
+                tokens[row, :length] = torch.from_numpy(datum.tokens)
+                targets[row, :length] = torch.from_numpy(datum.inputs["target_tokens"])
+                for name, table in zip(loss.inputs, inputs, strict=True):
+                    table[row, :length] = torch.from_numpy(datum.inputs[name]) if name in datum.inputs else 1.0
+            move = self.device.to_device
+            yield _Rows(places, move(tokens), move(targets), [move(table) for table in inputs])
+
+    # ---- a step
+
+    @torch.no_grad()
+    def step(self, adam: AdamSettings) -> dict[str, float]:
+        """One step of AdamW from the gradients since the last one; returns their norm.
+
+        Raises UserError: when there are none, or they are not finite; then nothing changes but that they are dropped.
+        """
+        if self.lost_gradients:
+            self._drop_gradients()
+            raise UserError("optim_step: a forward_backward since the last one failed, so all gradients are dropped")
+        if not self.has_gradients:
+            raise UserError("optim_step: there are no gradients since the last one; call forward_backward first")
+        self.has_gradients = False
+        squares = self.optimizer.reduce()
+        norm = squares.sqrt()
+        # A norm beyond the largest is scaled down to it, as in `train_step`.
+        divisor = torch.ones_like(norm)
+        if adam.grad_clip_norm > 0:
+            divisor = ((norm + 1e-6) / adam.grad_clip_norm).clamp(min=1.0)
+        finite = torch.isfinite(squares).float()
+        self.optimizer.set_adamw((adam.beta1, adam.beta2), adam.eps)
+        self.optimizer.step(divisor, finite, lr_scale=adam.learning_rate, weight_decay_scale=adam.weight_decay)
+        if not finite.item():
+            raise UserError("optim_step: the gradients were not finite, so they are dropped and no weight has changed")
+        self.steps += 1
+        return {"grad_norm:mean": float(norm), "step:max": float(self.steps)}
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.has_gradients = False
+        self.lost_gradients = False
+
+    # ---- on the disk
+
+    def save(self, folder: Path, with_optimizer: bool) -> None:
+        """Write a checkpoint of this project, the only step in its folder."""
+        facts = ("stage", "tasks", "sampling", "pretraining")
+        meta: dict[str, Any] = {name: self.base.meta[name] for name in facts if name in self.base.meta}
+        if self.trained.rank:
+            meta["adapter"] = lora.facts(self.trained.lora) | self.base.about
+        tokenizer = self.base.tokenizer
+        if with_optimizer:
+            checkpoints.save(folder, self.steps, self.model, tokenizer, meta, self.optimizer, {}, self.device)
+            return
+        final = model_folder.step_path(folder, self.steps)
+        unfinished = checkpoints.unfinished_path(final)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        about = {"model": asdict(self.model.config), "tokenizer": tokenizer.fingerprint(), "step": self.steps}
+        about |= {"version": model_folder.FORMAT_VERSION, "world_size": 0, "trained_at": int(time.time())}
+        files = checkpoints.write_model(unfinished, dict(whole_weights(self.model)), tokenizer, about | meta)
+        checkpoints.commit(unfinished, final, files)
+
+    def load(self, step_folder: Path, with_optimizer: bool) -> None:
+        """Take over the weights, and with them the optimizer's state, of a checkpoint that `save` has written.
+
+        Raises UserError: when it is damaged, or of a model with other adapters.
+        """
+        meta = model_folder.verify(step_folder)
+        load_weights(self.model, step_folder)
+        self._drop_gradients()
+        self.steps = 0
+        self._start_optimizer()
+        if with_optimizer:
+            checkpoints.load_training(step_folder, meta, self.optimizer, self.device)
+            self.steps = meta["step"]
+
+
+def load_weights(model: GPT, step_folder: Path) -> None:
+    """Copy a checkpoint's weights or adapters into the same model."""
+    name = "adapter.safetensors" if lora.settings_of(model) else "model.safetensors"
+    try:
+        load_whole(model, step_folder / name)
+    except (ValueError, OSError) as error:
+        raise UserError(f"the checkpoint is of a model with other adapters, or of another base ({error})") from error

@@ -1,0 +1,227 @@
+"""What travels between the tinker client and the server besides JSON: protocol buffers, for tensors.
+
+The client sends forward_backward in this form and accepts results with tensors in no other. The table below has the
+messages that it uses, as `number type name`. Messages are made from it when the module's first function is called, in a
+pool of their own, so that they are apart from the client's where a process has both.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanochat.shell.cli import UserError
+
+CONTENT_TYPE = "application/x-protobuf"
+MASKED_LOGPROB = -99999.0  # of a place without a token in a table of the likeliest ones
+
+# A star marks a repeated field. Enumerations and sizes are `int` here: they look the same on the wire.
+_MESSAGES = {
+    "SparseCsr": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
+    "Tensor": "1 bytes dense, 2 SparseCsr sparse_csr, 3 int dtype, 4 int* shape",
+    "NamedTensor": "1 string key, 2 Tensor value",
+    # forward_backward's request
+    "EncodedText": "1 bytes tokens",
+    "Opaque": "1 bytes data",
+    "Chunk": "1 EncodedText encoded_text, 2 Opaque image, 3 Opaque dmel",
+    "Datum": "1 Chunk* model_input, 2 NamedTensor* loss_fn_inputs",  # and spans, which no loss here reads
+    "NamedNumber": "1 string key, 2 double value",
+    "Setting": "1 double number, 2 string text",
+    "NamedSetting": "1 string key, 2 Setting value",
+    "ForwardBackwardRequest": "1 string model_id, 2 int seq_id, 3 Datum* data, 4 string loss_fn, "
+    "5 NamedNumber* loss_fn_config, 6 int forward_only, 7 NamedSetting* loss_fn_config_v2",
+    # its result
+    "BatchedTensor": "1 bytes data, 2 bytes offsets, 3 int dtype, 4 int* trailing_shape",
+    "NamedBatch": "1 string key, 2 BatchedTensor value",
+    "ArrayRecord": "1 string type_tag, 2 NamedBatch* fields, 3 int num_datums",
+    "ForwardBackwardOutput": "1 string loss_fn_output_type, 2 ArrayRecord* loss_fn_outputs, 3 NamedNumber* metrics",
+    # a sample's result
+    "TopkLogprobs": "1 bytes token_ids, 2 bytes logprobs, 3 int k, 4 int length",
+    "SampledSequence": "1 int stop_reason, 2 bytes tokens, 3 bytes logprobs, 4 TopkLogprobs topk_sampled_logprobs",
+    "SampleResponse": "1 SampledSequence* sequences, 2 bytes prompt_logprobs, 3 TopkLogprobs topk_prompt_logprobs",
+}  # fmt: skip
+_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
+_FLOAT32 = 1
+_STOP, _LENGTH = 0, 1  # reasons why a sequence ends
+
+
+@functools.cache
+def _messages() -> dict[str, Any]:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kinds = {"bytes": 12, "string": 9, "int": 3, "double": 1}
+    file = descriptor_pb2.FileDescriptorProto(name="wire", package="wire", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for entry in fields.split(", "):
+            number, kind, field = entry.split()
+            is_repeated = kind.endswith("*")
+            kind = kind.removesuffix("*")
+            added: Any = message.field.add(name=field, number=int(number))
+            added.label = 3 if is_repeated else 1
+            added.type = kinds.get(kind, 11)
+            if kind not in kinds:
+                added.type_name = f".wire.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"wire.{name}")) for name in _MESSAGES}
+
+
+# ---------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence of a batch, with T tokens."""
+
+    tokens: np.ndarray  # (T,)
+    inputs: dict[str, np.ndarray]  # of the loss, by their names, in the shapes that the client gave
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """The request of forward and of forward_backward."""
+
+    model_id: str
+    number: int  # its place among the client's requests to this model
+    data: list[Datum]
+    loss: str
+    settings: dict[str, float]
+    has_backward: bool
+
+
+def read_forward_backward(content: bytes) -> ForwardBackward:
+    """Raises UserError: when the bytes are no such request, or hold what is not text."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        message = _messages()["ForwardBackwardRequest"].FromString(content)
+    except DecodeError:
+        raise UserError("the body is no forward_backward request in the form of protocol buffers") from None
+    settings = {entry.key: entry.value for entry in message.loss_fn_config}
+    for entry in message.loss_fn_config_v2:
+        if entry.value.text:
+            raise UserError(f"loss_fn_config {entry.key[:50]!r}: a number, and this is a text")
+        settings[entry.key] = entry.value.number
+    data = [_read_datum(datum, place) for place, datum in enumerate(message.data)]
+    return ForwardBackward(
+        message.model_id, message.seq_id, data, message.loss_fn, settings, has_backward=not message.forward_only
+    )
+
+
+def _read_datum(message: Any, place: int) -> Datum:
+    pieces = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UserError(f"datum {place}: this model reads text alone, and its input has an image or sound")
+        pieces.append(_array(chunk.encoded_text.tokens, "<i4", f"datum {place}: model_input"))
+    inputs = {entry.key: _tensor(entry.value, f"datum {place}: {entry.key[:50]!r}") for entry in message.loss_fn_inputs}
+    return Datum(np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, np.int64), inputs)
+
+
+def _tensor(message: Any, what: str) -> np.ndarray:
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise UserError(f"{what} has a dtype that is neither float32 nor int64")
+    if message.HasField("sparse_csr"):
+        return _dense(message, dtype, what)
+    values = _array(message.dense, dtype, what)
+    shape = tuple(message.shape) or (len(values),)
+    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != len(values):
+        raise UserError(f"{what} has {len(values)} values, which do not fill its shape {list(shape)[:8]}")
+    return values.reshape(shape)
+
+
+def _dense(message: Any, dtype: str, what: str) -> np.ndarray:
+    """A sparse matrix, whose rows the client sends without their zeros."""
+    csr = message.sparse_csr
+    values = _array(csr.values, dtype, what)
+    starts = _array(csr.crow_indices, "<i8", what)
+    columns = _array(csr.col_indices, "<i8", what)
+    shape = tuple(message.shape)
+    # Less than a thousand times of what was sent: a small request must not fill the memory.
+    is_matrix = len(shape) == 2 and 0 < shape[1] <= 1000 and len(starts) == shape[0] + 1
+    if not is_matrix or len(values) != len(columns) or starts[0] != 0 or starts[-1] != len(values):
+        raise UserError(f"{what} is no sparse matrix of at most 1,000 columns")
+    if (np.diff(starts) < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
+        raise UserError(f"{what} is a sparse matrix with indices outside of its shape")
+    matrix = np.zeros(shape, dtype)
+    matrix[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return matrix
+
+
+def _array(content: bytes, dtype: str, what: str) -> np.ndarray:
+    size = np.dtype(dtype).itemsize
+    if len(content) % size:
+        raise UserError(f"{what} has {len(content)} bytes, not a multiple of {size}")
+    return np.frombuffer(content, dtype).copy()  # which torch may write to
+
+
+# ---------------------------------------------------------------------- results
+
+
+def write_forward_backward(outputs: Sequence[dict[str, np.ndarray]], metrics: dict[str, float]) -> bytes:
+    """The result of a batch: for each datum the same fields, each a float32 array of any length."""
+    record: dict[str, Any] = {"type_tag": "ArrayRecord", "num_datums": len(outputs), "fields": []}
+    for name in outputs[0] if outputs else ():
+        # All of a field's arrays one after the other, and where each begins, in bytes.
+        arrays = [np.ascontiguousarray(one[name], "<f4") for one in outputs]
+        offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
+        batch = {"data": b"".join(array.tobytes() for array in arrays), "offsets": offsets.tobytes()}
+        batch |= {"dtype": _FLOAT32, "trailing_shape": arrays[0].shape[1:]}
+        record["fields"].append({"key": name, "value": batch})
+    message = _messages()["ForwardBackwardOutput"](
+        loss_fn_output_type="ArrayRecord",
+        loss_fn_outputs=[record],
+        metrics=[{"key": name, "value": value} for name, value in metrics.items()],
+    )
+    return message.SerializeToString()
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The k likeliest tokens at n places, the likeliest first."""
+
+    ids: np.ndarray  # (n, k)
+    logprobs: np.ndarray  # (n, k) in nats; MASKED_LOGPROB where nothing was computed
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence."""
+
+    tokens: list[int]
+    logprobs: list[float]  # of each token, in nats, under the model as it is: at temperature 1
+    is_stopped: bool  # by a stop token or text; False: it was cut off
+    likeliest: Likeliest | None = None
+
+
+def write_samples(
+    sequences: Sequence[Sampled], prompt_logprobs: np.ndarray | None, prompt_likeliest: Likeliest | None
+) -> bytes:
+    """The result of a sample; prompt_logprobs (prompt,) is NaN where there is none, as at the first token."""
+    fields: dict[str, Any] = {"sequences": [_sequence(one) for one in sequences]}
+    if prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
+    if prompt_likeliest is not None:
+        fields["topk_prompt_logprobs"] = _likeliest(prompt_likeliest)
+    return _messages()["SampleResponse"](**fields).SerializeToString()
+
+
+def _sequence(one: Sampled) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "stop_reason": _STOP if one.is_stopped else _LENGTH,
+        "tokens": np.array(one.tokens, "<i4").tobytes(),
+        "logprobs": np.array(one.logprobs, "<f4").tobytes(),
+    }
+    if one.likeliest is not None:
+        fields["topk_sampled_logprobs"] = _likeliest(one.likeliest)
+    return fields
+
+
+def _likeliest(table: Likeliest) -> dict[str, Any]:
+    length, k = table.ids.shape
+    ids = table.ids.astype("<i4").tobytes()
+    return {"token_ids": ids, "logprobs": table.logprobs.astype("<f4").tobytes(), "k": k, "length": length}
