@@ -1,16 +1,17 @@
 """The loss functions of the chat stages, for `train_step`: each returns a sum of losses and what to divide it by.
 
 SFT: cross-entropy of what the assistant says. RL (POLICY_LOSSES): the log probability of sampled tokens, weighted by
-how much better than its group a sample was. DPO (PAIR_LOSSES): how much more likely than under a frozen reference model
-the better of two replies became than the worse one.
+how much better than its group a sample was. Preferences (PAIR_LOSSES): how much more likely the better of two replies
+is than the worse one, or than it was under a frozen reference model.
 
 A new loss is a function and a row of its table; the function's keyword parameters are its settings.
 
-Legend: N rows, T tokens a row, S samples, P pairs.
+Legend: N rows, T tokens a row, S samples, P pairs, R replies.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class Loss:
     function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
     source: str  # authors, year, title
     by_deviation: bool = False  # RL: divide a group's advantages by the standard deviation of its rewards
+    has_reference: bool = False  # preferences: compare with a frozen reference model
+    is_unpaired: bool = False  # preferences: of single replies (JudgedBatch), not of pairs
 
     def takes(self, setting: str) -> bool:
         return setting in inspect.signature(self.function).parameters
@@ -47,6 +50,14 @@ def find(table: dict[str, Loss], name: str) -> Loss:
     if name not in table:
         raise UserError(f"--loss {name}: one of {', '.join(table)}")
     return table[name]
+
+
+def require_settings(table: dict[str, Loss], name: str, **settings: Any) -> None:
+    """Raises UserError: when a setting is not None, and the loss of this name does not take it."""
+    for setting, value in settings.items():
+        if value is not None and not find(table, name).takes(setting):
+            others = [other for other, loss in table.items() if loss.takes(setting)]
+            raise UserError(f"--{setting} {value}: --loss {name} has none, {', '.join(others)} has")
 
 
 def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -182,9 +193,9 @@ def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-# ---------------------------------------------------------------------- preference pairs
+# ---------------------------------------------------------------------- preferences
 
-PAIR_STATS = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
+REPLY_STATS = ("chosen", "rejected", "accurate", "chosen_reward", "rejected_reward")
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,50 @@ class PairBatch:
     rows: PackedBatch
     pairs: int
     reference_logp: Tensor | None = None  # (P, 2), of each reply's targets together, under the frozen reference model
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.pairs, 2)
+
+
+@dataclass(frozen=True)
+class JudgedBatch:
+    """Packed replies, each of them good or bad by itself. Of the R replies of a step a micro-batch holds some: a reply
+    counts where it has a target."""
+
+    rows: PackedBatch
+    is_good: Tensor  # (R,), bool
+    reference_logp: Tensor | None = None  # (R,), of each reply's targets together, under the frozen reference model
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.is_good.shape)
+
+
+# The losses of a pair. With c the chosen reply and r the rejected one, log p(c) the log probability of all its tokens
+# under the model, |c| their number, g(c) = log p(c) - log q(c) its gain over the reference model q, s the sigmoid:
+#
+#     loss    of a pair                                                    reference    beta
+#     dpo     -log s(beta (g(c) - g(r)))                                   yes          0.1
+#     ipo     (g(c) / |c| - g(r) / |r| - 1 / (2 beta))^2                   yes          0.1
+#     simpo   -log s(beta (log p(c) / |c| - log p(r) / |r|) - gamma)       no           2
+#     cpo     -log s(beta (log p(c) - log p(r))) - log p(c) / |c|          no           0.1
+#     orpo    -beta log s(log odds(c) - log odds(r)) - log p(c) / |c|      no           0.1
+#
+# A loss of single replies y, good or bad ones; z is the baseline of all replies of a step:
+#
+#     kto     1 - s(beta (g(y) - z)) if good, 1 - s(beta (z - g(y))) if bad    yes      0.1
+#
+# The loss of one pair, worked out: the chosen reply has tokens of p = 1/2 and 1/4, the rejected one three of p = 1/2;
+# under the reference the replies have 1/16 and 1/4. So log p = -3 ln 2 for both, gains ln 2 and -ln 2, means -3/2 ln 2
+# and -ln 2. With the betas of the table:
+#
+#     dpo     -log s(0.1 x 2 ln 2)                        = 0.626
+#     ipo     (ln 2 / 2 + ln 2 / 3 - 5)^2                 = 19.557
+#     simpo   -log s(2 x (-1.5 ln 2 + ln 2) - 1)          = 1.862
+#     cpo     -log s(0) + 1.5 ln 2                        = 1.733
+#     orpo    -0.1 log s(ln 0.547 - ln 1) + 1.5 ln 2      = 1.144     odds = p / (1 - p) of p = 2^-1.5 and 2^-1
+#     kto     1 - s(0.1 ln 2) twice, at z = 0             = 0.965
 
 
 def dpo_loss(
@@ -209,8 +264,9 @@ def dpo_loss(
     """-log sigmoid(beta x (gain of the chosen reply - gain of the rejected one)), a gain being log p - log p_reference.
 
     `label_smoothing` is the share of pairs taken to be the wrong way round (source: Mitchell 2023, conservative DPO).
-    `sft_weight` adds the chosen reply's mean cross-entropy (source: Pang et al. 2024, Iterative RPO). To `stats` (5,)
-    the sums of PAIR_STATS are added; a reply's reward is beta x its gain, a tie counts half as accurate.
+    `sft_weight`, of every loss of pairs, adds the chosen reply's mean cross-entropy (source: Pang et al. 2024,
+    Iterative RPO). To `stats` (5,) the sums of REPLY_STATS are added; a reply's reward is beta x its gain, a tie counts
+    half as accurate.
     """
     # Gain of each reply: how much more likely it is now than under the reference, in nats. Only differences count, so
     # a reply that was likely from the start has no advantage.
@@ -251,10 +307,115 @@ def ipo_loss(
     return _sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
 
 
+def simpo_loss(
+    model: Any,
+    batch: PairBatch,
+    *,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+    sft_weight: float = 0.0,
+    stats: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(beta x (mean log p of the chosen reply's tokens - that of the rejected one's) - gamma)."""
+    logp = reply_logp(model, batch)
+    # loss = -log sigmoid(beta (log p(c) / |c| - log p(r) / |r|) - gamma)
+    # The reward is what sampling goes by, the mean log probability of a token: no reference, half the compute, and a
+    # long reply is not worse for being long. A chosen reply that is only just ahead still has a loss: it should lead by
+    # gamma. Nothing ties the model to where it began but the rate and the length of the run.
+    rewards = beta * logp / reply_targets(batch).clamp(min=1)  # (P, 2)
+    losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
+    return _sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
+
+
+def cpo_loss(
+    model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 1.0, stats: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(beta x (log p of the chosen reply - log p of the rejected one)) + the chosen one's cross-entropy."""
+    logp = reply_logp(model, batch)
+    # loss = -log sigmoid(beta (log p(c) - log p(r))) - log p(c) / |c|
+    # DPO with a reference to which all replies are equally likely, which cancels out: no second model. The second term
+    # holds the chosen reply up in the reference's place. A sum over the tokens favours short replies.
+    rewards = beta * logp  # (P, 2)
+    losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
+    return _sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
+
+
+def orpo_loss(
+    model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 1.0, stats: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """-beta log sigmoid(log of the ratio of the replies' odds) + the chosen one's cross-entropy. A reply's probability
+    is the geometric mean over its tokens here, and its reward in `stats` beta x the log of that."""
+    logp = reply_logp(model, batch)
+    # loss = -beta log sigmoid(log odds(c) - log odds(r)) - log p(c) / |c|, with odds = p / (1 - p)
+    # SFT and preference in one stage: the cross-entropy leads, and the odds ratio with its small weight pushes the
+    # rejected reply down meanwhile. Where p is small, odds are p. As p nears 1 they grow without end: once the chosen
+    # reply is certain, nothing is left to learn. A certain reply has no finite odds, so p stays below 1 by the rounding
+    # of float32.
+    mean = (logp / reply_targets(batch).clamp(min=1)).clamp(max=-1e-7)  # (P, 2)
+    log_odds = mean - torch.log(-torch.expm1(mean))  # log p - log(1 - p)
+    losses = -beta * torch.nn.functional.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+    return _sum_over_pairs(losses, beta * mean, logp, batch, sft_weight, stats)
+
+
+def kto_loss(
+    model: Any,
+    batch: JudgedBatch,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    baseline: float = 0.0,
+    stats: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """1 - sigmoid(beta x (gain - baseline)) of a good reply, 1 - sigmoid(beta x (baseline - gain)) of a bad one.
+
+    The weights multiply them. Where one kind is rarer, its weight times its number should be about the other's. The
+    baseline, in nats a reply, is that of the whole step (preferences.py). In `stats` chosen means good, and a reply is
+    accurate on the right side of the baseline.
+    """
+    logp = reply_logp(model, batch)
+    assert batch.reference_logp is not None
+    gains = logp - batch.reference_logp  # (R,)
+    # People judge a result against a point of reference, and further gains move them less and less (the prospect theory
+    # of Kahneman and Tversky). The sigmoid is that value, and the point of reference is how far the model has moved
+    # anyway: the mean gain of replies to other questions, an estimate of the KL divergence.
+    #
+    #     beta (gain - baseline) = +3    good: 1 - 0.95 = 0.05, learned: hardly a gradient
+    #                              -3    good: 1 - 0.05 = 0.95, out of reach: hardly a gradient either
+    #
+    # The last is what DPO lacks: an example that is labelled wrong does not pull harder and harder.
+    side = torch.where(batch.is_good, 1.0, -1.0)
+    weight = torch.where(batch.is_good, desirable_weight, undesirable_weight)
+    losses = weight * (1 - torch.sigmoid(beta * side * (gains - baseline)))
+    counts = (reply_targets(batch) > 0).float()  # (R,)
+    if stats is not None:
+        good = counts * batch.is_good
+        bad = counts - good
+        rewards = beta * gains.detach()
+        accurate = (torch.sign(side * (gains.detach() - baseline)) + 1) / 2  # 1, 0, or 0.5 for a tie
+        stats += torch.stack((good, bad, counts * accurate, good * rewards, bad * rewards)).sum(dim=1)
+    return (losses * counts).sum(), counts.sum()
+
+
+def gain_sum(model: Any, batch: JudgedBatch) -> tuple[Tensor, Tensor]:
+    """The replies' gains together, and their number: over replies to other questions the mean is KTO's baseline."""
+    assert batch.reference_logp is not None
+    # A reply without a target has no gain, so that the sum needs no mask.
+    gains = reply_logp(model, batch) - batch.reference_logp
+    return gains.sum(), (reply_targets(batch) > 0).sum()
+
+
 PAIR_LOSSES = {
-    "dpo": Loss(dpo_loss, "Rafailov et al. 2023, DPO"),
-    "ipo": Loss(ipo_loss, "Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Preferences"),
-}
+    "dpo": Loss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True),
+    "ipo": Loss(
+        ipo_loss, "Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Preferences",
+        has_reference=True,
+    ),
+    "simpo": Loss(simpo_loss, "Meng et al. 2024, SimPO"),
+    "cpo": Loss(cpo_loss, "Xu et al. 2024, Contrastive Preference Optimization"),
+    "orpo": Loss(orpo_loss, "Hong et al. 2024, ORPO"),
+    "kto": Loss(kto_loss, "Ethayarajh et al. 2024, KTO", has_reference=True, is_unpaired=True),
+}  # fmt: skip
 
 
 def _sum_over_pairs(
@@ -269,31 +430,39 @@ def _sum_over_pairs(
         losses = losses - sft_weight * logp[:, 0] / targets[:, 0].clamp(min=1)
     if stats is not None:
         chosen, rejected = rewards.detach().unbind(dim=1)
-        accurate = (torch.sign(chosen - rejected) + 1) / 2  # 1, 0, or 0.5 for a tie
-        stats += (counts * torch.stack((counts, accurate, chosen - rejected, chosen, rejected))).sum(dim=1)
+        accurate = torch.sign(chosen - rejected) + 1  # both replies, none, or one for a tie
+        stats += (counts * torch.stack((counts, counts, accurate, chosen, rejected))).sum(dim=1)
     return (losses * counts).sum(), counts.sum()
 
 
-def mean_pair_stats(stats: Tensor, device: Device) -> dict[str, float]:
-    """PAIR_STATS but the first, as means over the pairs of all ranks; `stats` (5,) are one rank's sums."""
-    pairs, *sums = sum_over_ranks(stats, device).tolist()
-    return {name: total / max(1, pairs) for name, total in zip(PAIR_STATS[1:], sums, strict=True)}
+def mean_reply_stats(stats: Tensor, device: Device) -> dict[str, float]:
+    """What share of the replies is on the right side, and the mean reward of each kind; `stats` (5,) are one rank's
+    sums of REPLY_STATS."""
+    chosen, rejected, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
+    chosen_mean = chosen_reward / max(1, chosen)
+    rejected_mean = rejected_reward / max(1, rejected)
+    return {
+        "accuracy": accurate / max(1, chosen + rejected),
+        "margin": chosen_mean - rejected_mean,
+        "chosen_reward": chosen_mean,
+        "rejected_reward": rejected_mean,
+    }
 
 
-def reply_logp(model: Any, batch: PairBatch) -> Tensor:
-    """Log probability in nats of each reply's targets together, (P, 2)."""
+def reply_logp(model: Any, batch: PairBatch | JudgedBatch) -> Tensor:
+    """Log probability in nats of each reply's targets together, (P, 2) of pairs, or (R,)."""
     return _by_reply(token_logp(model, batch.rows), batch)
 
 
-def reply_targets(batch: PairBatch) -> Tensor:
-    """How many targets each reply has, (P, 2)."""
+def reply_targets(batch: PairBatch | JudgedBatch) -> Tensor:
+    """How many targets each reply has, (P, 2) of pairs, or (R,)."""
     return _by_reply((batch.rows.targets != IGNORE).float(), batch)
 
 
-def _by_reply(values: Tensor, batch: PairBatch) -> Tensor:
-    """Sums (P, 2) of values (N, T) that are 0 where there is no target."""
+def _by_reply(values: Tensor, batch: PairBatch | JudgedBatch) -> Tensor:
+    """Sums (P, 2) or (R,) of values (N, T) that are 0 where there is no target."""
     # One mask for each reply, then a plain sum. index_add would do it without the masks, but adds in a changing order:
     # two runs of one seed would differ in their last digits.
-    numbers = torch.arange(2 * batch.pairs, device=values.device)
-    own = batch.rows.source == numbers[:, None, None]  # (2P, N, T)
-    return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(-1, 2)
+    numbers = torch.arange(math.prod(batch.shape), device=values.device)
+    own = batch.rows.source == numbers[:, None, None]  # (R, N, T)
+    return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.shape)

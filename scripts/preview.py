@@ -1,8 +1,10 @@
-"""Show what SFT or DPO would train on: three examples with the tokens to learn marked, and what the others are like.
+"""Show what a stage would train on: three examples with the tokens to learn marked, and what the others are like.
 
 python -m scripts.preview --source sft --tasks chats.jsonl
 
 python -m scripts.preview --stage dpo --tasks ORG/NAME@train_prefs
+
+python -m scripts.preview --stage kto --tasks labelled.jsonl
 
 In a terminal what is learned is green. Elsewhere it stands between [[ and ]].
 """
@@ -28,7 +30,8 @@ class Config:
     source_tag: str | None = None  # tag of the source; default: the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Count = 0  # as of that stage: tokens of a row; 0: the model's context
-    stage: Literal["sft", "dpo"] = "sft"  # chat_sft learns conversations, chat_dpo preference pairs
+    # chat_sft learns conversations, chat_dpo preference pairs, and with --loss kto labelled replies, too.
+    stage: Literal["sft", "dpo", "kto"] = "sft"
     tasks: str = ""  # as of that stage; default: as its own
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
@@ -54,30 +57,32 @@ def main(config: Config) -> None:
     model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
-    is_dpo = config.stage == "dpo"
+    is_sft = config.stage == "sft"
+    files: FileForm = "conversations"
+    if not is_sft:
+        files = "labelled" if config.stage == "kto" else "pairs"
     tasks = config.tasks
     if not tasks:
-        tasks = default_dpo_tasks(pretraining["data"]) if is_dpo else default_tasks(pretraining["data"], config.hub)
-    if is_dpo:
+        tasks = default_tasks(pretraining["data"], config.hub) if is_sft else default_dpo_tasks(pretraining["data"])
+    if not is_sft:
         require_pairs(parse_tasks(tasks))
-    files: FileForm = "pairs" if is_dpo else "conversations"
     mixture = open_mixture(tasks, config.split, config.hub, config.seed, files, config.bad_records)
     # SFT goes on in the mixture where mid-training stopped.
-    first = pretraining.get("conversations", 0) if config.split == "train" and not is_dpo else 0
+    first = pretraining.get("conversations", 0) if config.split == "train" and is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
 
-    def texts_of(number: int) -> Sequence["Rendered"]:
-        """What the stage reads of an example: a conversation, or the two of a pair."""
-        if is_dpo:
-            return mixture.rendered_pair(tokenizer, number, row_tokens + 1)
-        return [mixture.rendered_chat(tokenizer, number, row_tokens + 1)]
+    def texts_of(number: int) -> dict[str, "Rendered"]:
+        """What the stage reads of an example, by name: a conversation, or the two of a pair, or one with a label."""
+        if is_sft:
+            return {"": mixture.rendered_chat(tokenizer, number, row_tokens + 1)}
+        replies = mixture.rendered_replies(tokenizer, number, row_tokens + 1)
+        return {"chosen: " if reply.is_good else "rejected: ": reply.rendered for reply in replies}
 
     # ------------------------------------------------------------------ examples
     for number in range(first, first + config.examples):
         task, _ = mixture.draw(number)
         print0(f"\n--- example {number + 1:,}, of {task.name}")
-        names = ("chosen: ", "rejected: ") if is_dpo else ("",)
-        for name, text in zip(names, texts_of(number), strict=True):
+        for name, text in texts_of(number).items():
             cut = f", cut at {len(text.ids):,}" if text.cut else ""
             print0(f"{name}{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}")
             print(marked(text, tokenizer))
@@ -86,15 +91,15 @@ def main(config: Config) -> None:
     examples: dict[str, list[Sequence[Rendered]]] = {}  # by task
     for number in track(range(first, first + config.count), "examples"):
         task, _ = mixture.draw(number)
-        examples.setdefault(task.name, []).append(texts_of(number))
+        examples.setdefault(task.name, []).append(list(texts_of(number).values()))
     print_table(COLUMNS, [table_row(name, examples[name]) for name in sorted(examples)])
     for task in mixture.tasks:
         if len(task) < (drawn := len(examples.get(task.name, ()))):
-            kind = "pair" if is_dpo else "example"
+            kind = "pair" if config.stage == "dpo" else "example"
             print0(
                 f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
             )
-    if not is_dpo:
+    if is_sft:
         learned = [text for texts in examples.values() for [text] in texts if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)
         targets = int((packed.targets != IGNORE).sum())

@@ -38,6 +38,7 @@ ORDER = (
     ("model_folder",),
     ("checkpoint_manager",),
     ("engine",),
+    ("preferences",),
     ("rewards",),
     ("rollout",),
     ("evals.*",),

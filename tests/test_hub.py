@@ -332,8 +332,8 @@ def test_chats_of_any_data_set(fake, tmp_path, capsys):
         "test 0",
         "test 2",
     ]
-    assert len(fake.seen) == seen and not open_task(spec, "train", pairs=False).has_pairs
-    line = complaint(lambda: open_task(spec, "train", pairs=True))
+    assert len(fake.seen) == seen and not open_task(spec, "train").has_pairs
+    line = complaint(lambda: open_task(spec, "train", files="pairs"))
     assert "unknown form (with prompt, completion); known forms:" in line
     line = complaint(lambda: open_task(parse_tasks("org/name@en")[0], "train"))
     assert line.startswith("--tasks org/name@en is not a file or folder here; as a hub dataset, org/name: ")

@@ -1,18 +1,26 @@
 """RL and DPO losses against numbers worked by hand, and against one another."""
 
+import functools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny import cpu_device, lively_model, tiny_config
 from torch import Tensor
 
-from nanochat import losses
+from nanochat import losses, preferences
 from nanochat.attention import Segments
+from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import (
-    PAIR_STATS,
+    REPLY_STATS,
+    JudgedBatch,
     PairBatch,
     PolicyBatch,
     clipped_objective,
@@ -26,6 +34,8 @@ from nanochat.losses import (
     reply_logp,
     token_logp,
 )
+from nanochat.shell.cli import UserError
+from nanochat.tasks.mixture import JudgedReply
 
 
 class Fixed:
@@ -161,11 +171,11 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
 
 def test_dpo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    stats = torch.zeros(len(PAIR_STATS))
+    stats = torch.zeros(len(REPLY_STATS))
     loss, pairs = dpo_loss(model, batch, beta=0.5, stats=stats)
     # gains: ln (1/8 : 1/16) = ln 2, and ln (1/8 : 1/4) = -ln 2; half their difference is ln 2: sigmoid 2/3
     assert (loss.item(), pairs.item()) == pytest.approx((-math.log(2 / 3), 1))
-    assert stats.tolist() == pytest.approx([1, 1, math.log(2), 0.5 * math.log(2), -0.5 * math.log(2)])
+    assert stats.tolist() == pytest.approx([1, 1, 2, 0.5 * math.log(2), -0.5 * math.log(2)])
     loss.backward()
     # sigmoid(-margin) x beta pulls every target of the chosen reply up, those of the rejected one down
     assert model.logp.grad.flatten().tolist() == pytest.approx([-1 / 6] * 2 + [1 / 6] * 3 + [0])
@@ -177,18 +187,186 @@ def test_dpo_by_hand():
 
 def test_ipo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    stats = torch.zeros(len(PAIR_STATS))
+    stats = torch.zeros(len(REPLY_STATS))
     loss, pairs = ipo_loss(model, batch, beta=0.25, stats=stats)
     difference = math.log(2) / 2 + math.log(2) / 3  # of the gains a token
     assert (loss.item(), pairs.item()) == pytest.approx(((difference - 2) ** 2, 1))
-    assert stats.tolist() == pytest.approx([1, 1, difference / 4, math.log(2) / 8, -math.log(2) / 12])
+    assert stats.tolist() == pytest.approx([1, 1, 2, math.log(2) / 8, -math.log(2) / 12])
 
 
 def test_replies_as_likely_as_before_are_a_tie():
     model, batch = one_pair([0.5], [0.25], (0.5, 0.25))
-    stats = torch.zeros(len(PAIR_STATS))
+    stats = torch.zeros(len(REPLY_STATS))
     loss, _ = dpo_loss(model, batch, stats=stats)
-    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 0.5, 0, 0, 0]
+    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 1, 1, 0, 0]
+
+
+LN2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected", "rewards"),
+    [
+        # log p of the replies -3 ln 2 and -3 ln 2, gains ln 2 and -ln 2, means -1.5 ln 2 and -ln 2
+        ("dpo", {}, 0.626233, (0.1 * LN2, -0.1 * LN2)),
+        ("ipo", {}, 19.557421, (0.05 * LN2, -0.1 * LN2 / 3)),
+        ("simpo", {}, 1.861995, (-3 * LN2, -2 * LN2)),
+        ("simpo", {"beta": 1.0, "gamma": 0.0}, -math.log(1 / (1 + math.sqrt(2))), (-1.5 * LN2, -LN2)),
+        ("cpo", {}, 1.732868, (-0.3 * LN2, -0.3 * LN2)),
+        ("cpo", {"sft_weight": 0.0}, LN2, (-0.3 * LN2, -0.3 * LN2)),
+        ("orpo", {}, 1.143693, (-0.15 * LN2, -0.1 * LN2)),
+        # sigmoid(ln 2) = 2/3 of both, whose weights are 2 and 1
+        ("kto", {"beta": 1.0, "desirable_weight": 2.0}, 2 / 3 + 1 / 3, (LN2, -LN2)),
+        # gains ln 2 less than the baseline 2 ln 2: sigmoid(-ln 2) = 1/3 of the good one, sigmoid(3 ln 2) of the bad one
+        ("kto", {"beta": 1.0, "baseline": 2 * LN2}, 2 / 3 + 1 / 9, (LN2, -LN2)),
+    ],
+)
+def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    row = losses.PAIR_LOSSES[name]
+    if row.is_unpaired:
+        batch = judged(batch)
+    if not row.has_reference:
+        batch = replace(batch, reference_logp=None)
+    stats = torch.zeros(len(REPLY_STATS))
+    loss, count = row.function(model, batch, **settings, stats=stats)
+    assert (loss.item(), count.item()) == (pytest.approx(expected, rel=1e-6), 2 if row.is_unpaired else 1)
+    assert stats[[0, 1]].tolist() == [1, 1] and stats[3:].tolist() == pytest.approx(rewards)
+    above = settings.get("baseline", 0.0)
+    accurate = 1 + (rewards[0] > above) if row.is_unpaired else 1 + math.copysign(1, rewards[0] - rewards[1])
+    assert stats[2].item() == (accurate if rewards[0] != rewards[1] else 1)
+
+
+def judged(batch: PairBatch) -> JudgedBatch:
+    """The first pair of a batch taken apart."""
+    return JudgedBatch(batch.rows, torch.tensor([True, False]), batch.reference_logp[0])
+
+
+@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+def test_gradients_of_preferences_are_finite_differences(name):
+    fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
+    batch = replace(batch, reference_logp=batch.reference_logp.double())
+    row = losses.PAIR_LOSSES[name]
+    batch = judged(batch) if row.is_unpaired else batch
+    is_target = batch.rows.targets != IGNORE
+
+    def loss_of(logp: Tensor) -> Tensor:
+        def model(*_: Any, **__: Any) -> Tensor:
+            return torch.where(is_target, -logp, 0.0)
+
+        return row.bind(beta=0.7, sft_weight=0.5, baseline=0.3)(model, batch)[0]
+
+    logp = fixed.logp.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(loss_of, (logp,))
+
+
+def test_a_certain_reply_has_finite_odds():
+    model, batch = one_pair([1.0], [1.0, 1.0], (1.0, 1.0))
+    loss, _ = losses.orpo_loss(model, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * LN2) and torch.isfinite(model.logp.grad).all()
+
+
+def test_settings_that_a_loss_has_not_are_refused():
+    losses.require_settings(losses.PAIR_LOSSES, "simpo", gamma=1.0, label_smoothing=None)
+    with pytest.raises(UserError, match="--gamma 1.0: --loss dpo has none, simpo has"):
+        losses.require_settings(losses.PAIR_LOSSES, "dpo", gamma=1.0)
+
+
+def trl_trainer(**settings: Any) -> Any:
+    """What the loss functions of TRL's trainers read of them, on one process."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x, unwrap_model=lambda x: x
+    )
+    return SimpleNamespace(
+        accelerator=accelerator, _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
+        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, calculate_KL=True, use_weighting=False,
+        model=SimpleNamespace(training=True), f_divergence_type="reverse_kl", loss_weights=[1.0], label_smoothing=0.0,
+        alpha=0.0, **settings,
+    )  # fmt: skip
+
+
+def test_losses_of_preferences_are_those_of_trl():
+    """The same tiny models on the same tokens: padded rows in TRL's functions, packed ones in ours."""
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer
+    dpo = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    kto = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
+    ids, masks = random_pairs(5)
+    for pair in range(5):
+        ids[2 * pair + 1][:4] = ids[2 * pair][:4]  # the question
+    examples = [
+        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
+        for pair in range(5)
+    ]
+
+    # TRL's batch: the chosen replies, then the rejected ones, padded.
+    def padded(replies: Sequence[JudgedReply]) -> tuple[Tensor, Tensor]:
+        tokens, completion = torch.zeros(len(replies), 32, dtype=torch.long), torch.zeros(len(replies), 32)
+        for row, reply in enumerate(replies):
+            tokens[row, : len(reply.rendered.ids)] = torch.tensor(reply.rendered.ids)
+            completion[row, : len(reply.rendered.mask)] = torch.tensor(reply.rendered.mask)
+        return tokens, completion.long()
+
+    replies = [pair[0] for pair in examples] + [pair[1] for pair in examples]
+    tokens, completion = padded(replies)
+    strangers = preferences.to_other_questions([reply for pair in examples for reply in pair], 32)
+    other_tokens, other_completion = padded(strangers)
+
+    def outputs(policy: torch.nn.Module, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logp = policy(input_ids[:, :-1]).log_softmax(-1)
+        targets = labels[:, 1:]
+        logp = logp.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
+        nothing = torch.zeros_like(logp)
+        return SimpleNamespace(log_probs=logp, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+
+    def policy(input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:
+        return outputs(model, input_ids, labels)
+
+    def reference_logps(tokens: Tensor, completion: Tensor) -> Tensor:
+        with torch.no_grad():
+            return outputs(reference, tokens, tokens.masked_fill(completion == 0, -100)).log_probs.sum(-1)
+
+    frozen = reference_logps(tokens, completion)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": completion}
+    paired = {**inputs, "ref_chosen_logps": frozen[:5], "ref_rejected_logps": frozen[5:]}
+    labelled = {
+        **inputs, "ref_logps": frozen, "label": torch.tensor([True] * 5 + [False] * 5),
+        "KL_input_ids": other_tokens, "KL_attention_mask": torch.ones_like(other_tokens),
+        "KL_completion_mask": other_completion, "ref_KL_logps": reference_logps(other_tokens, other_completion),
+    }  # fmt: skip
+    labels = tokens.masked_fill(completion == 0, -100)
+    logits = torch.nn.functional.pad(model(tokens[:, :-1]), (0, 0, 0, 1))
+    sums, means = (cpo.get_batch_logps(logits, labels.clone(), average_log_prob=mean) for mean in (False, True))
+    kto_trainer = trl_trainer(beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
+    kto_trainer._compute_kl_logps = functools.partial(kto._compute_kl_logps, kto_trainer)
+    theirs = {
+        "dpo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["sigmoid"]), policy, paired, False),
+        "ipo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["ipo"]), policy, paired, False),
+        "simpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="simpo", simpo_gamma=0.7), *means.split(5))[0].mean(),
+        "cpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="sigmoid"), *sums.split(5))[0].mean(),
+        "orpo": -orpo.odds_ratio_loss(trl_trainer(beta=0.3), *means.split(5))[0].mean(),
+        "kto": kto._compute_loss(kto_trainer, policy, labelled, False),
+    }
+    device = cpu_device()
+    assert set(theirs) == set(losses.PAIR_LOSSES)
+    for name, row in losses.PAIR_LOSSES.items():
+        settings: dict[str, Any] = {"beta": 0.3, "sft_weight": 0.0, "gamma": 0.7}
+        batches = preferences.pair_batches(examples, 32, 10, device)
+        if row.is_unpaired:
+            batches = preferences.judged_batches(examples, 32, 20, device)
+            settings |= {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+            settings["baseline"] = preferences.kl_baseline(model, reference, examples, 32, 4, device)
+            assert settings["baseline"] > 0.1
+        batches = preferences.compared(batches, reference if row.has_reference else None)
+        parts = [row.bind(**settings)(model, batch) for batch in batches]
+        ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+        torch.testing.assert_close(ours, theirs[name], rtol=2e-5, atol=1e-6)
+        parts = torch.autograd.grad(theirs[name], list(model.parameters()), retain_graph=True, allow_unused=True)
+        expected = torch.cat([part.flatten() for part in parts if part is not None])
+        torch.testing.assert_close(gradient(model, ours), expected, rtol=2e-4, atol=2e-6)
+        assert expected.abs().max() > 1e-3
 
 
 def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -198,43 +376,63 @@ def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
     return ids, [[0] * 4 + [1] * (len(i) - 4) for i in ids]
 
 
-@pytest.mark.parametrize("loss_fn", [dpo_loss, ipo_loss])
-def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(loss_fn):
+def by_pair(name: str, logp: Tensor, reference: Tensor, targets: Tensor, beta: float) -> Tensor:
+    """The loss of one pair from log probabilities and lengths (2,), as the papers write it and in no code of ours."""
+    gains = logp - reference
+    mean = logp / targets
+    odds = mean.exp() / (1 - mean.exp())
+    margins = {
+        "dpo": beta * (gains[0] - gains[1]),
+        "simpo": beta * (mean[0] - mean[1]) - 1.0,
+        "cpo": beta * (logp[0] - logp[1]),
+        "orpo": torch.log(odds[0] / odds[1]),
+    }
+    if name == "ipo":
+        apart = gains / targets
+        return (apart[0] - apart[1] - 1 / (2 * beta)) ** 2
+    if name == "kto":
+        return 2 - torch.sigmoid(beta * gains[0]) - torch.sigmoid(-beta * gains[1])
+    own = -torch.log(1 / (1 + torch.exp(-margins[name])))
+    return beta * own if name == "orpo" else own
+
+
+@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
     """Against each pair alone, from the logits of the model and nothing of ours."""
+    loss = losses.PAIR_LOSSES[name]
+    sft_weight = 0.2 if loss.takes("sft_weight") else 0.0
     model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
     ids, masks = random_pairs(7)
 
-    def alone(policy: torch.nn.Module, number: int) -> tuple[Tensor, int]:
+    def alone(policy: torch.nn.Module, number: int) -> Tensor:
         tokens = torch.tensor([ids[number]])
         logp = policy(tokens[:, :-1])[0].log_softmax(-1)
-        chosen = [logp[place, ids[number][place + 1]] for place in range(3, len(ids[number]) - 1)]
-        return torch.stack(chosen).sum(), len(chosen)
+        return torch.stack([logp[place, ids[number][place + 1]] for place in range(3, len(ids[number]) - 1)]).sum()
 
     expected = torch.zeros(())
     for pair in range(7):
-        gains = []
-        for number in (2 * pair, 2 * pair + 1):
-            logp, targets = alone(model, number)
-            gain = logp - alone(reference, number)[0].detach()
-            gains.append(gain if loss_fn is dpo_loss else gain / targets)
-            if number % 2 == 0:
-                likely = logp / targets
-        apart = gains[0] - gains[1]
-        own = torch.log1p(torch.exp(-0.3 * apart)) if loss_fn is dpo_loss else (apart - 1 / 0.6) ** 2
-        expected = expected + own - 0.2 * likely
+        numbers = (2 * pair, 2 * pair + 1)
+        logp = torch.stack([alone(model, number) for number in numbers])
+        frozen = torch.stack([alone(reference, number) for number in numbers]).detach()
+        targets = torch.tensor([len(ids[number]) - 4.0 for number in numbers])
+        expected = expected + by_pair(name, logp, frozen, targets, 0.3) - sft_weight * logp[0] / targets[0]
     wanted = gradient(model, expected)
 
-    micros = list(pack_pairs(ids, masks, 32, 3, cpu_device()))
+    device = cpu_device()
+    examples = [
+        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
+        for pair in range(7)
+    ]
+    batches = (preferences.judged_batches if loss.is_unpaired else preferences.pair_batches)(examples, 32, 3, device)
+    micros = list(preferences.compared(batches, reference if loss.has_reference else None))
     assert 1 < len(micros) < 7
     model.zero_grad()
     total, counted = torch.zeros(()), 0
-    for rows, pairs in micros:
-        batch = PairBatch(rows, pairs)
-        batch = PairBatch(rows, pairs, reply_logp(reference, batch).detach())
-        loss, count = loss_fn(model, batch, beta=0.3, sft_weight=0.2)
-        loss.backward()
-        total, counted = total + loss.detach(), counted + count
-    assert counted == 7
+    for batch in micros:
+        part, count = loss.bind(beta=0.3, sft_weight=sft_weight)(model, batch)
+        part.backward()
+        total, counted = total + part.detach(), counted + count
+    assert counted == (14 if loss.is_unpaired else 7)
     torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-5)
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
@@ -247,8 +445,10 @@ def test_a_micro_batch_of_padding_adds_nothing():
     assert not more
     batch = PairBatch(rows, pairs)
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
-    stats = torch.zeros(len(PAIR_STATS))
-    for loss_fn in (dpo_loss, ipo_loss):
-        loss, count = loss_fn(model, batch, sft_weight=1.0, stats=stats)
+    stats = torch.zeros(len(REPLY_STATS))
+    nobody = torch.zeros(0, dtype=torch.bool)
+    judged = preferences.with_reference(JudgedBatch(pack_sequences([], [], 32), nobody), model)
+    for row in losses.PAIR_LOSSES.values():
+        loss, count = row.bind(sft_weight=1.0)(model, judged if row.is_unpaired else batch, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()

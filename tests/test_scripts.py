@@ -456,7 +456,7 @@ def test_flags_that_resume_refuses():
     assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
-    losses = {"loss", "beta", "label_smoothing", "sft_weight"}
+    losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
     assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {"loss", "kl", "clip_low", "clip_high"}

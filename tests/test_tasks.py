@@ -26,7 +26,7 @@ from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mixture import open_mixture
 from nanochat.tasks.mmlu import Mmlu
-from nanochat.tasks.preferences import Preferences, pair_of
+from nanochat.tasks.preferences import Labelled, Preferences, pair_of
 from nanochat.tasks.registry import TaskSpec, open_task
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
@@ -751,6 +751,29 @@ def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
         str(n) for n in range(20)
     ]
     assert len(test) == 2 and test.example(0).messages == [{"role": "user", "content": "18"}, BETTER | {"content": "a"}]
+
+
+def test_labelled_replies_and_pairs_in_one_file(tmp_path):
+    said = {"role": "assistant", "content": "Yes."}
+    rows = [
+        {"prompt": "Hello", "completion": "Yes.", "label": True},
+        {"messages": [HELLO[0], said, {"role": "user", "content": "And?"}, BETTER], "kto_tag": False},
+        PAIR_FORMS[0],
+    ]
+    path = write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", rows)
+    task = Labelled("train", str(tmp_path))
+    (judged,), (turns,), pair = (task.judged(number) for number in range(3))
+    assert judged == ([{"role": "user", "content": "Hello", "train": False}, said], True)
+    assert turns[1] is False and [message.get("train", True) for message in turns[0]] == [False] * 3 + [True]
+    chosen, rejected = pair_of(rows[2]).conversations
+    assert pair == [(chosen, True), (rejected, False)]
+    for label, hint in (("yes", "its label is 'yes', not true or false"), (None, "its label is None")):
+        write(path, [{**rows[0], "label": label}])
+        assert hint in complaint(lambda: Labelled("train", str(tmp_path)))
+    write(path, rows)
+    line = complaint(lambda: Preferences("train", str(tmp_path)))
+    assert "line 1 cannot be used: unknown form" in line and "--loss kto" in line
 
 
 def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):

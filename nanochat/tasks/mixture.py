@@ -6,6 +6,7 @@ examples come in a shuffled order, each once before any comes again.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,14 @@ def open_mixture(
     return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
 
 
+@dataclass(frozen=True)
+class JudgedReply:
+    """A question with a reply."""
+
+    rendered: Rendered
+    is_good: bool  # of a pair: it is the chosen one
+
+
 class Mixture:
     """Examples of several tasks, in an order that is a function of (seed, index)."""
 
@@ -165,15 +174,15 @@ class Mixture:
             return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
         return chat
 
-    def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> tuple[Rendered, Rendered]:
-        """Pair `index` as DPO reads it: the question with the chosen reply, and with the rejected one."""
+    def rendered_replies(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> list["JudgedReply"]:
+        """Example `index` as DPO reads it: the question with the chosen reply, and with the rejected one; of a record
+        with one labelled reply the question with that one."""
         task, number = self.draw(index)
         tools = task.example(number).tools
-        chosen, rejected = (
-            self._render(tokenizer, task, number, messages, tools, max_tokens)
-            for messages in task.pair(number).conversations
-        )
-        return chosen, rejected
+        return [
+            JudgedReply(self._render(tokenizer, task, number, messages, tools, max_tokens), is_good)
+            for messages, is_good in task.judged(number)
+        ]
 
     def _render(
         self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],

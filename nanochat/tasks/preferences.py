@@ -1,10 +1,16 @@
-"""Preference pairs of your own, or of any data set of a hub: a pair per row, in one of these forms.
+"""Preferences of your own, or of any data set of a hub. Most losses compare pairs: one per row, in one of these forms.
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
                                                            [message]; "question" means "prompt" too
     {"conversations": [...], "chosen": ..., "rejected": ...}                          ShareGPT's names
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
+
+KTO learns from single replies as well: any form of conversations.py, and "label" (or "kto_tag") true or false, for the
+last message. Pairs are taken apart for it; a file may hold both.
+
+    {"prompt": ..., "completion": ..., "label": true}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "label": false}
 
 A text under "system" or "system_prompt" goes before the prompt. Splits, other names of a field, and what becomes of a
 row that cannot be used, are those of conversations.py.
@@ -18,20 +24,23 @@ from nanochat.tasks.conversations import (
     QUESTIONS,
     Conversations,
     UnknownForm,
+    answered,
     as_messages,
     contents,
+    conversation_of,
     first_of,
     plain,
     question_of,
     tools_of,
     with_system,
 )
-from nanochat.tasks.task import Example, Pair
+from nanochat.tasks.task import Example, Pair, reply_alone
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '
     '{"instruction", "input", "chosen", "rejected"}'
 )
+LABELS = ("label", "kto_tag")
 
 
 class Preferences(Conversations):
@@ -57,15 +66,52 @@ class Preferences(Conversations):
         return Example([*pair.question, pair.chosen], tools=tools_of(record))
 
 
+class Labelled(Preferences):
+    """A question, and a good or a bad reply to it, or both."""
+
+    name = "labelled"
+    columns = {*Preferences.columns, *LABELS}
+
+    @staticmethod
+    def is_known(names: Iterable[str]) -> bool:
+        has_label = any(name in LABELS for name in names) and Conversations.is_known(names)
+        return has_label or Preferences.is_known(names)
+
+    def judged(self, index: int) -> list[tuple[list[Message], bool]]:
+        return self.records.parse(int(self.numbers[index]), judged_of)
+
+    def read(self, record: Any) -> Example:
+        return Example(judged_of(record)[0][0], tools=tools_of(record))
+
+
+def judged_of(record: Any) -> list[tuple[list[Message], bool]]:
+    """Conversations of a record, and whether each ends well. Raises ValueError: with the problem."""
+    if not isinstance(record, dict) or not Labelled.is_known(record):
+        forms = f'any form of a conversation with "label": true or false, {KNOWN}'
+        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {forms}")
+    if Preferences.is_known(record):
+        chosen, rejected = pair_of(record).conversations
+        return [(chosen, True), (rejected, False)]
+    label = first_of(record, LABELS)
+    if not isinstance(label, bool):
+        raise ValueError(f"its label is {label!r}, not true or false")
+    return [(reply_alone(answered(conversation_of(record))), label)]
+
+
 def pair_of(record: Any) -> Pair:
     """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
     if not isinstance(record, dict) or not Preferences.is_known(record):
-        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {KNOWN}")
+        hint = "; replies with a label are for chat_dpo --loss kto" if _has_label(record) else ""
+        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {KNOWN}{hint}")
     chosen = _conversation(record, "chosen")
     rejected = _conversation(record, "rejected")
     if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected do not answer the same messages")
     return Pair(chosen[:-1], chosen[-1], rejected[-1])
+
+
+def _has_label(record: Any) -> bool:
+    return isinstance(record, dict) and any(name in record for name in LABELS)
 
 
 def _conversation(record: dict[str, Any], side: str) -> list[Message]:

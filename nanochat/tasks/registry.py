@@ -1,4 +1,4 @@
-"""Tasks by name: `arithmetic`, `gsm8k`, ..., or conversations or preference pairs of a file, a folder or a hub.
+"""Tasks by name: `arithmetic`, `gsm8k`, ..., or conversations or preferences of a file, a folder or a hub.
 
 A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
 or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO, and so does any hub's
@@ -49,8 +49,9 @@ FROM_FILES = {
     "conversations": "conversations:Conversations",
     "prompts": "conversations:Prompts",
     "pairs": "preferences:Preferences",
+    "labelled": "preferences:Labelled",
 }
-FileForm = Literal["conversations", "prompts", "pairs"]  # the keys
+FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # the keys
 NAMES = (*BUILT_IN, *FROM_HUB, *FROM_PATH)
 
 

@@ -52,8 +52,7 @@ class Pair:
     @property
     def conversations(self) -> tuple[list[Message], list[Message]]:
         """Both, with nothing to learn from but the replies that are compared."""
-        question = [{**message, "train": False} for message in self.question]
-        return [*question, self.chosen], [*question, self.rejected]
+        return reply_alone([*self.question, self.chosen]), reply_alone([*self.question, self.rejected])
 
 
 class Task:
@@ -99,6 +98,12 @@ class Task:
         messages = self.example(index).messages
         return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
 
+    def judged(self, index: int) -> list[tuple[list[Message], bool]]:
+        """Example `index` for preference optimisation of single replies: conversations, and whether each ends well. The
+        default is a pair, taken apart."""
+        chosen, rejected = self.pair(index).conversations
+        return [(chosen, True), (rejected, False)]
+
     def wrong(self, index: int) -> str | list[Part]:
         """A wrong reply to example `index`, the same at every call. The default is the reference answer of the next
         example that has another one."""
@@ -138,6 +143,11 @@ class GeneratedTask(Task):
     def rng(self, index: int, purpose: str = "") -> random.Random:
         """The random numbers of one example."""
         return random.Random(f"{self.name}/{self.split}/{index}{purpose}")
+
+
+def reply_alone(messages: Sequence[Message]) -> list[Message]:
+    """A conversation with nothing to learn from but its last message."""
+    return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
 
 
 def turn(question: str, answer: str | list[Part]) -> list[Message]:
