@@ -4,7 +4,7 @@ SFT: cross-entropy of what the assistant says. RL (POLICY_LOSSES): the log proba
 how much better than its group a sample was. Preferences (PAIR_LOSSES): how much more likely the better of two replies
 is than the worse one, or than it was under a frozen reference model.
 
-A new loss is a function and a row of its table; the function's keyword parameters are its settings.
+A new loss is a row of its table.
 
 Legend: N rows, T tokens a row, S samples, P pairs, R replies.
 """
@@ -12,13 +12,16 @@ Legend: N rows, T tokens a row, S samples, P pairs, R replies.
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
@@ -32,7 +35,6 @@ class Loss:
 
     function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
     source: str  # authors, year, title
-    by_deviation: bool = False  # RL: divide a group's advantages by the standard deviation of its rewards
     has_reference: bool = False  # preferences: compare with a frozen reference model
     is_unpaired: bool = False  # preferences: of single replies (JudgedBatch), not of pairs
 
@@ -45,7 +47,10 @@ class Loss:
         return functools.partial(self.function, **taken)
 
 
-def find(table: dict[str, Loss], name: str) -> Loss:
+Row = TypeVar("Row")
+
+
+def find(table: Mapping[str, Row], name: str) -> Row:
     """Raises UserError: when a table has no loss of this name."""
     if name not in table:
         raise UserError(f"--loss {name}: one of {', '.join(table)}")
@@ -72,115 +77,234 @@ def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """Packed samples of a policy, all (N, T), 0 where there is no target."""
+    """Packed samples of a policy, all (N, T), 0 where there is no target. `rows.values` are the sampler's log
+    probabilities; None: they are not known."""
 
     rows: PackedBatch
     advantages: Tensor  # of the sample that a target belongs to
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
-    old_logp: Tensor | None = None  # log probabilities when the samples were drawn; None: they are the present ones
-    reference_logp: Tensor | None = None  # of the frozen reference model, for the KL penalty
+    old_logp: Tensor | None = None  # by this model, before the step's first update; None: they are the present ones
+    reference_logp: Tensor | None = None  # of the frozen reference model, or of the teacher
 
 
-# The policy losses differ in how far a probability may move from where it was sampled (the clip), and in what the mean
-# is taken over. With A the advantage, p the probability of a token, r = p / p_old and |o| a sample's length:
+# A method is what a token gains by a change of its probability p (the objective), how the gains are averaged, and what
+# a sample's reward R is compared with (its advantage A: advantages.py). With r = p / p_old, o a sample, |o| its length:
 #
-#     loss        a token's objective         weight of a token             divided by
-#     reinforce   A log p                     1 / |o|                       samples
-#     grpo        min(r A, clip(r) A) - KL    1 / |o|                       samples
-#     dapo        min(r A, clip(r) A)         1                             tokens of all samples
-#     dr_grpo     min(r A, clip(r) A)         1 / max_tokens                samples
+#     loss          a token's objective            weight of a token   divided by            A
+#     reinforce     A log p                        1 / |o|             samples               group_mean
+#     rloo          A log p                        1                   samples               leave_one_out
+#     reinforce++   min(r A, clip(r) A)            1 / |o|             samples               batch_deviation
+#     grpo          min(r A, clip(r) A)            1 / |o|             samples               group_deviation
+#     dr_grpo       min(r A, clip(r) A)            1 / max_tokens      samples               group_mean
+#     dapo          min(r A, clip(r) A)            1                   tokens of all samples group_deviation
+#     gspo          min(s A, clip(s) A)            1 / |o|             samples               group_deviation
+#     cispo         clip(r) A log p                1                   tokens of all samples group_deviation
+#     distill       min(r A, clip(r) A)            1                   tokens of all samples log p_teacher - log p_old
 #
-# Each loss is minus the objective. A step raises the probability of a token with a positive A and lowers that of a
-# token with a negative A. A token with A = 0 does not move: a group of samples with equal rewards teaches nothing.
+# s is the geometric mean of r over the sample; in cispo clip(r) is a constant. The loss is minus the objective. A step
+# raises the probability of a token with a positive A and lowers that of a token with a negative A. A token with A = 0
+# does not move: a group of samples with equal rewards teaches nothing (in reinforce++ it does: its A compares with the
+# whole batch).
 #
 # The weights matter where lengths differ. Take one sample of 2 tokens and one of 8. With 1 / |o| each sample counts
 # once: a token of the short one weighs 1/2, a token of the long one 1/8. In dapo every token weighs 1/10 of the mean.
+# The constant max_tokens in the place of |o| undoes a bias: division by |o| makes each token of a long wrong reply
+# cheap, so that a model learns to be wrong at length.
 
 
-def reinforce_loss(model: Any, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
-    """-A log p: mean over a sample's tokens, then over samples."""
-    # Every token has its sample's advantage: the one reward is for the whole reply, and no critic divides it up.
-    # objective = A log p, so gradient = A grad log p
-    # The gradient on the token's own logit is A (1 - p): an unlikely token moves most, a certain one not at all.
-    # Nothing bounds the move, so this loss fits one update from each set of samples.
-    objective = batch.advantages * token_logp(model, batch.rows)
-    # sample_share is 1 / |o| and sums to 1 over a sample: the second sum counts the samples.
-    return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A row of POLICY_LOSSES: a method of reinforcement learning. Its numbers are defaults of flags."""
+
+    ratio: Callable[[Tensor, PackedBatch], Tensor]  # of log p - log p_old, (N, T) -> (N, T)
+    objective: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]  # (log p, ratio, A, clip low, clip high)
+    mean: Callable[[Tensor, PolicyBatch, int], tuple[Tensor, Tensor]]  # (objective, batch, max_tokens) -> sum, divisor
+    advantages: Callable[[np.ndarray], np.ndarray] | None  # rewards (Q, G) -> (Q, G); None: the teacher decides
+    source: str  # authors, year, title
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    refills: int = 0  # how often questions without a signal are replaced
+    overlong: float = 0.0  # last share of max_tokens in which the reward falls
+
+    def override(self, **settings: float | None) -> "PolicyLoss":
+        """With other numbers than the method's own; None keeps its own."""
+        return replace(self, **{name: value for name, value in settings.items() if value is not None})
 
 
-def grpo_loss(
-    model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
+POLICY_STATS = ("tokens", "entropy", "kl", "sampler_gap", "clipped")
+
+
+def policy_loss(
+    model: Any,
+    batch: PolicyBatch,
+    *,
+    method: PolicyLoss,
+    max_tokens: int,
+    kl: float = 0.0,
+    importance_cap: float = 0.0,
+    stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-(min(r A, clip(r) A) - kl KL(p || p_reference)): mean over a sample's tokens, then over samples."""
-    # objective = min(r A, clip(r, 0.8, 1.2) A) with the default clip
-    # "Group relative": A compares a sample's reward with the mean of its group, the samples of one question. The group
-    # replaces the value model of PPO, which is about as large as the policy.
-    logp = token_logp(model, batch.rows)
-    objective = clipped_objective(logp, batch, clip_low, clip_high)
-    if kl:
-        # objective = min(r A, clip(r) A) - kl KL: the KL pulls every token back towards the reference, even a token
-        # with A = 0. Inside the objective, and not inside the reward as in RLHF: the advantages stay those of the task.
-        assert batch.reference_logp is not None
-        objective = objective - kl * kl_estimate(logp, batch.reference_logp)
-    return -(objective * batch.sample_share).sum(), batch.sample_share.sum()
+    """The loss of a method: minus its objective, and `kl` x KL(p || p_reference).
 
-
-def dapo_loss(
-    model: Any, batch: PolicyBatch, *, clip_low: float = 0.2, clip_high: float = 0.28
-) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A): mean over all tokens."""
-    # objective = min(r A, clip(r, 0.8, 1.28) A)
-    # The upper clip is wider, because it holds unlikely tokens down: from p = 0.01 a clip of 1.2 allows 0.012 at most,
-    # from p = 0.5 it allows 0.6.
-    objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
-    # The mean over all tokens makes long samples weigh more. A long wrong reply is then pushed down in full, where
-    # grpo divides its push by its length.
-    targets = batch.rows.targets != IGNORE
-    return -(objective * targets).sum(), targets.sum()
-
-
-def dr_grpo_loss(
-    model: Any, batch: PolicyBatch, *, max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2
-) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A): sum over a sample's tokens / max_tokens, mean over samples."""
-    # objective = min(r A, clip(r, 0.8, 1.2) A)
-    objective = clipped_objective(token_logp(model, batch.rows), batch, clip_low, clip_high)
-    # The constant max_tokens takes the place of |o|. Division by |o| makes each token of a long wrong reply cheap, so
-    # a model learns to be wrong at length. The second difference is in the advantages: A is not divided by the
-    # group's deviation, a division that makes much of rare failures. In the demo this gains as much as grpo and forgets
-    # least of the other tasks (docs/measurements.md, "What RL learns and what it forgets").
-    targets = batch.rows.targets != IGNORE
-    return -(objective * targets).sum() / max_tokens, batch.sample_share.sum()
-
-
-POLICY_LOSSES = {
-    "reinforce": Loss(reinforce_loss, "Williams 1992, Simple Statistical Gradient-Following Algorithms"),
-    "grpo": Loss(grpo_loss, "Shao et al. 2024, DeepSeekMath", by_deviation=True),
-    "dapo": Loss(dapo_loss, "Yu et al. 2025, DAPO", by_deviation=True),
-    "dr_grpo": Loss(dr_grpo_loss, "Liu et al. 2025, Understanding R1-Zero-Like Training"),
-}
-
-
-def token_logp(model: Any, rows: PackedBatch) -> Tensor:
-    """Log probability in nats of each target, (N, T), 0 where there is none."""
-    return -model(rows.inputs, rows.targets, segments=rows.segments, reduction="none")
-
-
-def clipped_objective(logp: Tensor, batch: PolicyBatch, clip_low: float, clip_high: float) -> Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old: no gain from moving a probability further than the
-    clip, while a loss counts in full (source: Schulman et al. 2017, PPO)."""
+    With `importance_cap` C a token weighs min(p_old / p_sampler, C): the sampler's probabilities differ from the
+    trainer's where it rounds otherwise, or has older weights (source: Yao et al. 2025, Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training). To `stats` (5,) the sums of POLICY_STATS over the targets are added.
+    """
     # How far is each token from where it was sampled? r = p / p_old = exp(log p - log p_old). Before the first update r
     # is 1 and only its gradient matters: log p minus itself, detached, gives exactly that.
+    logp = token_logp(model, batch.rows)
     old = logp.detach() if batch.old_logp is None else batch.old_logp
-    ratio = torch.exp(logp - old)
+    ratio = method.ratio(logp - old, batch.rows)
+    advantages = batch.advantages
+    if method.advantages is None:
+        # On-policy distillation: each token the student has sampled is judged by the teacher alone. The mean of
+        # log p - log p_teacher over the student's samples is the reverse KL(student || teacher).
+        assert batch.reference_logp is not None
+        advantages = batch.reference_logp - old
+    objective = method.objective(logp, ratio, advantages, method.clip_low, method.clip_high)
+    if importance_cap:
+        # A token that the sampler drew too often counts less, one that it drew too rarely more: the mean is again that
+        # of the trainer's own samples. The cap bounds what a single rare token may weigh.
+        assert batch.rows.values is not None
+        objective = objective * torch.exp(old - batch.rows.values).clamp(max=importance_cap)
+    if kl:
+        # The KL pulls every token back towards the reference, even a token with A = 0. Inside the objective the
+        # advantages stay those of the task; `--kl_in reward` puts it there (chat_rl), as RLHF does.
+        assert batch.reference_logp is not None
+        objective = objective - kl * kl_estimate(logp, batch.reference_logp)
+    if stats is not None:
+        _add_policy_stats(stats, batch, logp.detach(), old, ratio.detach() - 1, advantages, method)
+    total, divisor = method.mean(objective, batch, max_tokens)
+    return -total, divisor
+
+
+# ---- What p is compared with
+
+
+def token_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
+    """r of each token by itself."""
+    return torch.exp(log_ratio)
+
+
+def sample_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
+    """s of each token's sample, the geometric mean of r over its targets: (p(o) / p_old(o))^(1 / |o|)."""
+    # The reward is for the whole sample, so the ratio is, too: that of single tokens is noise, which adds up over a
+    # long sample. The root keeps samples of all lengths in one range, and a narrow one: hence the clip of 3e-4.
+    _, row_tokens = rows.inputs.shape
+    sequences = max(Counter((end - 1) // row_tokens for end in rows.segments.ends).values())  # in the fullest row
+    # One mask for each sequence of a row, then plain sums: as in `_by_reply` they are in a fixed order.
+    numbers = torch.arange(1, sequences + 1, device=log_ratio.device)
+    own = rows.segments.numbers == numbers[:, None, None]  # (sequences, N, T)
+    sums = torch.where(own, log_ratio, 0.0).sum(dim=2, keepdim=True)
+    lengths = (own & (rows.targets != IGNORE)).sum(dim=2, keepdim=True)
+    means = sums / lengths.clamp(min=1)  # (sequences, N, 1)
+    return torch.exp(torch.where(own, means, 0.0).sum(dim=0))  # (N, T)
+
+
+# ---- What a token gains
+
+
+def log_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """A log p: the gradient is A grad log p, whatever the ratio."""
+    # Every token has its sample's advantage: the one reward is for the whole reply, and no critic divides it up.
+    # The gradient on the token's own logit is A (1 - p): an unlikely token moves most, a certain one not at all.
+    # Nothing bounds the move, so this objective fits one update from each set of samples.
+    return advantages * logp
+
+
+def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A): no gain from moving a probability further than the clip, while a loss
+    counts in full (source: Schulman et al. 2017, PPO)."""
     # What min(r A, clip(r, 0.8, 1.2) A) does to one token. Where the clip wins, the objective is constant: no gradient.
     #
     #     A = +1   r = 1.5   min( 1.5,  1.2) =  1.2   already raised enough: no gradient
     #     A = +1   r = 0.5   min( 0.5,  0.8) =  0.5   fell, although it was good: raised again
     #     A = -1   r = 0.5   min(-0.5, -0.8) = -0.8   already lowered enough: no gradient
     #     A = -1   r = 1.5   min(-1.5, -1.2) = -1.5   rose, although it was bad: lowered again
+    #
+    # DAPO's upper clip is wider, because it holds unlikely tokens down: from p = 0.01 a clip of 1.2 allows 0.012 at
+    # most, from p = 0.5 it allows 0.6.
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def weighted_log_objective(
+    logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """clip(r, 1 - low, 1 + high) A log p, the clipped ratio without a gradient."""
+    # The weight corrects for the samples of an older policy, and the clip bounds it. Every token keeps its gradient,
+    # also the rare ones that a clipped objective drops first, at which a reply turns ("but", "wait").
+    return ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logp
+
+
+# ---- How the gains are averaged
+
+
+def over_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Mean over a sample's tokens, then over samples."""
+    # sample_share is 1 / |o| and sums to 1 over a sample: the second sum counts the samples.
+    return (objective * batch.sample_share).sum(), batch.sample_share.sum()
+
+
+def over_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Mean over all tokens: a long wrong reply is pushed down in full."""
+    targets = batch.rows.targets != IGNORE
+    return (objective * targets).sum(), targets.sum()
+
+
+def over_whole_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sum over a sample's tokens, mean over samples: a sample is one action, and log p(o) the sum of its tokens'."""
+    return (objective * (batch.rows.targets != IGNORE)).sum(), batch.sample_share.sum()
+
+
+def over_max_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sum over a sample's tokens / max_tokens, mean over samples."""
+    total, samples = over_whole_samples(objective, batch, max_tokens)
+    return total / max_tokens, samples
+
+
+POLICY_LOSSES = {
+    "reinforce": PolicyLoss(
+        token_ratio, log_objective, over_samples, group_mean,
+        "Williams 1992, Simple Statistical Gradient-Following Algorithms",
+    ),
+    "rloo": PolicyLoss(
+        token_ratio, log_objective, over_whole_samples, leave_one_out,
+        "Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization",
+    ),
+    "reinforce++": PolicyLoss(
+        token_ratio, clipped_objective, over_samples, batch_deviation, "Hu et al. 2025, REINFORCE++",
+    ),
+    "grpo": PolicyLoss(
+        token_ratio, clipped_objective, over_samples, group_deviation, "Shao et al. 2024, DeepSeekMath",
+    ),
+    "dr_grpo": PolicyLoss(
+        token_ratio, clipped_objective, over_max_tokens, group_mean,
+        "Liu et al. 2025, Understanding R1-Zero-Like Training",
+    ),
+    "dapo": PolicyLoss(
+        token_ratio, clipped_objective, over_tokens, group_deviation, "Yu et al. 2025, DAPO",
+        clip_high=0.28, refills=3, overlong=0.2,
+    ),
+    "gspo": PolicyLoss(
+        sample_ratio, clipped_objective, over_samples, group_deviation,
+        "Zheng et al. 2025, Group Sequence Policy Optimization", clip_low=3e-4, clip_high=4e-4,
+    ),
+    # The paper has no lower bound; a weight of 5 at most is that of Khatri et al. 2025, The Art of Scaling RL Compute.
+    "cispo": PolicyLoss(
+        token_ratio, weighted_log_objective, over_tokens, group_deviation, "MiniMax 2025, MiniMax-M1",
+        clip_low=1.0, clip_high=4.0,
+    ),
+    "distill": PolicyLoss(
+        token_ratio, clipped_objective, over_tokens, None,
+        "Gu et al. 2023, MiniLLM; Agarwal et al. 2023, On-Policy Distillation (GKD)",
+    ),
+}  # fmt: skip
+
+
+def token_logp(model: Any, rows: PackedBatch) -> Tensor:
+    """Log probability in nats of each target, (N, T), 0 where there is none."""
+    return -model(rows.inputs, rows.targets, segments=rows.segments, reduction="none")
 
 
 def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
@@ -191,6 +315,35 @@ def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
     # 0.5 - 1 + ln 2 = 0.19 nats. expm1(d) is e^d - 1 without its rounding near 0, where most tokens are.
     difference = reference_logp - logp
     return torch.expm1(difference) - difference
+
+
+def _add_policy_stats(
+    stats: Tensor,
+    batch: PolicyBatch,
+    logp: Tensor,
+    old: Tensor,
+    change: Tensor,
+    advantages: Tensor,
+    method: PolicyLoss,
+) -> None:
+    """Add the sums of POLICY_STATS over the targets, from what the loss has computed; `change` is the ratio - 1."""
+    is_target = (batch.rows.targets != IGNORE).float()
+    none = torch.zeros_like(logp)
+    # The mean of -log p over samples of a policy is its entropy.
+    entropy = -logp
+    kl = none if batch.reference_logp is None else kl_estimate(logp, batch.reference_logp)
+    gap = none if batch.rows.values is None else (old - batch.rows.values).abs()
+    # Where the clip stops a token: it has moved beyond it in the direction of its advantage.
+    raised = (change > method.clip_high) & (advantages > 0)
+    lowered = (change < -method.clip_low) & (advantages < 0)
+    clipped = raised | lowered if method.objective is not log_objective else none
+    stats += torch.stack([(value * is_target).sum() for value in (is_target, entropy, kl, gap, clipped)])
+
+
+def mean_policy_stats(stats: Tensor, device: Device) -> dict[str, float]:
+    """POLICY_STATS but the first, as means over the tokens of all ranks; `stats` (5,) are one rank's sums."""
+    tokens, *sums = sum_over_ranks(stats, device).tolist()
+    return {name: total / max(1, tokens) for name, total in zip(POLICY_STATS[1:], sums, strict=True)}
 
 
 # ---------------------------------------------------------------------- preferences

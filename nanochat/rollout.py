@@ -2,11 +2,9 @@
 
     1. sample      G episodes of each of Q questions, by the policy as it is now      `sample_episodes`
     2. reward      by their tasks, such as 1 if right, or by the user's functions     `Environment.step`, rewards.py
-    3. compare     an advantage for each episode: its reward against its question's   `group_advantages`
-    4. learn       tokens of episodes with a positive advantage become likelier       `policy_batch`, losses.py
-
-Nothing here learns a value function: the other episodes of the same question are the baseline
-(source: Shao et al. 2024, DeepSeekMath, which calls it GRPO).
+    3. pack        the episodes in rows, and what the policy and a reference think    `policy_batches`
+    4. compare     an advantage for each episode: its reward against the others'      `spread`, advantages.py
+    5. learn       tokens of episodes with a positive advantage become likelier       losses.py
 
 Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a row.
 """
@@ -19,12 +17,13 @@ import numpy as np
 import torch
 
 from nanochat import rewards as reward_functions
+from nanochat.advantages import has_signal
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import PackedBatch
+from nanochat.data.packing import PackedBatch, pack_sequences
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
-from nanochat.losses import PolicyBatch, kl_estimate, token_logp
+from nanochat.losses import PolicyBatch, token_logp
 from nanochat.parallel.collectives import gather_values, sum_over_ranks
 from nanochat.rewards import Reward
 from nanochat.sampling import SamplingParams, seed_of
@@ -90,22 +89,59 @@ class Samples:
     masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
     logp: list[list[float]]  # of each token in nats by the weights that sampled; 0 where the mask is
     endings: list[Ending]  # of the last reply
+    longest: np.ndarray  # tokens of each episode's longest reply, (Q, G)
     rewards: np.ndarray  # (Q, G)
     parts: dict[str, np.ndarray] = field(default_factory=dict)  # of the rewards by name, before their weights: (Q, G)
 
+    def select(self, questions: Sequence[int]) -> "Samples":
+        """The episodes of these questions, in their order."""
+        G = self.rewards.shape[1]
+        chosen = [question * G + sample for question in questions for sample in range(G)]
+        numbers = list(questions)
+        return Samples(
+            [self.ids[i] for i in chosen], [self.masks[i] for i in chosen], [self.logp[i] for i in chosen],
+            [self.endings[i] for i in chosen], self.longest[numbers], self.rewards[numbers],
+            {name: values[numbers] for name, values in self.parts.items()},
+        )  # fmt: skip
+
     def split(self, count: int) -> list["Samples"]:
         """In `count` parts, each with all episodes of its share of the questions; a part may be empty."""
-        Q, G = self.rewards.shape
-        parts = []
-        for part in range(count):
-            first = Q * part // count
-            end = Q * (part + 1) // count
-            own = slice(first * G, end * G)
-            own_parts = {name: values[first:end] for name, values in self.parts.items()}
-            parts.append(Samples(
-                self.ids[own], self.masks[own], self.logp[own], self.endings[own], self.rewards[first:end], own_parts
-            ))  # fmt: skip
-        return parts
+        Q = len(self.rewards)
+        return [self.select(range(Q * part // count, Q * (part + 1) // count)) for part in range(count)]
+
+    def refill(self, more: "Samples") -> "Samples":
+        """With questions of `more` that have a signal in the places of those that have none, as far as they last."""
+        both = Samples(
+            self.ids + more.ids, self.masks + more.masks, self.logp + more.logp, self.endings + more.endings,
+            np.concatenate((self.longest, more.longest)), np.concatenate((self.rewards, more.rewards)),
+            {name: np.concatenate((values, more.parts[name])) for name, values in self.parts.items()},
+        )  # fmt: skip
+        chosen = list(range(len(self.rewards)))
+        free = np.flatnonzero(~has_signal(self.rewards)).tolist()
+        spare = np.flatnonzero(has_signal(more.rewards)).tolist()
+        for place, question in zip(free, spare, strict=False):
+            chosen[place] = len(self.rewards) + question
+        return both.select(chosen)
+
+    @property
+    def without_signal(self) -> int:
+        """Questions whose replies are all equally good."""
+        return int(np.count_nonzero(~has_signal(self.rewards)))
+
+    def metrics(self) -> dict[str, float]:
+        """For the log, without a look at the model."""
+        replies = max(1, self.rewards.size)
+        questions = max(1, len(self.rewards))
+        of_parts = self.parts if len(self.parts) > 1 else {}
+        return {
+            "reward": self.rewards.sum() / replies,
+            **{f"reward/{name}": values.sum() / replies for name, values in of_parts.items()},
+            # Of rewards of 0 and 1 the share of questions with a right reply among the G: pass@G.
+            "pass_at_k": self.rewards.max(axis=1).sum() / questions,
+            "no_signal": self.without_signal / questions,
+            "response_tokens": sum(sum(mask) for mask in self.masks) / replies,
+            "truncated": self.endings.count("cut off") / replies,
+        }
 
 
 @dataclass
@@ -122,6 +158,7 @@ class _Episode:
     logp: list[float]
     reward: float = 0.0
     turns: int = 0  # replies so far
+    longest: int = 0  # tokens of the longest reply
     ending: Ending = "cut off"
     is_over: bool = False
 
@@ -131,6 +168,7 @@ class _Episode:
         self.mask += reply.mask
         self.logp += reply.logp
         self.turns += 1
+        self.longest = max(self.longest, len(reply.tokens))
         self.ending = reply.ending
         parts = parse_reply(tokenizer, reply.tokens)
         self.messages.append({"role": "assistant", "content": parts})
@@ -237,9 +275,12 @@ def sample_episodes(
             open_episodes = [episode for episode in open_episodes if not episode.is_over]
         finished = [episode.finished() for episode in mine]
         own = [
-            {"numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending, "parts": {}}
+            {
+                "numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending,
+                "longest": e.longest, "parts": {},
+            }
             for e in mine
-        ]
+        ]  # fmt: skip
         for reward in rewards:
             values = reward_functions.score(reward, finished, reward_seconds, should_stop)
             for episode, share, value in zip(finished, own, values, strict=True):
@@ -271,50 +312,34 @@ def sample_episodes(
         masks=[episode["mask"] for episode in episodes],
         logp=[episode["logp"] for episode in episodes],
         endings=[episode["ending"] for episode in episodes],
+        longest=np.array([episode["longest"] for episode in episodes]).reshape(len(questions), samples),
         rewards=total,
         parts=parts,
     )
 
 
-# ---------------------------------------------------------------------- advantages and batches
+# ---------------------------------------------------------------------- batches
 
 
-def group_advantages(rewards: np.ndarray, by_deviation: bool) -> np.ndarray:
-    """How much better each reply is than the other replies to its question: rewards (Q, G) -> advantages (Q, G)."""
-    # Four replies to a question, by their rewards:
-    #
-    #     rewards    advantages                    divided by the deviation
-    #     1 0 0 1     0.50 -0.50 -0.50  0.50        1.00 -1.00 -1.00  1.00
-    #     1 0 0 0     0.75 -0.25 -0.25 -0.25        1.73 -0.58 -0.58 -0.58
-    #     1 1 1 1     0     0     0     0           0     0     0     0
-    #
-    # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
-    # in which all replies are equally good teaches nothing.
-    advantages = rewards - rewards.mean(axis=1, keepdims=True)
-    # The mean of equals is rounded: of three rewards of 0.1 it is above 0.1, and nothing would pass for a preference.
-    advantages[np.ptp(rewards, axis=1) == 0] = 0
-    # GRPO also divides by the group's standard deviation. Dr. GRPO (Liu et al. 2025) does not: the division gives
-    # questions that are nearly always right or nearly always wrong a larger weight, as the second row shows. In the
-    # demo Dr. GRPO learns stories as well (88.5% against 86.5% after RL) and forgets less (docs/measurements.md).
-    if by_deviation:
-        advantages = advantages / (rewards.std(axis=1, keepdims=True) + 1e-6)  # a group of equals stays 0
-    return advantages
+def policy_batches(samples: Samples, row_tokens: int, rows: int, device: Device) -> list[PolicyBatch]:
+    """This rank's share of the samples in micro-batches of `rows` rows, on the device; all advantages are 0 so far."""
+    packed = pack_sequences(samples.ids, samples.masks, row_tokens, device.world_size, samples.logp)
+    # 1 / its number of targets, for losses that give every sample the same weight however long it is.
+    share = np.array([1 / max(1, sum(mask)) for mask in samples.masks])
+    batches = []
+    for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
+        per_token = spread(share, micro, device)
+        batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token))
+    return batches
 
 
-def policy_batch(rows: PackedBatch, samples: Samples, advantages: np.ndarray, device: Device) -> PolicyBatch:
-    """A micro-batch of the packed samples, on the device, with the advantage of each target's sample."""
-    # One number for each sample: its advantage (Q, G) -> (S,), and 1 / its number of targets, for losses that give
-    # every sample the same weight however long it is.
-    by_sample = torch.from_numpy(advantages).float().flatten()
-    lengths = torch.tensor([max(1, sum(mask)) for mask in samples.masks], dtype=torch.float32)
-    per_sample = device.to_device(torch.stack((by_sample, 1 / lengths)))  # (2, S)
-    if not samples.ids:
-        per_sample = per_sample.new_zeros(2, 1)  # no questions: the batch is one row of padding, which has no sample
-    # Spread them over the tokens; `source` (N, T) names the sample of each token. The index (N, T) selects columns of
-    # (2, S), which gives (2, N, T). Padding has source 0 and no target, so that it is multiplied by 0.
-    is_target = rows.targets != IGNORE
-    per_token = is_target * per_sample[:, rows.source]  # (2, N, T)
-    return PolicyBatch(rows, per_token[0], per_token[1])
+def spread(per_sample: np.ndarray, rows: PackedBatch, device: Device) -> torch.Tensor:
+    """A number of each sample, (S,) or (Q, G), at each of its targets, (N, T); 0 elsewhere."""
+    numbers = torch.from_numpy(per_sample).float().flatten()
+    if not len(numbers):
+        numbers = torch.zeros(1)  # no questions: the batch is one row of padding, which has no sample
+    # `source` (N, T) names the sample of each token. Padding has source 0 and no target: it is multiplied by 0.
+    return (rows.targets != IGNORE) * device.to_device(numbers)[rows.source]
 
 
 @torch.no_grad()
@@ -323,15 +348,34 @@ def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
     return token_logp(model, rows)
 
 
-def mean_kl(model: Any, batches: Sequence[PolicyBatch], device: Device) -> float:
-    """How far the model has moved from the reference, on the samples of all ranks: KL divergence, nats per token."""
-    # Sums first, and one division at the end: micro-batches and ranks hold different numbers of tokens, so a mean of
-    # their means would be another number. The device adds them up; the host waits once, in `tolist`.
-    totals = torch.zeros(2, device=device.torch_device)  # nats, tokens
-    for batch in batches:
-        assert batch.reference_logp is not None
-        kl = kl_estimate(logp_of(model, batch.rows), batch.reference_logp).sum()
-        tokens = (batch.rows.targets != IGNORE).sum().float()
-        totals += torch.stack((kl, tokens))
-    nats, tokens = sum_over_ranks(totals, device).tolist()
-    return nats / max(tokens, 1.0)
+def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], device: Device) -> np.ndarray:
+    """log p(o) - log p_reference(o) of each sample in nats, (Q, G): its share of the KL to the reference.
+
+    `parts` are the samples of each minibatch. The host waits once, for all of them.
+    """
+    differences = []
+    sources = []
+    samples = 0
+    for part, batches in zip(parts, minibatches, strict=True):
+        for batch in batches:
+            assert batch.rows.values is not None and batch.reference_logp is not None
+            differences.append((batch.rows.values - batch.reference_logp).flatten())
+            sources.append((samples + batch.rows.source).flatten())
+        samples += part.rewards.size
+    # A sample lies in one row of one rank: added up there, and 0 on the others.
+    own = np.bincount(torch.cat(sources).cpu().numpy(), torch.cat(differences).cpu().numpy(), samples)
+    totals = sum_over_ranks(device.to_device(torch.from_numpy(own).float()), device)
+    return totals.cpu().numpy().reshape(-1, parts[0].rewards.shape[1])
+
+
+def with_advantages(
+    parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], advantages: np.ndarray, device: Device
+) -> list[list[PolicyBatch]]:
+    """The minibatches with the advantages (Q, G) of their samples; `parts` are the samples of each."""
+    done = []
+    first = 0
+    for part, batches in zip(parts, minibatches, strict=True):
+        own = advantages[first : first + len(part.rewards)]
+        done.append([replace(batch, advantages=spread(own, batch.rows, device)) for batch in batches])
+        first += len(part.rewards)
+    return done

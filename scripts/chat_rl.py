@@ -5,8 +5,9 @@ python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
-import itertools
+import functools
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -31,13 +32,22 @@ class Config(ChatFlags):
     rollout_rows: Positive = 256  # replies a device samples at once
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    loss: Frozen[str] = "grpo"  # reinforce, grpo, dapo, dr_grpo: a row of POLICY_LOSSES in nanochat/losses.py
+    # reinforce, rloo, reinforce++, grpo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
+    loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples
     minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
     # The clip compares with the policy that sampled: without a second update of a step, there is nothing to clip.
-    clip_low: Frozen[Fraction] = 0.2  # how far a probability may fall, as a share of what it was; from 2 updates on
-    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default 0.2, for dapo 0.28
-    kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model (grpo)
+    # How far a probability may fall, as a share of what it was; from 2 updates on; default: the loss's, mostly 0.2.
+    clip_low: Frozen[Fraction | None] = None
+    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default: mostly 0.2, dapo 0.28
+    kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model
+    kl_in: Frozen[Literal["loss", "reward"]] = "loss"  # at each token in the loss, or summed up in a reply's reward
+    importance_cap: Frozen[Annotated[float, Range(0)]] = 0.0  # weigh tokens by min(p_trainer / p_sampler, this); 0: off
+    # How often questions with equally good replies are replaced by others; default: 0, dapo 3.
+    refills: Frozen[Annotated[int, Range(0, 1000)] | None] = None
+    # Last share of max_tokens in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
+    overlong: Frozen[Fraction | None] = None
+    teacher: Frozen[str | None] = None  # --loss distill: the model to learn from; a stage, a folder or hf:ORG/NAME
     # optimizer
     adapter_rate: ClassVar[float] = 1e-5
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
@@ -54,12 +64,11 @@ class Config(ChatFlags):
 def main(config: Config) -> None:
     phase("loading torch")
     # The heavy imports are here so that --help answers at once.
-    import numpy as np
     import torch
 
     from nanochat import losses, rewards, rollout, scaling
+    from nanochat.advantages import overlong_penalty
     from nanochat.conversation import render_prompt
-    from nanochat.data.packing import pack_sequences
     from nanochat.engine import Engine, Slots, seed_of
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
@@ -70,26 +79,35 @@ def main(config: Config) -> None:
     from nanochat.train import train_step
 
     # ------------------------------------------------------------------ loss
-    loss = losses.find(losses.POLICY_LOSSES, config.loss)
-    if config.kl and not loss.takes("kl"):
-        raise UserError(f"--kl {config.kl}: --loss {config.loss} has no KL penalty, grpo has")
-    loss_fn = loss.bind(
-        clip_low=config.clip_low, clip_high=config.clip_high, kl=config.kl, max_tokens=config.max_tokens
+    method = losses.find(losses.POLICY_LOSSES, config.loss).override(
+        clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills, overlong=config.overlong
     )
-    print0(f"loss: {config.loss} ({loss.source})")
+    distills = method.advantages is None
+    if distills != (config.teacher is not None):
+        raise UserError("--loss distill and --teacher SOURCE need each other: set both, or neither")
+    if distills and config.kl:
+        raise UserError(f"--kl {config.kl:g}: --loss distill is the KL to the teacher, leave --kl out")
+    if config.kl_in == "reward" and not config.kl:
+        raise UserError("--kl_in reward: there is no penalty without --kl")
+    kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
+    loss_fn = functools.partial(
+        losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
+        importance_cap=config.importance_cap,
+    )  # fmt: skip
+    print0(f"loss: {config.loss} ({method.source})")
     updates_each = config.updates_per_step * config.minibatches
-    if updates_each == 1 and (config.clip_low, config.clip_high) != (Config.clip_low, Config.clip_high):
+    if updates_each == 1 and (config.clip_low, config.clip_high) != (None, None):
         print0("--clip_low and --clip_high do nothing with one update a step: set --minibatches or --updates_per_step")
 
     # ------------------------------------------------------------------ model, data, optimizer
-    start = begin(config, with_reference=config.kl > 0)
+    start = begin(config, with_reference=config.kl > 0, teacher=config.teacher)
     device = start.device
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
     reward_parts = rewards.open_rewards(config.reward, device)
-    if rewards.TASK.name in [part.name for part in reward_parts]:
+    if not distills and rewards.TASK.name in [part.name for part in reward_parts]:
         require_grades(parse_tasks(tasks))
     train, held_out = (
         open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
@@ -116,6 +134,7 @@ def main(config: Config) -> None:
     rewards.check(reward_parts, draw(train, 0, 2), config.hang_seconds)
     if start.ledger is not None:
         rows = full_rows(config.device_batch_size, row_tokens, device)
+        rows = replace(rows, values=rows.targets.float())
         batch = losses.PolicyBatch(rows, rows.targets.float(), rows.targets.float())
         if updates_each > 1:
             batch = replace(batch, old_logp=rollout.logp_of(model, rows))
@@ -132,8 +151,8 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint(), **rewards.fingerprints(config.reward)}
-    if reference is not None and start.source is not None:
-        fingerprints["the reference's weights"] = weights_sha256(start.source)
+    if reference is not None and start.reference_source is not None:
+        fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
     # Micro-batches of samples have many shapes, which nobody knows before they are drawn: the full one is compiled. In
     # the demo half of what a step computes is in full ones, and replies have half of their largest length.
@@ -177,37 +196,53 @@ def main(config: Config) -> None:
                 break
 
             # ---- sample: each rank samples some of the replies, then the ranks exchange them
+            began = time.perf_counter()
             samples = None
+            metrics = {}
             with run.interruptible("sampling"):
-                questions = draw(train, step * examples, examples)
-                samples = sample(questions, config.num_samples, seed_of(config.seed, step))
-            if samples is None:
+                # The step's number decides which questions come next, also those that replace others.
+                first = step * examples * (1 + method.refills)
+                samples = sample(draw(train, first, examples), config.num_samples, seed_of(config.seed, step))
+                metrics = samples.metrics()
+                # Where all replies to a question are equally good there is nothing to learn: other questions take the
+                # places of such ones (source: Yu et al. 2025, DAPO, dynamic sampling).
+                for refill in range(1, 1 + method.refills):
+                    if samples.without_signal:
+                        others = draw(train, first + refill * examples, samples.without_signal)
+                        seed = seed_of(config.seed, step, refill)
+                        samples = samples.refill(sample(others, config.num_samples, seed))
+            if samples is None or run.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
+            sampled = time.perf_counter()
 
-            # ---- learn: pack each minibatch's replies into rows, of which each rank computes its share. All log
-            # probabilities are those before the first update.
+            # ---- pack each minibatch's replies into rows, of which each rank computes its share. All log probabilities
+            # are those before the first update.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
+            parts = samples.split(config.minibatches)
             minibatches = []
-            with_advantage = 0  # replies
-            for part in samples.split(config.minibatches):
-                advantages = rollout.group_advantages(part.rewards, by_deviation=loss.by_deviation)
-                with_advantage += np.count_nonzero(advantages)
-                rows = pack_sequences(part.ids, part.masks, row_tokens, device.world_size)
-                batches = [
-                    rollout.policy_batch(micro, part, advantages, device)
-                    for micro in rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
-                ]
+            for part in parts:
+                batches = rollout.policy_batches(part, row_tokens, config.device_batch_size, device)
                 if updates_each > 1:  # with one update the samples are the present policy's own
                     batches = [replace(b, old_logp=rollout.logp_of(policy, b.rows)) for b in batches]
                 if frozen is not None:
                     batches = [replace(b, reference_logp=rollout.logp_of(frozen, b.rows)) for b in batches]
                 minibatches.append(batches)
+
+            # ---- compare: how much better was each reply than expected? A teacher judges by itself.
+            shaped = samples.rewards - overlong_penalty(samples.longest, config.max_tokens, method.overlong)
+            if config.kl_in == "reward":
+                shaped -= config.kl * rollout.kl_of_samples(parts, minibatches, device)
+            if method.advantages is not None:
+                minibatches = rollout.with_advantages(parts, minibatches, method.advantages(shaped), device)
+
+            # ---- learn
+            policy_stats = torch.zeros(len(losses.POLICY_STATS), device=device.torch_device)
             lr = 1 - step / steps
             updates = [
                 train_step(
-                    policy, optimizer, track(batches, "micro-batch"), loss_fn, device=device, lr=lr,
-                    max_grad_norm=config.largest_norm,
+                    policy, optimizer, track(batches, "micro-batch"), functools.partial(loss_fn, stats=policy_stats),
+                    device=device, lr=lr, max_grad_norm=config.largest_norm,
                 )
                 for _ in range(config.updates_per_step)
                 for batches in minibatches
@@ -220,16 +255,11 @@ def main(config: Config) -> None:
 
             # ---- log
             if run.should_log:
-                replies = max(1, samples.rewards.size)
-                metrics = {
-                    "lr": peak_lr * lr,
-                    "reward": samples.rewards.sum() / replies,
-                    "response_tokens": sum(sum(mask) for mask in samples.masks) / replies,
-                    "with_advantage": with_advantage / replies,
-                }
-                if frozen is not None:
-                    metrics["kl"] = rollout.mean_kl(policy, list(itertools.chain(*minibatches)), device)
-                run.log(stats, **metrics)
+                means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
+                if frozen is None:
+                    del means["kl"]
+                seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
+                run.log(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
                 # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
                 if run.should_evaluate and samples.ids:
                     text = start.tokenizer.decode(samples.ids[0])

@@ -35,7 +35,7 @@ Tokenizer.train([f"Write word {n} backwards." for n in range(300)], 300).save(to
 call("base_train", "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
      "--eval_tokens=128", "--compile=off", "--parallel_blocks", "--mlp=swiglu")
 call("chat_rl", "--source=base", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2", "--max_tokens=8",
-     "--eval_examples=2", "--loss=cispo", "--updates_per_step=2")
+     "--eval_examples=2", "--loss=topr", "--updates_per_step=2")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
 

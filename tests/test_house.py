@@ -29,6 +29,7 @@ ORDER = (
     ("optim",),
     ("scaling",),
     ("train",),
+    ("advantages",),
     ("losses",),
     ("nf4",),
     ("lora",),

@@ -19,18 +19,18 @@ from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.losses import (
+    POLICY_LOSSES,
+    POLICY_STATS,
     REPLY_STATS,
     JudgedBatch,
     PairBatch,
     PolicyBatch,
     clipped_objective,
-    dapo_loss,
     dpo_loss,
-    dr_grpo_loss,
-    grpo_loss,
     ipo_loss,
     kl_estimate,
-    reinforce_loss,
+    mean_policy_stats,
+    policy_loss,
     reply_logp,
     token_logp,
 )
@@ -67,34 +67,94 @@ LOGP = torch.log(torch.tensor([[0.5, 0.25, 0.5, 0.5, 0.125, 1.0]]))
 OLD = torch.log(torch.tensor([0.5, 0.125, 0.25, 1.0, 0.125, 1.0])).tolist()  # ratios 1, 2, 2, 0.5, 1
 
 
-def test_reinforce_by_hand():
-    loss, count = reinforce_loss(Fixed(LOGP.clone()), two_samples())
+def loss_of(name: str, model: Any, batch: PolicyBatch, max_tokens: int = 10, **settings: Any) -> tuple[Tensor, Tensor]:
+    own = {key: settings.pop(key) for key in ("clip_low", "clip_high") if key in settings}
+    method = POLICY_LOSSES[name].override(**own)
+    return policy_loss(model, batch, method=method, max_tokens=max_tokens, **settings)
+
+
+def test_reinforce_and_rloo_by_hand():
+    loss, count = loss_of("reinforce", Fixed(LOGP.clone()), two_samples())
     # mean over each sample: (ln .5 + ln .25) / 2 = -1.5 ln 2; (ln .5 + ln .5 + ln .125) / 3 = -5/3 ln 2
     assert loss.item() == pytest.approx(1.5 * math.log(2) - 0.5 * 5 / 3 * math.log(2))
     assert count.item() == pytest.approx(2)
+    loss, count = loss_of("rloo", Fixed(LOGP.clone()), two_samples())
+    assert (loss.item(), count.item()) == pytest.approx((3 * math.log(2) - 0.5 * 5 * math.log(2), 2))
 
 
 def test_the_clip_by_hand():
-    objective = clipped_objective(LOGP, two_samples(OLD), 0.2, 0.2)
+    ratio, gains = torch.exp(LOGP - torch.tensor(OLD)), two_samples().advantages
+    objective = clipped_objective(LOGP, ratio, gains, 0.2, 0.2)
     # gains are capped at 1.2; a loss is not: 2 x -0.5 stays, 0.5 x -0.5 becomes 0.8 x -0.5
     assert objective.flatten().tolist() == pytest.approx([1.0, 1.2, -1.0, -0.4, -0.5, 0.0])
-    wider = clipped_objective(LOGP, two_samples(OLD), 0.2, 0.28)
+    wider = clipped_objective(LOGP, ratio, gains, 0.2, 0.28)
     assert wider.flatten().tolist() == pytest.approx([1.0, 1.28, -1.0, -0.4, -0.5, 0.0])
 
 
 def test_what_each_variant_takes_the_mean_over():
     batch = two_samples(OLD)
-    loss, count = grpo_loss(Fixed(LOGP.clone()), batch)
+    loss, count = loss_of("grpo", Fixed(LOGP.clone()), batch)
     assert (loss.item(), count.item()) == pytest.approx((-(2.2 / 2 - 1.9 / 3), 2))
-    loss, count = dapo_loss(Fixed(LOGP.clone()), batch)
+    assert loss_of("reinforce++", Fixed(LOGP.clone()), batch)[0] == loss
+    loss, count = loss_of("dapo", Fixed(LOGP.clone()), batch)
     assert (loss.item(), count.item()) == pytest.approx((-(2.28 - 1.9), 5))
-    loss, count = dr_grpo_loss(Fixed(LOGP.clone()), batch, max_tokens=10)
+    loss, count = loss_of("dr_grpo", Fixed(LOGP.clone()), batch)
     assert (loss.item(), count.item()) == pytest.approx((-(2.2 - 1.9) / 10, 2))
+
+
+def test_gspo_and_cispo_by_hand():
+    batch = two_samples(OLD)
+    # The ratios 1, 2 of the first sample have the geometric mean 2^0.5, 2, 0.5, 1 of the second 1.
+    loss, count = loss_of("gspo", Fixed(LOGP.clone()), batch, clip_low=0.5, clip_high=0.5)
+    assert (loss.item(), count.item()) == pytest.approx((-(2**0.5 - 0.5), 2))
+    loss, _ = loss_of("gspo", Fixed(LOGP.clone()), batch)
+    assert loss.item() == pytest.approx(-(1.0004 - 0.5), abs=1e-6)
+    # Each token: clip(r) A log p, with r at most 1.5
+    loss, count = loss_of("cispo", model := Fixed(LOGP.clone()), batch, clip_high=0.5)
+    by_token = [-1, 1.5 * -2, 1.5 * -0.5 * -1, 0.5 * -0.5 * -1, -0.5 * -3]
+    assert (loss.item(), count.item()) == pytest.approx((-sum(by_token) * math.log(2), 5))
+    loss.backward()  # the weight is a constant: every token keeps its gradient
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1, -1.5, 0.75, 0.25, 0.5, 0])
+
+
+def test_distillation_by_hand():
+    """A token that the teacher thinks likelier than the student is raised; the loss is the KL of the samples."""
+    teacher = torch.log(torch.tensor([[0.25, 0.5, 0.5, 0.25, 0.5, 1.0]]))
+    batch = replace(two_samples(), advantages=torch.full((1, 6), 9.0), reference_logp=teacher)
+    loss, count = loss_of("distill", model := Fixed(LOGP.clone()), batch)
+    differences = [math.log(2), -math.log(2), 0, math.log(2), -2 * math.log(2)]
+    assert (loss.item(), count.item()) == pytest.approx((sum(differences), 5))
+    loss.backward()
+    assert model.logp.grad.flatten().tolist() == pytest.approx([*differences, 0])
+
+
+def test_importance_weights_by_hand():
+    """The trainer's p over the sampler's, at most 2."""
+    sampler = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.125, 0.25, 1.0]]))
+    batch = two_samples()
+    batch = replace(batch, rows=replace(batch.rows, values=sampler))
+    stats = torch.zeros(len(POLICY_STATS))
+    loss_of("dapo", model := Fixed(LOGP.clone()), batch, importance_cap=2.0, stats=stats)[0].backward()
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1, -0.5, 0.5, 0.5 * 2, 0.5 * 0.5, 0])
+    assert stats.tolist() == pytest.approx([5, 8 * math.log(2), 0, 4 * math.log(2), 0], abs=1e-6)
+    plain = Fixed(LOGP.clone())
+    loss_of("dapo", plain, batch)[0].backward()
+    assert plain.logp.grad.flatten().tolist() == pytest.approx([-1, -1, 0.5, 0.5, 0.5, 0])
+
+
+def test_stats_count_what_the_clip_stops():
+    batch = replace(two_samples(OLD), reference_logp=torch.log(torch.tensor([[0.25, 0.25, 0.5, 0.5, 0.25, 1.0]])))
+    stats = torch.zeros(len(POLICY_STATS))
+    loss_of("grpo", Fixed(LOGP.clone()), batch, stats=stats)
+    kl = (0.5 - 1 - math.log(0.5)) + (2 - 1 - math.log(2))
+    # Tokens 1 (raised beyond 1.2, good) and 3 (lowered beyond 0.8, bad); token 2 was raised although it is bad.
+    assert stats.tolist() == pytest.approx([5, 8 * math.log(2), kl, 0, 2])
+    assert mean_policy_stats(stats, cpu_device())["clipped"] == pytest.approx(0.4)
 
 
 def test_a_clipped_token_has_no_gradient_and_one_that_is_not_has():
     model = Fixed(LOGP.clone())
-    grpo_loss(model, two_samples(OLD))[0].backward()
+    loss_of("grpo", model, two_samples(OLD))[0].backward()
     # -ratio x advantage x share where the unclipped side counts; tokens 1 and 3 are clipped
     assert model.logp.grad.flatten().tolist() == pytest.approx([-0.5, 0.0, 1 / 3, 0.0, 0.5 / 3, 0.0])
 
@@ -109,14 +169,43 @@ def test_kl_by_hand_and_never_negative():
     torch.testing.assert_close((policy * kl_estimate(policy.log(), other.log())).sum(), exact)
 
 
-def test_the_kl_penalty_is_in_the_loss():
+@pytest.mark.parametrize(("name", "weights"), [("grpo", (1 / 2, 1 / 3)), ("rloo", (1, 1)), ("dr_grpo", (0.1, 0.1))])
+def test_the_kl_penalty_is_in_the_loss(name, weights):
     batch = two_samples(OLD)
     reference = torch.log(torch.tensor([[0.25, 0.25, 0.5, 0.5, 0.25, 1.0]]))
-    batch = PolicyBatch(batch.rows, batch.advantages, batch.sample_share, batch.old_logp, reference)
-    plain, _ = grpo_loss(Fixed(LOGP.clone()), batch)
-    with_kl, _ = grpo_loss(Fixed(LOGP.clone()), batch, kl=0.1)
-    kl = (0.5 - 1 - math.log(0.5)) / 2 + (2 - 1 - math.log(2)) / 3
+    batch = replace(batch, reference_logp=reference)
+    plain, _ = loss_of(name, Fixed(LOGP.clone()), batch)
+    with_kl, _ = loss_of(name, Fixed(LOGP.clone()), batch, kl=0.1)
+    kl = (0.5 - 1 - math.log(0.5)) * weights[0] + (2 - 1 - math.log(2)) * weights[1]
     assert (with_kl - plain).item() == pytest.approx(0.1 * kl)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_gradients_are_finite_differences(name):
+    """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
+    generator = torch.Generator().manual_seed(4)
+    old, sampler, reference = (LOGP.double() + 0.3 * torch.randn(1, 6, generator=generator) for _ in range(3))
+    batch = two_samples()
+    batch = PolicyBatch(
+        replace(batch.rows, values=sampler), batch.advantages.double(), batch.sample_share.double(), old, reference
+    )
+    settings = {"kl": 0.0 if name == "distill" else 0.2, "importance_cap": 1.1, "clip_low": 0.5, "clip_high": 0.5}
+    model = Fixed(LOGP.double())
+    loss_of(name, model, batch, **settings)[0].backward()
+    weights = (LOGP.double() - old).exp().clamp(0.5, 1.5)  # of cispo, without a gradient
+    for place in range(6):
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = LOGP.double().clone()
+            moved[0, place] += step
+            values.append(loss_of(name, Fixed(moved), batch, **settings)[0].item())
+        slope = (values[0] - values[1]) / 2e-6
+        if name == "cispo":  # the slope of its weight is not in the gradient
+            moving = torch.where(weights == (LOGP.double() - old).exp(), weights, 0.0)
+            importance = (old - sampler).exp().clamp(max=1.1)
+            slope += (moving * importance * batch.advantages * LOGP.double())[0, place].item() * (place < 5)
+        assert model.logp.grad[0, place].item() == pytest.approx(slope, abs=1e-6), place
+    assert model.logp.grad.abs().max() > 0.05
 
 
 def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
@@ -139,12 +228,15 @@ def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
 
 def test_grpo_with_one_update_and_no_kl_has_the_gradient_of_reinforce():
     model, batch = real_batch()
-    expected = gradient(model, reinforce_loss(model, batch)[0])
+    expected = gradient(model, loss_of("reinforce", model, batch)[0])
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(gradient(model, grpo_loss(model, batch)[0]), expected, rtol=1e-5, atol=1e-7)
-    old = PolicyBatch(batch.rows, batch.advantages, batch.sample_share, old_logp=token_logp(model, batch.rows).detach())
-    torch.testing.assert_close(gradient(model, grpo_loss(model, old)[0]), expected, rtol=1e-5, atol=1e-7)
-    assert not torch.allclose(gradient(model, dapo_loss(model, batch)[0]), expected)
+    near = {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(gradient(model, loss_of("grpo", model, batch)[0]), expected, **near)
+    torch.testing.assert_close(gradient(model, loss_of("gspo", model, batch)[0]), expected, **near)
+    old = replace(batch, old_logp=token_logp(model, batch.rows).detach())
+    torch.testing.assert_close(gradient(model, loss_of("grpo", model, old)[0]), expected, **near)
+    torch.testing.assert_close(gradient(model, loss_of("gspo", model, old)[0]), expected, **near)
+    assert not torch.allclose(gradient(model, loss_of("dapo", model, batch)[0]), expected)
 
 
 def test_token_logp_is_the_models(tiny_config):

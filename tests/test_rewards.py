@@ -223,5 +223,5 @@ def test_the_functions_of_the_page_run(tmp_path):
     brief, solved = open_rewards(f"{tmp_path}/mine.py:is_brief,{tmp_path}/mine.py:has_solution", cpu_device())
     episodes = [episode, replace(episode, reply="x" * 80)]
     assert score(brief, episodes, 1.0) == score(solved, episodes, 1.0) == [1.0, 0.0]
-    fields = re.findall(r"^\| `(\w+)` \|", english, re.MULTILINE)
+    fields = re.findall(r"^\| `(\w+)` \|", english.partition("## Methods")[0], re.MULTILINE)
     assert set(fields) == {field.name for field in dataclasses.fields(Episode)}

@@ -14,6 +14,7 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
+from nanochat.losses import POLICY_LOSSES
 from nanochat.sampling import seed_of
 from nanochat.tasks.environment import Environment, Step
 from nanochat.tasks.task import Example, Task
@@ -52,16 +53,6 @@ def sample_episodes(
 
 def questions(count: int, task: Task) -> list[tuple[Task, Example]]:
     return [(task, Example([{"role": "user", "content": "q" * (i % 3 + 1)}, {}], answer=i)) for i in range(count)]
-
-
-def test_advantages_by_hand():
-    rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    assert rollout.group_advantages(rewards, by_deviation=False).tolist() == [[0.75, -0.25, -0.25, -0.25], [0] * 4]
-    by_deviation = rollout.group_advantages(rewards, by_deviation=True)
-    assert by_deviation[0] == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / (0.1875**0.5), rel=1e-5)
-    assert by_deviation[1].tolist() == [0] * 4  # equals: nothing to learn, and no NaN
-    equal = np.full((1, 3), 0.1)  # whose mean is not 0.1
-    assert equal.mean() != 0.1 and rollout.group_advantages(equal, by_deviation=True).tolist() == [[0] * 3]
 
 
 def test_replies_stand_in_the_order_of_their_questions(engine):
@@ -108,10 +99,29 @@ def test_only_the_assistants_end_is_an_end(engine, monkeypatch, last, reward):
     assert drawn.rewards.tolist() == [[reward] * 2]
 
 
+def numbered(rewards: list[list[float]], first: int = 0) -> rollout.Samples:
+    """Episodes of one token, which is their number."""
+    count = sum(map(len, rewards))
+    ids = [[first + n] for n in range(count)]
+    whole: list[Any] = ["complete"] * count
+    numbers = np.arange(first, first + count).reshape(len(rewards), -1)
+    return rollout.Samples(ids, [[1]] * count, [[0.0]] * count, whole, numbers, np.array(rewards))
+
+
+def test_questions_without_a_signal_are_replaced():
+    samples = numbered([[1, 1], [0, 1], [0, 0], [0, 0]])
+    assert samples.without_signal == 3
+    assert samples.metrics() == {
+        "reward": 3 / 8, "pass_at_k": 0.5, "no_signal": 0.75, "response_tokens": 1.0, "truncated": 0.0
+    }  # fmt: skip
+    filled = samples.refill(numbered([[0, 0], [1, 0], [0.5, 1]], first=10))
+    assert filled.rewards.tolist() == [[1, 0], [0, 1], [0.5, 1], [0, 0]], "the first two that have one"
+    assert filled.ids == [[12], [13], [2], [3], [14], [15], [6], [7]] and filled.longest[2].tolist() == [14, 15]
+    assert filled.refill(numbered([[1, 1]])).rewards.tolist() == filled.rewards.tolist()
+
+
 def test_parts_hold_whole_questions():
-    samples = rollout.Samples(
-        [[n] for n in range(6)], [[1]] * 6, [[0.0]] * 6, ["complete"] * 6, np.arange(6.0).reshape(3, 2)
-    )
+    samples = numbered([[0, 1], [2, 3], [4, 5]])
     assert [part.ids for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
     assert [part.rewards.tolist() for part in samples.split(2)] == [[[0, 1]], [[2, 3], [4, 5]]]
     assert sorted(len(part.ids) for part in samples.split(4)) == [0, 2, 2, 2]
@@ -119,16 +129,22 @@ def test_parts_hold_whole_questions():
 
 def test_a_batch_carries_each_samples_advantage_and_share():
     samples = rollout.Samples(
-        [[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], [[0.0] * 4, [0.0] * 3], ["complete"] * 2, np.zeros((1, 2))
-    )
-    rows = pack_sequences(samples.ids, samples.masks, 8)
-    batch = rollout.policy_batch(rows, samples, np.array([[2.0, -1.0]]), cpu_device())
-    of = {(s, t): (a, w) for s, t, a, w in zip(
-        rows.source.flatten().tolist(), rows.targets.flatten().tolist(),
-        batch.advantages.flatten().tolist(), batch.sample_share.flatten().tolist(), strict=True,
-    ) if t != IGNORE}  # fmt: skip
-    assert of == {(0, 3): (2.0, 0.5), (0, 4): (2.0, 0.5), (1, 6): (-1.0, 1.0)}
+        [[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], [[0, 0, -1.0, -2.0], [0, -4.0, 0]], ["complete"] * 2,
+        np.array([[2, 1]]), np.zeros((1, 2)),
+    )  # fmt: skip
+    device = cpu_device()
+    minibatches = [rollout.policy_batches(samples, 8, 4, device)]
+    ((batch,),) = rollout.with_advantages([samples], minibatches, np.array([[2.0, -1.0]]), device)
+    rows = batch.rows
+    fields = (rows.source, rows.targets, batch.advantages, batch.sample_share, rows.values)
+    numbers = zip(*(field.flatten().tolist() for field in fields), strict=True)
+    of = {(s, t): more for s, t, *more in numbers if t != IGNORE}
+    assert of == {(0, 3): [2.0, 0.5, -1.0], (0, 4): [2.0, 0.5, -2.0], (1, 6): [-1.0, 1.0, -4.0]}
     assert batch.sample_share.sum() == 2  # one a sample
+    # What the reference thinks of the samples, summed up; parts are one after the other.
+    batch = replace(batch, reference_logp=torch.where(rows.targets != IGNORE, -1.5, 0.0))
+    kl = rollout.kl_of_samples([samples, samples], [[batch], [batch]], device)
+    assert kl.tolist() == [[0.0, -2.5], [0.0, -2.5]]
 
 
 def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
@@ -161,10 +177,14 @@ def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
 def test_no_question_is_no_sample(engine):
     drawn = sample_episodes(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
     assert drawn.rewards.size == 0 and drawn.ids == []
-    rows = pack_sequences(drawn.ids, drawn.masks, 8)
-    assert (rows.targets == IGNORE).all()
-    batch = rollout.policy_batch(rows, drawn, rollout.group_advantages(drawn.rewards, by_deviation=True), cpu_device())
-    assert batch.advantages.abs().sum() == batch.sample_share.sum() == 0
+    (batch,) = rollout.policy_batches(drawn, 8, 4, cpu_device())
+    assert (batch.rows.targets == IGNORE).all() and batch.sample_share.sum() == 0
+    for method in POLICY_LOSSES.values():
+        if method.advantages is not None:
+            advantages = method.advantages(drawn.rewards)
+            ((batch,),) = rollout.with_advantages([drawn], [[batch]], advantages, cpu_device())
+            assert batch.advantages.abs().sum() == 0
+    assert drawn.metrics()["pass_at_k"] == drawn.without_signal == 0
 
 
 # ---------------------------------------------------------------------- episodes of several turns

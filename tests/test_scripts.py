@@ -459,7 +459,9 @@ def test_flags_that_resume_refuses():
     losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
-    assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {"loss", "kl", "clip_low", "clip_high"}
+    assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {
+        *("loss", "kl", "kl_in", "clip_low", "clip_high", "importance_cap", "refills", "overlong", "teacher")
+    }
 
 
 def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):

@@ -19,7 +19,7 @@ import tiny
 import torch
 
 from nanochat.engine import Engine, SamplingParams
-from nanochat.losses import PolicyBatch, clipped_objective
+from nanochat.losses import clipped_objective, weighted_log_objective
 from nanochat.serve.listener import listening, make_server
 from nanochat.train_service import app as service_app
 from nanochat.train_service.app import create_app
@@ -173,13 +173,13 @@ def test_each_loss_and_a_step_from_it_are_what_the_formula_and_torch_give(client
 def test_losses_are_made_of_the_same_pieces_as_those_of_rl():
     generator = torch.Generator().manual_seed(0)
     logp, old, A = (torch.randn(3, 5, generator=generator) / 2 for _ in range(3))
-    rows: Any = None
-    batch = PolicyBatch(rows, A, A, old_logp=old)
+    ratio = torch.exp(logp - old)
     ppo = TOKEN_LOSSES["ppo"].function(logp, old, A, clip_low_threshold=0.8, clip_high_threshold=1.28)
-    assert torch.equal(ppo, -clipped_objective(logp, batch, 0.2, 0.28))
-    assert torch.equal(
-        TOKEN_LOSSES["importance_sampling"].function(logp, old, A), -clipped_objective(logp, batch, 9, 99)
-    )
+    assert torch.equal(ppo, -clipped_objective(logp, ratio, A, 0.2, 0.28))
+    cispo = TOKEN_LOSSES["cispo"].function(logp, old, A, clip_low_threshold=0.8, clip_high_threshold=1.28)
+    torch.testing.assert_close(cispo, -weighted_log_objective(logp, ratio, A, 0.2, 0.28))
+    sampled = TOKEN_LOSSES["importance_sampling"].function(logp, old, A)
+    assert torch.equal(sampled, -clipped_objective(logp, ratio, A, 9, 99))
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)

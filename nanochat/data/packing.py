@@ -28,13 +28,15 @@ class PackedBatch:
     targets: Tensor  # the next token; IGNORE where the mask is 0, at a sequence's end and in the padding
     segments: Segments  # the sequences of each row: attention stays inside one; padding is one of its own
     source: Tensor  # which of the S sequences this is, so that a loss can weigh sequences; 0 in the padding
+    values: Tensor | None = None  # a number of each target, if they have any; 0 where there is none
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def to(self, device: Device) -> "PackedBatch":
         move = device.to_device
-        return PackedBatch(move(self.inputs), move(self.targets), self.segments.to(move), move(self.source))
+        values = None if self.values is None else move(self.values)
+        return PackedBatch(move(self.inputs), move(self.targets), self.segments.to(move), move(self.source), values)
 
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """One rank's share in micro-batches of `rows` rows, on the device.
@@ -44,7 +46,9 @@ class PackedBatch:
         micro-batch are left out.
         """
         missing = -len(self) % world_size
-        fill_values = ((self.inputs, 0), (self.targets, IGNORE), (self.segments.numbers, 0), (self.source, 0))
+        fill_values = [(self.inputs, 0), (self.targets, IGNORE), (self.segments.numbers, 0), (self.source, 0)]
+        if self.values is not None:
+            fill_values.append((self.values, 0))
         fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
         # 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group; what is in the last
         # group ends at 700. Lengths are rounded up to an eighth of the row, so that few shapes recur:
@@ -63,15 +67,19 @@ class PackedBatch:
             while end < min(first + rows, len(places)) and places[end] == places[first]:
                 end += 1
             share = slice(first * world_size + rank, end * world_size, world_size)
-            inputs, targets, numbers, source = (field[share, : places[first]].contiguous() for field in fields)
-            yield PackedBatch(inputs, targets, Segments.from_numbers(numbers), source).to(device)
+            inputs, targets, numbers, *more = (field[share, : places[first]].contiguous() for field in fields)
+            yield PackedBatch(inputs, targets, Segments.from_numbers(numbers), *more).to(device)
             first = end
 
 
 def pack_sequences(
-    ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int, ranks: int = 1
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[int]],
+    row_tokens: int,
+    ranks: int = 1,
+    values: Sequence[Sequence[float]] | None = None,
 ) -> PackedBatch:
-    """Pack S sequences, each with a mask that has a 1 under every token to learn.
+    """Pack S sequences, each with a mask that has a 1 under every token to learn, and maybe a value of every token.
 
     Best fit, longest first: each sequence goes into the row that it fills up most, or into a new one. No sequence at
     all gives one row of padding. Rows that do not divide by the number of `ranks` become as many short ones as there
@@ -114,7 +122,7 @@ def pack_sequences(
             filled[emptiest] += _places_of(ids[i], row_tokens)
         if max(filled) <= row_tokens:
             rows[-left_over:] = spread
-    return _fill(rows or [[]], ids, masks, row_tokens)
+    return _fill(rows or [[]], ids, masks, row_tokens, values)
 
 
 def pack_pairs(
@@ -191,7 +199,11 @@ def _places_of(sequence: Sequence[int], row_tokens: int) -> int:
 
 
 def _fill(
-    rows: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int
+    rows: Sequence[Sequence[int]],
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[int]],
+    row_tokens: int,
+    values: Sequence[Sequence[float]] | None = None,
 ) -> PackedBatch:
     """Write each row's sequences one after the other."""
     # A row of 6 with two sequences, tokens 1 2 3 4 with the mask 0 0 1 1 and tokens 5 6 7 with the mask 0 1 1:
@@ -204,6 +216,7 @@ def _fill(
     targets = np.full(shape, IGNORE, np.int64)
     segments = np.zeros(shape, np.int64)
     source = np.zeros(shape, np.int64)
+    of_targets = np.zeros(shape, np.float32)
     for row, members in enumerate(rows):
         begin = 0
         for number, i in enumerate(members):
@@ -214,9 +227,11 @@ def _fill(
             targets[row, begin:end] = np.where(mask[1:], tokens[1:], IGNORE)
             segments[row, begin:end] = number
             source[row, begin:end] = i
+            if values is not None:
+                of_targets[row, begin:end] = np.where(mask[1:], values[i][1:], 0)
             begin = end
         segments[row, begin:] = len(members)  # the padding
     return PackedBatch(
         torch.from_numpy(inputs), torch.from_numpy(targets), Segments.from_numbers(torch.from_numpy(segments)),
-        torch.from_numpy(source),
+        torch.from_numpy(source), None if values is None else torch.from_numpy(of_targets),
     )  # fmt: skip

@@ -87,6 +87,7 @@ class Start:
     # How its replies are to be drawn.
     sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
+    reference_source: Path | None = None  # its checkpoint; another one's of a teacher
     adapter: dict[str, Any] | None = None  # of a model that trains adapters alone: their settings and their base
     ledger: Ledger | None = None  # of a dry run: the model has no weights, and everything is counted
 
@@ -112,11 +113,12 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     return device, layout
 
 
-def begin(config: SourceFlags, with_reference: bool = False) -> Start:
+def begin(config: SourceFlags, with_reference: bool = False, teacher: str | None = None) -> Start:
     """Open the device, and load the checkpoint that a stage begins from.
 
-    `with_reference` also keeps a frozen copy of its model, for losses that compare with it.
-    Raises UserError: when there is no such checkpoint, or it is damaged.
+    `with_reference` also keeps a frozen copy of its model, for losses that compare with it; `teacher` is the source of
+    another model in its place.
+    Raises UserError: when there is no such checkpoint, or it is damaged, or the teacher reads other tokens.
     """
     began = time.time()
     device, layout = open_device(config)
@@ -131,13 +133,23 @@ def begin(config: SourceFlags, with_reference: bool = False) -> Start:
     )  # fmt: skip
     settings = lora.settings_of(model)
     reference: Any = None
-    if with_reference and settings is not None:
+    reference_source = source
+    if teacher is not None:
+        reference_source = model_folder.find_source(teacher, None, None, device)
+    if with_reference and teacher is None and settings is not None:
         reference = lora.without_adapters(model)
-    elif with_reference:
-        reference, _, _ = checkpoint_manager.load_model(
-            source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
+    elif with_reference or teacher is not None:
+        reference, its_tokenizer, _ = checkpoint_manager.load_model(
+            reference_source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
             rope_scaling=config.rope_scaling, without_weights=config.dry_run,
         )  # fmt: skip
+        if its_tokenizer.fingerprint() != tokenizer.fingerprint():
+            raise UserError(f"--teacher {teacher}: its tokenizer is not that of {source}, which it must be")
+        if reference.config.sequence_len < model.config.sequence_len:
+            raise UserError(
+                f"--teacher {teacher}: its context is {reference.config.sequence_len} tokens, the student's "
+                f"{model.config.sequence_len}: set --max_seq_len {reference.config.sequence_len}"
+            )
     ledger = None
     if config.dry_run:
         ledger = Ledger.begin(device, model, *([reference] if isinstance(reference, GPT) else []))
@@ -154,7 +166,7 @@ def begin(config: SourceFlags, with_reference: bool = False) -> Start:
         tag=config.model_tag or model_folder.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
-        reference=reference, ledger=ledger,
+        reference=reference, reference_source=reference_source, ledger=ledger,
         adapter=None if settings is None else {**lora.facts(settings), **model_folder.base_of(source)},
     )  # fmt: skip
 

@@ -1,0 +1,39 @@
+"""Advantages against numbers worked by hand."""
+
+import numpy as np
+import pytest
+
+from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, overlong_penalty
+from nanochat.losses import POLICY_LOSSES
+
+REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+
+
+def test_those_of_a_question():
+    assert group_mean(REWARDS).tolist() == [[0.75, -0.25, -0.25, -0.25], [0] * 4]
+    by_deviation = group_deviation(REWARDS)
+    assert by_deviation[0] == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / (0.1875**0.5), rel=1e-5)
+    assert by_deviation[1].tolist() == [0] * 4  # equals: nothing to learn, and no NaN
+    # 1 against the mean of 0 0 0; 0 against the mean of 1 0 0
+    assert leave_one_out(REWARDS) == pytest.approx(np.array([[1, -1 / 3, -1 / 3, -1 / 3], [0] * 4]))
+    equal = np.full((1, 3), 0.1)  # whose mean is not 0.1
+    assert equal.mean() != 0.1 and group_deviation(equal).tolist() == [[0] * 3]
+
+
+def test_those_of_the_whole_batch():
+    # mean 5/8, variance 15/64
+    right, wrong = 3 / 15**0.5, -5 / 15**0.5
+    assert batch_deviation(REWARDS) == pytest.approx(np.array([[right, *[wrong] * 3], [right] * 4]), rel=1e-5)
+    assert batch_deviation(np.full((2, 3), 0.1)).tolist() == [[0] * 3] * 2
+
+
+def test_the_last_part_of_a_reply_costs():
+    lengths = np.array([[10, 80], [90, 100]])
+    assert overlong_penalty(lengths, 100, 0.2) == pytest.approx(np.array([[0, 0], [0.5, 1]]))
+    assert overlong_penalty(lengths, 100, 0.0).tolist() == [[0, 0], [0, 0]]
+
+
+def test_a_method_and_its_settings():
+    dapo = POLICY_LOSSES["dapo"].override(clip_low=0.1, clip_high=None, refills=None, overlong=0.0)
+    assert (dapo.clip_low, dapo.clip_high, dapo.refills, dapo.overlong) == (0.1, 0.28, 3, 0.0)
+    assert POLICY_LOSSES["dapo"].overlong == 0.2 and POLICY_LOSSES["grpo"].refills == 0
