@@ -55,6 +55,17 @@ PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their
 # special token, which the assistant must not write. Models of other families may have several end tokens.
 Ending = Literal["complete", "cut off", "broken"]
 
+
+def ending(
+    tokens: Sequence[int], mask: Sequence[int], stop_ids: Collection[int], reply_ends: Collection[int]
+) -> Ending:
+    """How a reply has ended, from its tokens with the one that ended it; `mask` has 1 under those of the model."""
+    # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
+    if not tokens or not mask[-1] or tokens[-1] not in stop_ids:
+        return "cut off"
+    return "complete" if tokens[-1] in reply_ends else "broken"
+
+
 # ---------------------------------------------------------------------- a row and its tokens
 
 
@@ -242,10 +253,7 @@ class Engine:
 
     def ending(self, tokens: Sequence[int], mask: Sequence[int]) -> Ending:
         """How a reply has ended that `generate` returned with `keep_stop`."""
-        # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
-        if not tokens or not mask[-1] or tokens[-1] not in self.stop_ids:
-            return "cut off"
-        return "complete" if tokens[-1] in self.tokenizer.reply_ends else "broken"
+        return ending(tokens, mask, self.stop_ids, self.tokenizer.reply_ends)
 
     def generate_batch(
         self, tokens: Sequence[int], num_samples: int = 1, max_tokens: int = 256, **sampling: Any

@@ -14,7 +14,7 @@ Source: the configuration and modeling files of transformers 5.23, which is the 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig, RopeScaling
-from nanochat.parallel.fsdp import whole_weights
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
 from nanochat.shell import storage
 from nanochat.shell.log import warn
@@ -479,15 +478,21 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return DTYPES[max(set(dtypes), key=dtypes.count)]
 
 
-def write_weights(folder: Path, model: GPT, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
-    """Write a model's weights under Hugging Face's names, in several files where they are large.
+def write_weights(
+    folder: Path,
+    config: GPTConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, Any]:
+    """Write weights by our names under Hugging Face's, in several files where they are large.
 
     Returns the facts of each file for a manifest. Raises ValueError: for a model that no family computes.
     """
     shards: list[dict[str, Tensor]] = [{}]
-    for name, weight in whole_weights(model):
+    for name, weight in weights:
         start = 0
-        for theirs, rows in theirs_of(name, model.config, weight.shape[0]):
+        for theirs, rows in theirs_of(name, config, weight.shape[0]):
             held = sum(tensor.numel() for tensor in shards[-1].values()) * dtype.itemsize
             part = weight[start : start + rows]
             if shards[-1] and held + part.numel() * dtype.itemsize > shard_bytes:

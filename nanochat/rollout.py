@@ -10,7 +10,7 @@ Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -201,7 +201,35 @@ class _Episode:
         )  # fmt: skip
 
 
+@dataclass
+class Share:
+    """The episodes that one rank has sampled, as JSON can hold them."""
+
+    questions: int  # of all ranks
+    samples: int  # of each question
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+    failed: str = ""  # why
+
+
 def sample_episodes(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    device: Device,
+    questions: Sequence[tuple[Task, Example]],
+    *,
+    rewards: Sequence[Reward] = (reward_functions.TASK,),
+    **settings: Any,
+) -> Samples:
+    """`samples` episodes of each question, with their rewards. All ranks call it together and get all episodes.
+
+    `settings` are those of `sample_share`. Raises Interrupted: on every rank, when the sampler did on any of them.
+    Raises Failed: on every rank, when the sampler, or the user's reward or environment, fails on any of them.
+    """
+    return exchange(sample_share(sampler, tokenizer, device, questions, rewards=rewards, **settings), device, rewards)
+
+
+def sample_share(
     sampler: Sampler,
     tokenizer: Tokenizer,
     device: Device,
@@ -215,8 +243,8 @@ def sample_episodes(
     reward_seconds: float = 600.0,
     should_stop: Callable[[], bool] = lambda: False,
     **sampling: Any,
-) -> Samples:
-    """`samples` episodes of each question, with their rewards. All ranks call it together and get all episodes.
+) -> Share:
+    """This rank's share of `samples` episodes of each question. It waits for no other rank, so any thread may call it.
 
     A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
     reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
@@ -224,8 +252,6 @@ def sample_episodes(
     `max_tokens` or the context cuts off keeps what it has; its reward decides what that is worth. A reply that ends
     with another special token than the assistant's end is worth nothing, or less. `reward_seconds` and `should_stop`
     are for `rewards`, see `score`.
-    Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
-    user's reward or environment fails on any of them.
     """
     # At least one token of the context is left for the reply.
     room = context - 1
@@ -260,7 +286,7 @@ def sample_episodes(
     #    episodes is one batch. The reward is on the rank that has sampled: it may run a program, so the ranks share
     #    this work, too.
     params = SamplingParams(**sampling)
-    own: list[dict[str, Any]] | str | None = None  # None: this rank was interrupted; a text: why it failed
+    own = Share(len(questions), samples)
     try:
         open_episodes = mine
         while open_episodes:
@@ -274,7 +300,7 @@ def sample_episodes(
                     episode.add(reply, tokenizer, room)
             open_episodes = [episode for episode in open_episodes if not episode.is_over]
         finished = [episode.finished() for episode in mine]
-        own = [
+        own.episodes = [
             {
                 "numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending,
                 "longest": e.longest, "parts": {},
@@ -283,36 +309,40 @@ def sample_episodes(
         ]  # fmt: skip
         for reward in rewards:
             values = reward_functions.score(reward, finished, reward_seconds, should_stop)
-            for episode, share, value in zip(finished, own, values, strict=True):
+            for episode, sampled, value in zip(finished, own.episodes, values, strict=True):
                 is_broken = episode.ending == "broken" and reward.function is not None
-                share["parts"][reward.name] = min(value, 0.0) if is_broken else value
-    # A rank without samples still takes part in the exchange below, or the others would wait for it in vain.
+                sampled["parts"][reward.name] = min(value, 0.0) if is_broken else value
+    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
     except Failed as failure:
-        own = str(failure)
+        own.failed = str(failure)
     except Interrupted:
-        own = None
+        own.interrupted = True
+    return own
 
-    # 3. Exchange: every rank packs the same batch from all episodes, in the order of questions and samples.
-    episodes: list[dict[str, Any]] = []
-    for share in gather_values(own, device):
-        if isinstance(share, str):
-            raise Failed(share)
-        if share is None:
+
+def exchange(own: Share, device: Device, rewards: Sequence[Reward] = (reward_functions.TASK,)) -> Samples:
+    """The episodes of all ranks, which call it together. Raises Interrupted, Failed: as `sample_episodes`."""
+    shares = [Share(**share) for share in gather_values(asdict(own), device)]
+    for share in shares:
+        if share.failed:
+            raise Failed(share.failed)
+        if share.interrupted:
             raise Interrupted
-        episodes += share
+    # Every rank packs the same batch from all episodes, in the order of questions and samples.
+    episodes = [episode for share in shares for episode in share.episodes]
     episodes.sort(key=lambda episode: episode["numbers"])
     parts = {}
-    total = np.zeros((len(questions), samples))
+    total = np.zeros((own.questions, own.samples))
     for reward in rewards:
         values = [episode["parts"][reward.name] for episode in episodes]
-        parts[reward.name] = np.array(values).reshape(len(questions), samples)
+        parts[reward.name] = np.array(values).reshape(total.shape)
         total += reward.weight * parts[reward.name]
     return Samples(
         ids=[episode["ids"] for episode in episodes],
         masks=[episode["mask"] for episode in episodes],
         logp=[episode["logp"] for episode in episodes],
         endings=[episode["ending"] for episode in episodes],
-        longest=np.array([episode["longest"] for episode in episodes]).reshape(len(questions), samples),
+        longest=np.array([episode["longest"] for episode in episodes]).reshape(total.shape),
         rewards=total,
         parts=parts,
     )

@@ -30,6 +30,9 @@ class Config(ChatFlags):
     temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the samples; the loss is that of temperature 1
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
+    # This process's engine between its steps, or servers: http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM ...
+    sampler: str = "engine"
+    sampler_patience: Positive = 300  # seconds without a reply of the servers after which the run saves and ends
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
     # reinforce, rloo, reinforce++, grpo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
@@ -69,10 +72,11 @@ def main(config: Config) -> None:
     from nanochat import losses, rewards, rollout, scaling
     from nanochat.advantages import overlong_penalty
     from nanochat.conversation import render_prompt
-    from nanochat.engine import Engine, Slots, seed_of
+    from nanochat.engine import Slots, seed_of
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Run, begin, open_optimizer
+    from nanochat.samplers.kinds import open_sampler
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
@@ -162,8 +166,10 @@ def main(config: Config) -> None:
     compiled_reference = None
     if reference is not None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
-    engine = Engine(model, start.tokenizer, device, config.graphs)
-    sampler = rollout.engine_sampler(engine, config.rollout_rows, lambda: run.faults.should_stop())
+    sampler = open_sampler(
+        config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
+        patience=config.sampler_patience, should_stop=lambda: run.faults.should_stop(),
+    )  # fmt: skip
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
     if run.loader_states:
@@ -171,7 +177,7 @@ def main(config: Config) -> None:
         reward_after = run.loader_states[0]["reward_after"].item()
 
     def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
-        engine.update(model)
+        sampler.hand_over(model)
         return rollout.sample_episodes(
             sampler, start.tokenizer, device, questions, samples=samples, max_tokens=config.max_tokens,
             context=row_tokens, seed=seed, rewards=reward_parts, reward_seconds=config.hang_seconds,

@@ -6,6 +6,8 @@ python -m scripts.chat_web --source sft --host 0.0.0.0 --port 8000
 
 python -m scripts.chat_web --source hf:ORG/NAME --adapter french=my_adapters,poems=peft_folder
 
+python -m scripts.chat_web --source sft --for_rl --slots 128 --port 8001
+
 NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.workers.UvicornWorker scripts.chat_web:app
 """
 
@@ -49,6 +51,8 @@ class Config:
     # key where others can reach it.
     allowed_hosts: str = ""
     allowed_origins: str = ""  # sites whose pages may use the API, separated by commas: https://chat.example.org
+    # Sample for a trainer (chat_rl --sampler): it replaces the weights by those of folders below NANOCHAT_BASE_DIR.
+    for_rl: bool = False
     slots: Positive = 16  # replies generated at once
     max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole of it
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
@@ -110,6 +114,8 @@ def check(config: Config) -> list[str]:
     allowed_origins(config)  # or raises
     base = find_source(config.source, config.model_tag, config.step)
     adapters = find_adapters(config, base)
+    if config.for_rl and adapters:
+        raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
     kind = devices.kind_of(config.device)
     devices.records(kind, config.graphs)  # or raises
     if not adapters:
@@ -163,9 +169,9 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
-        from nanochat.model_folder import weights_sha256
         from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import Scheduler
+        from nanochat.serve.updates import fingerprint_of, reader_of_updates
 
         device = devices.init(config.device, config.dtype)
         model, tokenizer, meta = load_model(
@@ -206,10 +212,11 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
                 context=model.config.sequence_len,
                 chats=meta["stage"] != "base" and tokenizer.can_chat,
                 created=int(time.time()),
-                fingerprint=f"fp_{weights_sha256(Path(meta['folder']))[:12]}",
+                fingerprint=fingerprint_of(Path(meta["folder"])),
                 sampling=SamplingParams(**meta["sampling"]),
                 about=about,
                 adapter=number,
+                read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
             )
 
         # What an adapter's own meta data does not say is the base's.

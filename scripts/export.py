@@ -162,8 +162,9 @@ def write_as_family(
     """A model of another family, under its names. Without a manifest, which would make it a checkpoint of ours."""
     from nanochat import hf
     from nanochat.exported.tokenizer_files import tokenizer_files
+    from nanochat.parallel.fsdp import whole_weights
 
-    hf.write_weights(folder, model, dtype)
+    hf.write_weights(folder, model.config, whole_weights(model), dtype)
     settings = {**hf.from_config(model.config, family), "dtype": dtype_name(dtype), **text_ends(tokenizer)}
     context = meta.get("pretraining", {}).get("context")  # before a stage has trained with shorter rows
     if isinstance(context, int) and context > model.config.sequence_len:

@@ -16,6 +16,7 @@ from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_to
 from nanochat import hf
 from nanochat.device import Device
 from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.parallel.fsdp import whole_weights
 from nanochat.shell import cli, paths
 from scripts import export, lm_eval
 
@@ -108,7 +109,7 @@ def make(case: str, folder: Path) -> tuple[str, Path]:
             names = json.loads((out / "tokenizer.json").read_text())["model"]["vocab"]
             unwanted = [index for name, index in names.items() if name.startswith(("<0x", "<s>"))]
             model.head.weight.data[[*unwanted, ids - 7 if family == "llama3" else 1]] = 0
-        hf.write_weights(out, model, torch.float32)
+        hf.write_weights(out, model.config, whole_weights(model), torch.float32)
         described = hf.from_config(model.config, {"qwen3": "qwen3"}.get(family, "llama"))
         (out / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
         return str(out), out

@@ -17,6 +17,7 @@ from nanochat import hf, model_folder
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.parallel.fsdp import whole_weights
 from nanochat.parallel.mesh import lay_out
 from nanochat.shell import cli
 from nanochat.tokenizer import EXPORTED_NAME
@@ -111,7 +112,7 @@ def test_logits_are_transformers_in_both_directions(folders, tmp_path, case):
         out = tmp_path / str(shard_bytes)
         out.mkdir()
         (out / "config.json").write_text(json.dumps(theirs))
-        files = hf.write_weights(out, model, torch.float32, shard_bytes)
+        files = hf.write_weights(out, model.config, whole_weights(model), torch.float32, shard_bytes)
         assert (len(files) > 3) == (shard_bytes == 40_000)
         original = load_file(folder / "model.safetensors")
         written: dict[str, torch.Tensor] = {}
@@ -147,7 +148,7 @@ def test_a_bf16_folder_keeps_its_bits(folders, tmp_path):
     model, _, meta = load_model(str(folder), "cpu")
     assert model.embedding.weight.dtype == torch.float32 and hf.stored_dtype(folder) == torch.bfloat16
     (tmp_path / "out").mkdir()
-    hf.write_weights(tmp_path / "out", model, torch.bfloat16)
+    hf.write_weights(tmp_path / "out", model.config, whole_weights(model), torch.bfloat16)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert set(written) == set(original)
     assert all(torch.equal(written[name], original[name]) for name in original)
@@ -206,7 +207,7 @@ def test_an_extended_context_is_transformers(folders, tmp_path, case):
     theirs = hf.from_config(model.config, meta["pretraining"]["family"])
     assert theirs["max_position_embeddings"] == meta["pretraining"]["context"] == 768
     (tmp_path / "config.json").write_text(json.dumps(theirs))
-    hf.write_weights(tmp_path, model, torch.float32)
+    hf.write_weights(tmp_path, model.config, whole_weights(model), torch.float32)
     tokens = torch.randint(0, 300, (1, 500), generator=torch.Generator().manual_seed(4))
     expected = logits_of(oracle_of(tmp_path), tokens)
     assert (logits_of(model, tokens) - expected).abs().max() < 1e-4

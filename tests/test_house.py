@@ -43,6 +43,7 @@ ORDER = (
     ("rewards",),
     ("rollout",),
     ("evals.*",),
+    ("samplers.*",),
     ("run.*",),
     ("report.*",),
     ("serve.*",),

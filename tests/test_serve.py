@@ -1327,7 +1327,7 @@ def test_the_model_list_has_the_facts_of_the_checkpoint(tmp_path: Path):
     assert abs(facts.pop("trained_at") - time.time()) < 100
     assert facts == {
         "context": model.config.sequence_len, "chats": True, "tasks": ["stories"], "data": "books", "stage": "sft",
-        "step": meta["step"],
+        "step": meta["step"], "slots": 1,
     }  # fmt: skip
 
 

@@ -44,12 +44,13 @@ from nanochat.serve.schema import (
     DetokenizeBody,
     Strict,
     TokenizeBody,
+    UpdateWeightsBody,
     read_body,
 )  # fmt: skip
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
 BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -179,6 +180,13 @@ def create_app(
         bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
         return {"bos_token": bos, "eos_token": eos}
 
+    @app.post("/update_weights_from_disk", openapi_extra=_describe(UpdateWeightsBody))
+    async def update_weights(request: Request) -> dict[str, Any]:
+        """SGLang's: a trainer (chat_rl) hands over the weights to sample with, as a folder of this machine."""
+        body = read_body(UpdateWeightsBody, await read_limited(request))
+        updated = await asyncio.to_thread(state.update, body.model_path)
+        return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
+
     parsing = asyncio.Lock()
     compiling = asyncio.Lock()
 
@@ -222,7 +230,7 @@ def create_app(
         elif isinstance(body, ChatBody):
             serializer = ChatSerializer(loaded, body.include_usage, encoded[0].first_message_read, body.calls)
         else:
-            serializer = CompletionSerializer(loaded, body.include_usage)
+            serializer = CompletionSerializer(loaded, body.include_usage, bool(body.return_token_ids))
         return Reply(
             serializer,
             queue,
@@ -257,5 +265,6 @@ def _describe(body: type[Strict]) -> dict[str, Any]:
 
 def _model_object(model: LoadedModel) -> dict[str, Any]:
     sampling = {name: getattr(model.sampling, name) for name in NEUTRAL}
-    details = {"context": model.context, "chats": model.chats, "sampling": sampling, **model.about}
+    details = {"context": model.context, "chats": model.chats, "sampling": sampling, "slots": model.scheduler.size}
+    details |= model.about
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "nanochat", "nanochat": details}

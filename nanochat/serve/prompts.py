@@ -37,6 +37,8 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
     if num_prompts * body.num_choices > slots:  # the queue is for other clients
         message = f"{num_prompts} x {body.num_choices} replies in one request: this server generates {slots} at once"
         raise ApiError(400, f"{message}; request fewer", param="n")
+    if isinstance(body, CompletionBody) and body.return_token_ids:
+        return [EncodedPrompt(exact_ids(model, prompt)) for prompt in body.prompts]
     if isinstance(body, CompletionBody):
         return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
     check_chats(model)
@@ -111,6 +113,20 @@ def _encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens, settings)
     turn = prompt.oldest - (1 if messages[0]["role"] == "system" else 0)
     return EncodedPrompt(prompt.ids, body.index_of_turn(turn))
+
+
+def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:
+    """The prompt of a trainer, which holds the special tokens of a conversation.
+
+    Raises ApiError: 400 for others than a server's that samples for a trainer, and for a text.
+    """
+    if model.read_update is None:
+        message = "return_token_ids is for trainers: this server samples for one when it is started with --for_rl"
+        raise ApiError(400, message, param="return_token_ids", code="unsupported_parameter")
+    if isinstance(prompt, str):
+        raise ApiError(400, "return_token_ids needs a prompt of token ids", param="prompt", code="invalid_value")
+    check_ids(model, "prompt", prompt)
+    return prompt
 
 
 def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
@@ -254,6 +270,7 @@ def submit(
                 calls=body.calls,
                 grammar=None if grammar is None else grammar.copy(),
                 adapter=model.adapter,
+                every_token=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             )
             requests.append(request)
     check_logprobs(requests)

@@ -108,6 +108,7 @@ class WholeChoice:
     """A choice of a reply in one piece, as far as it has arrived."""
 
     parts: list[tuple[str, list[str]]] = field(default_factory=list)  # (kind, texts), neighbours of different kinds
+    token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[bytes]] = field(default_factory=dict)  # each token's entries as JSON
     finish_reason: str | None = None
     limit: str = ""
@@ -120,6 +121,7 @@ class _ChoicesSerializer:
     object = ""  # of a reply in one piece
     stream_object = ""
     first_message_read: int | None = None
+    returns_token_ids = False
 
     def __init__(self, model: LoadedModel, include_usage: bool = False):
         self.tokenizer = model.tokenizer
@@ -191,6 +193,7 @@ class _ChoicesSerializer:
         choice = self.choices[number]
         choice.finish_reason = chunk.finish_reason
         choice.limit = chunk.limit
+        choice.token_ids += chunk.token_ids
         if not choice.parts or choice.parts[-1][0] != chunk.kind:
             choice.parts.append((chunk.kind, []))
         choice.parts[-1][1].append(chunk.text)
@@ -206,6 +209,8 @@ class _ChoicesSerializer:
             parts = [(kind, "".join(texts)) for kind, texts in choice.parts]
             content = self.content(parts, self.facts(choice.limit), choice.finish_reason)
             fields = {"index": number, "finish_reason": choice.finish_reason, **content}
+            if self.returns_token_ids:
+                fields["token_ids"] = choice.token_ids
             yield b"," if number else b""
             yield _opened("logprobs", fields)
             opening = b"{"
@@ -304,8 +309,9 @@ class CompletionSerializer(_ChoicesSerializer):
     object = "text_completion"
     stream_object = "text_completion"
 
-    def __init__(self, model: LoadedModel, include_usage: bool = False):
+    def __init__(self, model: LoadedModel, include_usage: bool = False, returns_token_ids: bool = False):
         super().__init__(model, include_usage)
+        self.returns_token_ids = returns_token_ids
         # For `text_offset`: the characters of each choice so far. A character may span several tokens.
         self._offsets: Counter[int] = Counter()
         self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
@@ -322,13 +328,13 @@ class CompletionSerializer(_ChoicesSerializer):
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            is_first = one.logprob is None  # of an echoed prompt: nothing precedes it
+            is_forced = one.logprob is None  # the first token of a prompt, or one that the model has not chosen
             token = self.token(one.token_id, one.logprob or 0.0)
             alternatives = [self.token(*alternative) for alternative in one.alternatives]
             best = {_token_name(other): other["logprob"] for other in alternatives}
             lists["tokens"].append(_token_name(token))
-            lists["token_logprobs"].append(None if is_first else token["logprob"])
-            lists["top_logprobs"].append(None if is_first else best)
+            lists["token_logprobs"].append(None if is_forced else token["logprob"])
+            lists["top_logprobs"].append(None if is_forced else best)
             lists["text_offset"].append(self._offsets[number])
             texts = self.tokenizer.token_texts
             if one.token_id < len(texts) and texts[one.token_id]:  # a special token has a name and no text

@@ -56,6 +56,7 @@ class Request:
     grammar: Grammar | None = None  # what the reply must follow; of this request alone
     calls: Calls = "own"  # see serve/tools.py
     adapter: int = 0  # see Row
+    every_token: bool = False  # chunks have every token with its logprob, the one that ends the reply among them
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class TokenLogprob:
     """The logprob of a token and of its likeliest alternatives."""
 
     token_id: int
-    logprob: float | None  # None: of the first token of an echoed prompt
+    # None: of the first token of an echoed prompt, and with `every_token` of a token that the model has not chosen.
+    logprob: float | None
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
@@ -279,6 +281,17 @@ class Scheduler:
             self.changed.notify_all()
         return [row.stream for row in rows]
 
+    def while_idle(self, change: Callable[[], None]) -> None:
+        """Call `change` once no request is left, and submit none until it returns; its caller keeps new ones out.
+
+        Raises Overloaded: when the scheduler closes.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: not self.requests or self.closing)
+            if self.closing:
+                raise Overloaded(1.0)
+            change()
+
     def close(self, grace: float = 10.0) -> None:
         """Take no new requests, cancel the waiting ones, let the others finish within `grace` seconds, cancel what is
         left, and join the thread."""
@@ -471,6 +484,12 @@ class Scheduler:
 
     def _hand_out(self, row: _RequestRow, new: NewToken) -> str | None:
         """Put a token and its text into the stream; returns the reason where the request ends with it."""
+        if row.request.every_token:
+            logprobs = (TokenLogprob(new.id, None),)
+            if new.by_model and row.request.logprobs >= 0:
+                logprobs = (_logprob(new.id, new.logprobs, row.request.logprobs),)
+            row.stream.put(Chunk((new.id,), row.out.plain(new.id), "text", logprobs))
+            return new.finish_reason
         if new.finish_reason == "stop":
             # Who measures a text by echo (lm-eval) expects an entry for every token that the model chose.
             if row.request.echo and row.request.logprobs >= 0:

@@ -32,7 +32,7 @@ MAX_CHOICES = 128
 MAX_MESSAGES = 5_000
 MAX_BIASES = 300  # entries of logit_bias; OpenAI's limit
 MAX_STOP_IDS = 64
-SEED_BITS = 62  # the sampler's seeds are whole numbers below 2**62
+SEED_BITS = 64  # the sampler's seeds are whole numbers below 2**64
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
 # pydantic holds Python's lock while it reads a body, so a thread of its own would not keep the event loop free: what
@@ -450,9 +450,22 @@ class CompletionBody(RequestBody):
     max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
+    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read as they are, and the reply is that of RL's
+    # own engine, with the token that ends it and with the calculator's answers, whose logprob is null.
+    return_token_ids: bool | None = None
     best_of: Literal[1] | None = None
     # Refused.
     suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_token_ids(self) -> "CompletionBody":
+        if self.return_token_ids and (self.stream or self.echo or self.stop or self.reply_schema):
+            raise ValueError("return_token_ids: leave out stream, echo, stop and response_format")
+        return self
+
+    @property
+    def calls(self) -> Calls:
+        return "own" if self.return_token_ids else "none"
 
     @property
     def prompts(self) -> list[Any]:
@@ -501,13 +514,20 @@ class DetokenizeBody(Strict):
     tokens: Items[int]
 
 
+class UpdateWeightsBody(Strict):
+    """POST /update_weights_from_disk. SGLang's."""
+
+    model_path: str  # a folder of this machine
+    weight_version: str | None = None  # ignored: replies name the fingerprint of their weights
+
+
 # ---------------------------------------------------------------------- from bytes to a body
 
 Body = TypeVar("Body", bound=Strict)
 MODELS = (
     *(ChatBody, CompletionBody, ChatMessage, EarlierReply, ContentPart, StreamOptions, ResponseFormat, JsonSchema),
     *(Tool, Function, NamedTool, ToolCall, CalledFunction),
-    *(TokenizeBody, DetokenizeBody),
+    *(TokenizeBody, DetokenizeBody, UpdateWeightsBody),
 )
 FIELDS = {name for model in MODELS for name in model.model_fields}
 

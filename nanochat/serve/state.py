@@ -4,7 +4,8 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Vocabulary
-from nanochat.serve.scheduler import Scheduler
+from nanochat.serve.scheduler import Overloaded, Scheduler
 from nanochat.serve.schema import ApiError
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
+
+# Reads other weights from a folder; returns their fingerprint, and what takes them over while no request runs.
+ReadUpdate = Callable[[str], tuple[str, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class LoadedModel:
     about: Mapping[str, Any] = field(default_factory=dict)
     adapter: int = 0  # its number in the engine; 0: the base itself
     adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under names of their own
+    read_update: ReadUpdate | None = None  # None: its weights stay
 
     @cached_property
     def longest_token(self) -> int:
@@ -62,6 +67,8 @@ class ServerState:
         self.model: LoadedModel | None = None
         self.closing = False
         self.failed = ""  # why there will be no more replies
+        self.updating = False  # other weights are taken over
+        self._updates = threading.Lock()  # one at a time
         self.registry = CollectorRegistry()
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
@@ -91,6 +98,38 @@ class ServerState:
             error = UserError("the device takes no more work, see the error above: restart the server")
             self._fail("has lost its device", error)
 
+    def update(self, path: str) -> LoadedModel:
+        """Take over the weights in a folder; running replies end with the old ones, new requests are refused meanwhile.
+
+        Raises ApiError: 403 where the weights stay, 400 when the folder does not fit, 503 when another update runs.
+        """
+        model = self.ready_model()
+        if model.read_update is None:
+            message = "the weights of this server stay: --for_rl lets a trainer replace them"
+            raise ApiError(403, message, code="not_for_rl")
+        if not self._updates.acquire(blocking=False):
+            raise ApiError(503, "another update is under way", code="not_ready", headers={"retry-after": "1"})
+        try:
+            with ThreadPoolExecutor(1) as thread:  # one that ends, as that of `load`
+                return thread.submit(self._update, model, model.read_update, path).result()
+        finally:
+            self._updates.release()
+
+    def _update(self, model: LoadedModel, read: ReadUpdate, path: str) -> LoadedModel:
+        try:
+            fingerprint, take_over = read(path)
+        except (ValueError, OSError) as error:  # UserError among them
+            raise ApiError(400, str(error), param="model_path", code="invalid_value") from error
+        self.updating = True
+        try:
+            model.scheduler.while_idle(take_over)
+            self.model = replace(model, fingerprint=fingerprint)
+        except Overloaded as error:
+            raise ApiError(503, "the server is closing", code="not_ready") from error
+        finally:
+            self.updating = False
+        return self.model
+
     def metrics(self) -> bytes:
         """In Prometheus' text format."""
         scheduler = b"" if self.model is None else generate_latest(self.model.scheduler.metrics.registry)
@@ -108,14 +147,18 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        return self.model is not None and not self.closing and not self.failed
+        return self.model is not None and not (self.closing or self.failed or self.updating)
 
     def ready_model(self) -> LoadedModel:
         """Raises ApiError: 503 while the model loads, when it failed, and when the server closes."""
         if self.model is not None and self.is_ready:
             return self.model
         why = "is closing" if self.closing else self.failed or "is loading its model"
-        raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": "5"})
+        wait = "5"
+        if self.updating and not self.closing:
+            why = "takes over other weights"
+            wait = "1"
+        raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
 
 
 @contextlib.contextmanager

@@ -1,0 +1,51 @@
+"""Whether a sampler outside of this process computes what the trainer computes."""
+
+from nanochat import rollout
+from nanochat.cross_entropy import IGNORE
+from nanochat.data.packing import pack_sequences
+from nanochat.device import Device
+from nanochat.gpt import GPT
+from nanochat.parallel.collectives import gather_values
+from nanochat.rollout import Reply, Sampler
+from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import Failed
+from nanochat.shell.log import print0
+from nanochat.tokenizer import Tokenizer
+
+PROBE = "The first question is what"
+PROBE_TOKENS = 32
+# Mean difference in nats between the sampler's and the trainer's log probabilities of a reply. In fp32 it is 1e-6, in
+# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1.
+LARGEST_DIFFERENCE = 0.1
+
+
+def check_agreement(sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: Device) -> None:
+    """Sample a short reply, and compare the sampler's log probabilities with the trainer's: another model, another
+    tokenization or another temperature of the log probabilities would make the policy wrong without any error.
+
+    All ranks call it together, right after weights were handed over.
+    Raises Failed: on all ranks, when they differ.
+    """
+    prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode(PROBE)]
+    reply = Reply([0], [0], [0.0], "cut off")
+    failed = ""
+    try:
+        reply = sampler([prompt], [SamplingParams(seed=device.rank)], PROBE_TOKENS)[0]
+    except Failed as error:  # this rank still takes part in what follows
+        failed = str(error)
+    rows = pack_sequences([[*prompt, *reply.tokens]], [[0] * len(prompt) + reply.mask], model.config.sequence_len)
+    rows = next(rows.micro_batches(1, device))
+    own = rollout.logp_of(model, rows)[rows.targets != IGNORE].tolist()
+    theirs = [logp for logp, chosen in zip(reply.logp, reply.mask, strict=True) if chosen]
+    difference = sum(abs(one - other) for one, other in zip(own, theirs, strict=True)) / max(1, len(own))
+    reports = gather_values((failed, difference), device)
+    for failed, _ in reports:
+        if failed:
+            raise Failed(failed)
+    largest = max(difference for _, difference in reports)
+    if not largest <= LARGEST_DIFFERENCE:
+        raise Failed(
+            f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
+            "other weights, another tokenization, or log probabilities that are not those of temperature 1"
+        )
+    print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")

@@ -1,0 +1,362 @@
+"""RL's samples by servers with OpenAI's API: ours (`chat_web --for_rl`), vLLM, vllm-ascend, SGLang.
+
+    hand_over   rank 0 writes the weights as a folder, which a server can see, too, and tells each server to load it
+    sample      one request to /v1/completions for each reply: token ids in, token ids and their logprobs out
+
+A sampler that is wrong makes a policy wrong without any error, so every reply is checked: its number of tokens, their
+range, the tokens of the prompt as the server has read them, and the weights where the server names them. What a server
+refuses for a while (429, 503) or loses, because it dies or restarts, is asked for again, by the same seed and of the
+next server. After `patience` seconds without a single reply the run saves and ends.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from nanochat import checkpoint_manager, hf
+from nanochat.device import Device
+from nanochat.engine import ending
+from nanochat.gpt import GPT
+from nanochat.model_folder import FORMAT_VERSION
+from nanochat.parallel.collectives import decide_on_rank_zero
+from nanochat.parallel.fsdp import whole_weights
+from nanochat.rollout import Reply
+from nanochat.samplers.agreement import check_agreement
+from nanochat.sampling import NEUTRAL, SamplingParams
+from nanochat.shell import storage
+from nanochat.shell.cli import Failed, Interrupted, UserError
+from nanochat.shell.screen import bar
+from nanochat.tokenizer import Tokenizer
+
+LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop
+CONNECT_SECONDS = 10.0
+LONGEST_PAUSE = 10.0  # seconds before a request is sent again
+STALE_REPLIES = 3  # with other weights than those handed over, before that is no restart but a mistake
+FOREIGN_SEEDS = 2**63  # those of vLLM are below it
+
+
+@dataclass
+class Server:
+    """What is known of one of the servers."""
+
+    address: str  # http://HOST:PORT
+    kind: str  # who wrote it, as its /v1/models says: nanochat, vllm, sglang
+    model: str  # its name for the model
+    at_once: int  # requests that it gets at the same time
+    needs_weights: bool = True  # it has none yet, or may have lost them
+
+
+class TryAgain(Exception):
+    """The server cannot reply now."""
+
+    def __init__(self, why: str, pause: float = 0.0):
+        super().__init__(why)
+        self.pause = pause  # seconds that it asks for
+
+
+class HttpSampler:
+    """Samples by servers; see `rollout.Sampler`. All ranks make one together and hand over together.
+
+    `rows` is how many replies a server that does not say it generates at once, `folder` where the weights are written.
+    Raises UserError: when a server does not answer, or is of a kind that cannot take these weights.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        model: GPT,
+        tokenizer: Tokenizer,
+        device: Device,
+        folder: Path,
+        *,
+        rows: int,
+        patience: float,
+        key: str = "",
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        self.tokenizer = tokenizer
+        self.device = device
+        self.folder = folder
+        self.patience = patience
+        self.should_stop = should_stop
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.is_checked = False
+        self.weights = Path()  # the folder last handed over, which is named as the weights are
+        self.servers = [self._find(address.rstrip("/"), rows) for address in addresses]
+        kinds = {server.kind for server in self.servers}
+        if len(kinds) > 1:
+            raise UserError(f"--sampler: one kind of server, these are {', '.join(sorted(kinds))}")
+        self.kind = kinds.pop()
+        self.vocab_size = model.config.vocab_size
+        self.context = model.config.sequence_len
+        self.family = None  # None: the weights are written as a checkpoint of ours
+        if self.kind != "nanochat":
+            self.family = hf.family_of(model.config)
+            if self.family is None:
+                raise UserError(
+                    f"--sampler: {self.kind} does not compute models of our own shape; use chat_web --for_rl"
+                )
+
+    def _find(self, address: str, rows: int) -> Server:
+        try:
+            response = httpx2.get(f"{address}/v1/models", headers=self.headers, timeout=CONNECT_SECONDS)
+            response.raise_for_status()
+            listed = response.json()["data"][0]
+            kind, name = str(listed["owned_by"]), str(listed["id"])
+        except httpx2.HTTPStatusError as error:
+            hint = "set NANOCHAT_API_KEY to its key" if error.response.status_code == 401 else "look at its log"
+            raise UserError(f"--sampler {address}: status {error.response.status_code}; {hint}") from error
+        except httpx2.TransportError as error:
+            raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"--sampler {address}: its /v1/models is not that of OpenAI's API") from error
+        if kind not in HAND_OVER:
+            raise UserError(f"--sampler {address} is a server of {kind}: weights go to {', '.join(HAND_OVER)}")
+        # A few more than it has slots, so that none is free while a request is on its way.
+        slots = listed.get("nanochat", {}).get("slots")
+        at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
+        return Server(address, kind, name, at_once)
+
+    # ------------------------------------------------------------------ weights
+
+    def hand_over(self, model: GPT) -> None:
+        """Sample with the model's present weights from now on. All ranks call it together, while none samples.
+
+        Raises Failed: on all ranks, when a server does not take them.
+        """
+        gathered = dict(whole_weights(model))  # all ranks; whole on rank 0
+        before = self.weights
+
+        def write_and_tell() -> str:
+            self.weights = self._write(model, gathered)
+            asyncio.run(self._tell_all())
+            return str(self.weights)
+
+        try:
+            self.weights = Path(str(decide_on_rank_zero(self.device, write_and_tell)))
+        except UserError as error:
+            raise Failed(str(error)) from error
+        for server in self.servers:
+            server.needs_weights = False
+        if self.device.is_main and before not in (Path(), self.weights):
+            shutil.rmtree(before, ignore_errors=True)
+        if not self.is_checked:
+            check_agreement(self, model, self.tokenizer, self.device)
+            self.is_checked = True
+
+    def _write(self, model: GPT, gathered: dict[str, torch.Tensor]) -> Path:
+        """A folder with the weights in the dtype of the products, as this process's own engine would sample with."""
+        unfinished = self.folder / "unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        dtype = self.device.dtype
+        if self.family is None:
+            about = {"version": FORMAT_VERSION, "world_size": 0, "step": 0, "stage": "rl"}
+            about |= {"model": asdict(model.config), "tokenizer": self.tokenizer.fingerprint()}
+            weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
+            files = checkpoint_manager.write_model(unfinished, weights, self.tokenizer, about)
+        else:
+            files = hf.write_weights(unfinished, model.config, gathered.items(), dtype)
+            settings = {**hf.from_config(model.config, self.family), "dtype": str(dtype).removeprefix("torch.")}
+            files["config.json"] = storage.write_json(unfinished / "config.json", settings)
+        first = next(facts for name, facts in files.items() if name.endswith(".safetensors"))
+        final = self.folder / f"fp_{first['sha256'][:12]}"
+        checkpoint_manager.commit(unfinished, final, files)
+        return final
+
+    async def _tell_all(self) -> None:
+        began = time.monotonic()
+        async with httpx2.AsyncClient(headers=self.headers, timeout=self.patience) as client:
+            for server in self.servers:
+                while True:
+                    try:
+                        await self._tell(client, server)
+                        break
+                    except (httpx2.TransportError, TryAgain) as error:
+                        if time.monotonic() - began > self.patience:
+                            raise Failed(self._given_up(f"{server.address}: {_words(error)}")) from error
+                        await asyncio.sleep(1.0)
+
+    async def _tell(self, client: httpx2.AsyncClient, server: Server) -> None:
+        """Make a server load the weights."""
+        for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
+            response = await client.post(server.address + route, json=body, timeout=self.patience)
+            _require(server, response, f"does not take the weights in {self.weights}")
+        server.needs_weights = False
+
+    # ------------------------------------------------------------------ replies
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]:
+        return asyncio.run(self._sample(prompts, settings, max_tokens))
+
+    async def _sample(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]:
+        gates = [asyncio.Semaphore(server.at_once) for server in self.servers]
+        locks = [asyncio.Lock() for _ in self.servers]  # one at a time loads its weights
+        trouble = ""  # the last one
+
+        async def ask(number: int, client: httpx2.AsyncClient) -> Reply:
+            nonlocal trouble
+            stale = 0
+            # Neighbours are samples of one question: they go to servers in turn, and so do the turns of one request.
+            for attempt in itertools.count():
+                place = (number + self.device.rank + attempt) % len(self.servers)
+                server = self.servers[place]
+                try:
+                    async with gates[place]:
+                        if server.needs_weights:
+                            async with locks[place]:
+                                if server.needs_weights:
+                                    await self._tell(client, server)
+                        body = self._request(server, prompts[number], settings[number], max_tokens)
+                        response = await client.post(f"{server.address}/v1/completions", json=body)
+                        _require(server, response, "refuses a request")
+                        reply, weights = self._read(server, response, prompts[number], max_tokens)
+                        if weights in ("", self.weights.name):
+                            return reply
+                    stale += 1
+                    server.needs_weights = True
+                    trouble = f"{server.address} samples with the weights {weights}, not {self.weights.name}"
+                    if stale > STALE_REPLIES:
+                        raise Failed(f"--sampler {trouble}: does another trainer use it?")
+                except httpx2.TransportError as error:
+                    # It may come back with the weights that it was started with.
+                    server.needs_weights = True
+                    trouble = f"{server.address}: {_words(error)}"
+                    await asyncio.sleep(_pause(attempt))
+                except TryAgain as error:
+                    trouble = f"{server.address}: {error}"
+                    await asyncio.sleep(max(error.pause, _pause(attempt)))
+            raise AssertionError("unreachable")
+
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx2.Timeout(self.patience, connect=CONNECT_SECONDS)
+        async with httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout) as client:
+            tasks = [asyncio.create_task(ask(number, client)) for number in range(len(prompts))]
+            try:
+                with bar("replies", len(tasks)) as progress:
+                    last_reply = time.monotonic()
+                    pending = set(tasks)
+                    while pending:
+                        done, pending = await asyncio.wait(
+                            pending, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        for task in done:
+                            task.result()  # raises what the task has raised
+                            progress.done += 1
+                            last_reply = time.monotonic()
+                        if self.should_stop():
+                            raise Interrupted
+                        if time.monotonic() - last_reply > self.patience:
+                            raise Failed(self._given_up(trouble or "no server replies"))
+            finally:
+                for task in tasks:
+                    task.cancel()  # a server that is left gives the slot to another request
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
+
+    def _given_up(self, trouble: str) -> str:
+        return f"--sampler {trouble}; no reply for {self.patience:g} s (--sampler_patience)"
+
+    def _request(
+        self, server: Server, prompt: Sequence[int], params: SamplingParams, max_tokens: int
+    ) -> dict[str, Any]:
+        # All settings, the neutral ones too: what a request leaves out is the server's own default.
+        body = {name: getattr(params, name) for name in NEUTRAL}
+        body |= {"model": server.model, "prompt": list(prompt), "seed": params.seed}
+        body |= {"max_tokens": min(max_tokens, self.context - len(prompt))}
+        body |= {"logprobs": 0, "return_token_ids": True}
+        if server.kind != "nanochat":
+            body["seed"] = params.seed % FOREIGN_SEEDS
+            body["top_k"] = params.top_k or -1
+            body["stop_token_ids"] = sorted(self.tokenizer.stop_ids)
+        return body
+
+    def _read(
+        self, server: Server, response: httpx2.Response, prompt: Sequence[int], max_tokens: int
+    ) -> tuple[Reply, str]:
+        """The reply, and the weights that have sampled it where the server says. Raises Failed: when wrong."""
+        try:
+            body = response.json()
+            choices = body["choices"]
+            choice = choices[0]
+            tokens = choice["token_ids"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            read = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or list(prompt)
+            prompt_tokens = (body.get("usage") or {}).get("prompt_tokens", len(prompt))
+            weights = (body.get("metadata") or {}).get("weight_version") or ""
+            if server.kind == "nanochat":
+                weights = body["system_fingerprint"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Failed(
+                f"--sampler {server.address}: a reply without token_ids or logprobs ({_words(error)}); it needs the "
+                "field return_token_ids, as vLLM has it from 0.10.2 on"
+            ) from error
+        wrong = ""
+        if len(choices) != 1:
+            wrong = f"{len(choices)} replies instead of 1"
+        elif not 0 < len(tokens) <= max_tokens or len(logprobs) != len(tokens):
+            wrong = f"{len(tokens)} tokens with {len(logprobs)} logprobs, of at most {max_tokens}"
+        elif prompt_tokens != len(prompt) or read != list(prompt):
+            wrong = f"a prompt of {len(prompt)} tokens was read as {prompt_tokens}: it has another tokenization"
+        elif not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
+            wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
+        elif not all(logp is None or (isinstance(logp, int | float) and logp <= 1e-3) for logp in logprobs):
+            wrong = "logprobs that are no logarithms of probabilities"
+        if wrong:
+            raise Failed(f"--sampler {server.address}: {wrong}")
+        # The calculator's answers have no logprob: the policy has not chosen them.
+        mask = [int(logp is not None) for logp in logprobs]
+        how = ending(tokens, mask, self.tokenizer.stop_ids, self.tokenizer.reply_ends)
+        return Reply(list(tokens), mask, [0.0 if logp is None else float(logp) for logp in logprobs], how), weights
+
+
+# What a kind of server is told when it is to load the weights of a folder: routes with their bodies, one by one.
+# SGLang and ours have a route for it. vLLM has it among those for development (VLLM_SERVER_DEV_MODE=1); afterwards it
+# must forget what it has computed of earlier prompts. Its way was not run against a real vLLM here.
+HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
+    "nanochat": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
+    "sglang": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
+    "vllm": lambda path, name: [
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}),
+        ("/reset_prefix_cache", {}),
+    ],
+}
+
+
+def _require(server: Server, response: httpx2.Response, what: str) -> None:
+    """Raises TryAgain: when the server is busy or restarts. Raises Failed: when it refuses."""
+    status = response.status_code
+    if status < 400:
+        return
+    if status in (408, 429) or status >= 500:
+        pause = 0.0
+        with contextlib.suppress(ValueError):
+            pause = float(response.headers.get("retry-after", 0))
+        raise TryAgain(f"status {status}", min(pause, LONGEST_PAUSE))
+    message = response.text
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        message = response.json()["error"]["message"]
+    raise Failed(f"--sampler {server.address} {what} (status {status}): {message[:300]}")
+
+
+def _pause(attempt: int) -> float:
+    return min(LONGEST_PAUSE, 0.25 * 2 ** min(attempt, 8))
+
+
+def _words(error: BaseException) -> str:
+    """An error's own words; some of the client's have none."""
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,73 @@
+"""The kinds of samplers behind one interface, and the flag that names one.
+
+engine                              this process, between its steps
+http://HOST:8001[,http://...]       servers (http.py)
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from nanochat import lora, rollout
+from nanochat.device import Device
+from nanochat.engine import Engine
+from nanochat.gpt import GPT
+from nanochat.rollout import Reply
+from nanochat.samplers.http import HttpSampler
+from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import UserError
+from nanochat.shell.paths import run_dir
+from nanochat.tokenizer import Tokenizer
+
+
+class PolicySampler(Protocol):
+    """A `rollout.Sampler` with a copy of the policy's weights."""
+
+    def hand_over(self, model: GPT) -> None:
+        """Sample with the model's present weights from now on. All ranks call it together, while none samples."""
+        ...
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]: ...
+
+
+class EngineSampler:
+    """Samples in this process."""
+
+    def __init__(self, engine: Engine, rows: int, should_stop: Callable[[], bool]):
+        self.hand_over = engine.update
+        self.sample = rollout.engine_sampler(engine, rows, should_stop)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]:
+        return self.sample(prompts, settings, max_tokens)
+
+
+def open_sampler(
+    name: str,
+    model: GPT,
+    tokenizer: Tokenizer,
+    device: Device,
+    tag: str,
+    *,
+    rows: int,
+    patience: float,
+    graphs: Literal["auto", "on", "off"],
+    should_stop: Callable[[], bool],
+) -> PolicySampler:
+    """The sampler of --sampler, for a run of this tag; see HttpSampler for `rows` and `patience`.
+
+    Raises UserError: when there is none of this name, or it does not answer.
+    """
+    if name == "engine":
+        return EngineSampler(Engine(model, tokenizer, device, graphs), rows, should_stop)
+    if lora.settings_of(model) is not None:
+        raise UserError(f"--sampler {name} takes whole weights, and --lora_rank trains adapters: leave one of them out")
+    if name.startswith("http"):
+        return HttpSampler(
+            name.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
+            key=os.environ.get("NANOCHAT_API_KEY", ""), should_stop=should_stop,
+        )  # fmt: skip
+    raise UserError(f"--sampler {name}: engine, or the addresses of servers as http://HOST:PORT, with commas")

@@ -1,0 +1,425 @@
+"""Samplers outside of the trainer sample what its own engine samples, and one that fails or is wrong costs one line."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_serve import error_of, serving
+from test_stages import RL, lasting, metrics, pretrained, sha256, start  # noqa: F401 (fixtures)
+from tiny import complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
+
+from nanochat import rollout
+from nanochat.checkpoint_manager import load_model
+from nanochat.engine import Engine
+from nanochat.gpt import GPT
+from nanochat.samplers import http as http_sampler
+from nanochat.samplers.http import HttpSampler
+from nanochat.sampling import SamplingParams, seed_of
+from nanochat.serve.app import create_app
+from nanochat.serve.scheduler import Scheduler
+from nanochat.serve.state import LoadedModel
+from nanochat.serve.updates import reader_of_updates
+from nanochat.shell import cli
+
+CONTEXT = 64
+KEY = "a-key-of-tests"
+
+
+def policy(seed: int = 0) -> GPT:
+    return lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT), seed)
+
+
+def serve_model(model: GPT, for_rl: bool = True, **settings: Any) -> Any:
+    engine = Engine(model, tiny_tokenizer(), cpu_device())
+
+    def load() -> LoadedModel:
+        scheduler = Scheduler(engine, slots=4, queue=2)
+        scheduler.start()
+        reader = reader_of_updates(engine) if for_rl else None
+        return LoadedModel(scheduler, engine.tokenizer, "tiny", CONTEXT, True, fingerprint="fp_0", read_update=reader)
+
+    return create_app(load, **settings)
+
+
+@pytest.fixture
+def folder(base) -> Path:  # noqa: F811
+    """A base folder that trainer and server share."""
+    return base
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A server of ours, which begins with other weights than the trainer's."""
+    with serving(serve_model(policy(seed=9), api_key=KEY)) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def open_http(*addresses: str, model: GPT, folder: Path, **settings: Any) -> HttpSampler:
+    settings = {"rows": 8, "patience": 2.0, "key": KEY, **settings}
+    return HttpSampler(addresses, model, tiny_tokenizer(), cpu_device(), folder / "weights", **settings)
+
+
+def failure(action: Callable[[], Any]) -> str:
+    """The one line of the Failed that this raises."""
+    with pytest.raises(cli.Failed) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def prompts_and_settings(temperature: float, count: int = 9) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Conversations with their special tokens, each sampled several times."""
+    tokenizer = tiny_tokenizer()
+    prompts = [rollout.render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("the", "an x", "2+2")]
+    settings = [SamplingParams(temperature=temperature, top_k=200, seed=seed_of(1, n)) for n in range(count)]
+    return [prompts[n % 3] for n in range(count)], settings
+
+
+# ---------------------------------------------------------------------- our server
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_server_samples_what_the_engine_samples(address, folder, temperature):
+    """Greedy and drawn, through more requests than the server has slots, with the weights of the trainer."""
+    model = policy()
+    prompts, settings = prompts_and_settings(temperature, 24)
+    expected = rollout.engine_sampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 40)
+    sampler = open_http(address, model=model, folder=folder)
+    sampler.hand_over(model)
+    replies = sampler(prompts, settings, 40)
+    for reply, wanted in zip(replies, expected, strict=True):
+        assert (reply.tokens, reply.mask, reply.ending) == (wanted.tokens, wanted.mask, wanted.ending)
+        assert reply.logp == pytest.approx(wanted.logp, abs=1e-5)
+    if temperature:
+        assert {reply.ending for reply in replies} == {"complete", "cut off", "broken"}
+        assert any(0 in reply.mask for reply in replies), "none has called the calculator"
+
+
+def test_each_reply_names_its_weights_and_old_folders_go(address, folder):
+    first, second = policy(seed=1), policy(seed=2)
+    sampler = open_http(address, model=first, folder=folder)
+    prompts, settings = prompts_and_settings(0.0)
+    by_weights = []
+    for model in (first, second, first):
+        sampler.hand_over(model)
+        assert [path.name for path in (folder / "weights").iterdir()] == [sampler.weights.name]
+        by_weights.append([reply.tokens for reply in sampler(prompts, settings, 10)])
+    assert by_weights[0] == by_weights[2] != by_weights[1]
+    # Another trainer takes the server in between: its weights are noticed, and ours are handed over again.
+    other = open_http(address, model=second, folder=folder / "other")
+    other.hand_over(second)
+    assert [reply.tokens for reply in sampler(prompts, settings, 10)] == by_weights[0]
+
+
+def test_weights_are_taken_from_the_base_folder_by_a_server_for_rl_alone(address, folder, tmp_path):
+    update = {"model_path": str(folder / "weights" / "x")}
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def status(at: str, body: Any, route: str = "/update_weights_from_disk", **more: Any) -> tuple[int, str]:
+        response = httpx.post(at + route, json=body, **more)
+        return response.status_code, error_of(response)["message"]
+
+    assert status(address, update)[0] == 401
+    assert status(address, {"model_path": str(tmp_path)}, headers=headers)[0] == 400
+    assert "NANOCHAT_BASE_DIR" in status(address, {"model_path": f"{folder}/../etc"}, headers=headers)[1]
+    for path in ("a\0b", "", "x" * 5000, str(folder / "none")):
+        assert status(address, {"model_path": path}, headers=headers)[0] == 400
+    exact = {"prompt": [3, 4], "return_token_ids": True}
+    for more in ({"stream": True}, {"echo": True}, {"stop": "x"}, {"prompt": "text"}, {"prompt": [10**6]}):
+        assert status(address, {**exact, **more}, "/v1/completions", headers=headers)[0] == 400
+    with serving(serve_model(policy(), for_rl=False)) as port:
+        assert "--for_rl" in status(f"http://127.0.0.1:{port}", update)[1]
+        assert "--for_rl" in status(f"http://127.0.0.1:{port}", exact, "/v1/completions")[1]
+
+
+@pytest.mark.parametrize("change", ["shape", "tokenizer"])
+def test_weights_of_another_model_are_refused(address, folder, change):
+    model = policy() if change == "tokenizer" else lively_model(tiny_config(vocab_size=300, sequence_len=CONTEXT))
+    sampler = open_http(address, model=model, folder=folder)
+    if change == "tokenizer":
+        tokens = tiny_tokenizer().tokens
+        sampler.tokenizer = type(sampler.tokenizer)([*tokens[:-1], b"zzz"])
+    assert f"another {change}" in failure(lambda: sampler.hand_over(model))
+
+
+# ---------------------------------------------------------------------- servers that fail
+
+
+class FakeServer:
+    """A server that makes up its replies from their seeds, but for what `fault` changes; it counts its requests."""
+
+    def __init__(self, kind: str = "nanochat"):
+        self.kind = kind
+        self.fault: Callable[[int, dict[str, Any]], int | None] = lambda number, reply: None
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.weights = "fp_at_start"
+
+    def reply(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.requests.append((route, body))
+        if route == "/v1/models":
+            return 200, {"data": [{"id": "fake", "owned_by": self.kind}]}
+        if route != "/v1/completions":
+            path = body.get("model_path") or body.get("kwargs", {}).get("weights_path")
+            self.weights = Path(path).name if path else self.weights
+            return 200, {}
+        rng = random.Random(body["seed"])
+        tokens = [rng.randrange(256) for _ in range(body["max_tokens"])]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-rng.random() for _ in tokens]}}
+        content = {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
+        content |= {"system_fingerprint": self.weights}
+        number = sum(route == "/v1/completions" for route, _ in self.requests)
+        status = self.fault(number, content)
+        return 200 if status is None else status, content
+
+
+@contextmanager
+def served(fake: FakeServer) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, reply = fake.reply(self.path, json.loads(content or b"{}"))
+            if status == 0:  # it dies
+                self.connection.close()
+                return
+            text = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:  # a client that has given up
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def fake() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture(scope="module")
+def fake_address(fake) -> Iterator[str]:
+    with served(fake) as address:
+        yield address
+
+
+@pytest.fixture
+def sampler(fake, fake_address, folder, monkeypatch) -> Iterator[HttpSampler]:
+    """With weights handed over, and a fault-free server until the test changes that."""
+    monkeypatch.setattr(http_sampler, "LONGEST_PAUSE", 0.02)
+    fake.fault = lambda number, reply: None
+    fake.requests.clear()
+    monkeypatch.setattr(http_sampler, "check_agreement", lambda *_: None)
+    model = policy()
+    sampler = open_http(fake_address, model=model, folder=folder / "fake", patience=1.0)
+    sampler.hand_over(model)
+    fake.requests.clear()
+    yield sampler
+    fake.fault = lambda number, reply: None
+
+
+def changed(*path: Any, to: Any) -> Callable[[int, dict[str, Any]], None]:
+    """A fault of the third reply: what is at this path of it."""
+
+    def fault(number: int, reply: dict[str, Any]) -> None:
+        if number == 3:
+            for name in path[:-1]:
+                reply = reply[name]
+            reply[path[-1]] = to(reply[path[-1]])
+
+    return fault
+
+
+TOKENS = ("choices", 0, "token_ids")
+LOGPROBS = ("choices", 0, "logprobs", "token_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (changed("choices", to=lambda choices: choices * 2), "2 replies instead of 1"),
+        (changed("choices", to=lambda choices: []), "token_ids"),
+        (changed("choices", 0, to=lambda choice: {"text": "only"}), "return_token_ids"),
+        (changed(*TOKENS, to=lambda tokens: tokens[:-1]), "logprobs, of at most"),
+        (changed(*TOKENS, to=lambda tokens: []), "0 tokens"),
+        (changed(*LOGPROBS, to=lambda logprobs: [*logprobs, -1.0]), "logprobs, of at most"),
+        (changed(*LOGPROBS, to=lambda logprobs: [0.5] * len(logprobs)), "no logarithms"),
+        (changed(*LOGPROBS, to=lambda logprobs: ["x"] * len(logprobs)), "no logarithms"),
+        (changed(*TOKENS, to=lambda tokens: [5000] * len(tokens)), "another model"),
+        (changed("usage", "prompt_tokens", to=lambda count: count + 1), "another tokenization"),
+        (lambda number, reply: 400, "refuses a request (status 400)"),
+    ],
+)
+def test_a_wrong_reply_is_one_line(sampler, fake, fault, message):
+    fake.fault = fault
+    prompts, settings = prompts_and_settings(1.0)
+    assert message in failure(lambda: sampler(prompts, settings, 8))
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, status):
+    prompts, settings = prompts_and_settings(1.0)
+    expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
+    fake.requests.clear()
+    fake.fault = lambda number, reply: status if number % 3 == 1 else None
+    assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
+    seeds = [body["seed"] for route, body in fake.requests if route == "/v1/completions"]
+    assert len(seeds) > len(settings) and set(seeds) == {one.seed for one in settings}
+    # One that broke off may have restarted, with the weights that it was started with.
+    assert ("/update_weights_from_disk" in [route for route, _ in fake.requests]) == (status == 0)
+
+
+def test_a_server_with_other_weights_gets_them_again_and_not_for_ever(sampler, fake):
+    prompts, settings = prompts_and_settings(1.0)
+    expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
+    fake.weights = "fp_of_another"
+    assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
+
+    def stale(number: int, reply: dict[str, Any]) -> None:
+        reply["system_fingerprint"] = "fp_of_another"
+
+    fake.fault = stale
+    assert "fp_of_another" in failure(lambda: sampler(prompts, settings, 8))
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_without_a_reply_for_long_the_sampler_gives_up(sampler, fake, how):
+    def fault(number: int, reply: dict[str, Any]) -> int | None:
+        if number < 4:
+            return None
+        if how == "hangs":
+            time.sleep(2.5)
+        return 0
+
+    fake.fault = fault
+    prompts, settings = prompts_and_settings(1.0)
+    began = time.monotonic()
+    assert "no reply for 1 s (--sampler_patience)" in failure(lambda: sampler(prompts, settings, 8))
+    assert time.monotonic() - began < 2.4
+
+
+def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_address, folder):
+    model = policy()
+    prompts, settings = prompts_and_settings(1.0)
+    other = FakeServer()
+    with served(other) as second:
+        sampler = open_http(fake_address, second, model=model, folder=folder / "two")
+        sampler.hand_over(model)
+        expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
+        assert 3 <= sum(route == "/v1/completions" for route, _ in other.requests) <= 6
+    assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
+
+
+def test_other_log_probabilities_are_noticed_before_the_first_step(fake_address, folder):
+    """Those of the fake server are made up."""
+    model = policy()
+    sampler = open_http(fake_address, model=model, folder=folder / "other")
+    assert "nats a token" in failure(lambda: sampler.hand_over(model))
+
+
+def test_what_other_servers_are_told(sampler, folder):
+    """vLLM's names, for a model of a family: weights under the family's names, and neutral settings in its spelling."""
+    qwen = tiny_config(
+        vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT, window_pattern="L", mlp="swiglu", mlp_width=48,
+        qk_norm="before_rotary", qk_scale=1.0, norm_weight=True, embedding_norm=False, value_embeddings=False,
+        residual_scales=False, logit_cap=0.0,
+    )  # fmt: skip
+    model = lively_model(qwen)
+    other = FakeServer("vllm")
+    with served(other) as address:
+        sampler = open_http(address, model=model, folder=folder / "vllm")
+        sampler.hand_over(model)
+        sampler([[1, 2]], [SamplingParams()], 4)
+        assert complaint(lambda: open_http(address, model=policy(), folder=folder)).endswith("use chat_web --for_rl")
+    _, (rpc, body), (cache, _), (_, request), _ = other.requests
+    assert (rpc, body["method"], cache) == ("/collective_rpc", "reload_weights", "/reset_prefix_cache")
+    weights = Path(body["kwargs"]["weights_path"])
+    assert json.loads((weights / "config.json").read_text())["model_type"] == "qwen3"
+    assert (weights / "model.safetensors").is_file()
+    assert (
+        request["top_k"] == -1
+        and request["min_p"] == 0
+        and request["stop_token_ids"] == sorted(tiny_tokenizer().stop_ids)
+    )
+
+
+@pytest.mark.parametrize("name", ["http://127.0.0.1:9", "grpc://x", "llama"])
+def test_a_sampler_that_is_none_is_one_line(start, name, capsys):  # noqa: F811
+    with pytest.raises(SystemExit):
+        call("chat_rl", *RL, "--source=base", f"--sampler={name}")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@contextmanager
+def serving_base(start: Path) -> Iterator[str]:  # noqa: F811
+    """A server of the trainer's source, as chat_web --for_rl makes it."""
+    model, tokenizer, _ = load_model("base", cpu_device())
+    engine = Engine(model, tokenizer, cpu_device())
+
+    def load() -> LoadedModel:
+        scheduler = Scheduler(engine, slots=4, queue=16)
+        scheduler.start()
+        return LoadedModel(scheduler, tokenizer, "base", 128, False, read_update=reader_of_updates(engine))
+
+    with serving(create_app(load)) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def test_a_run_is_the_same_with_a_server_and_resumes_after_its_death(start, capsys, monkeypatch):  # noqa: F811
+    """At staleness 0: the bits of a run that samples by itself. The server dies in the third step: the run saves and
+    ends with one line; with the server back it continues as if nothing had been."""
+    flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=3", "--eval_every=2")
+    call("chat_rl", *flags, "--model_tag=alone")
+    with serving_base(start) as address:
+        call("chat_rl", *flags, "--model_tag=served", f"--sampler={address}")
+    assert sha256(start, "rl", 3, "served") == sha256(start, "rl", 3, "alone")
+    assert lasting(start, "rl", "served") == lasting(start, "rl", "alone")
+
+    calls = []
+    sample = HttpSampler.__call__
+
+    def dying(self: HttpSampler, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:  # the probe, the evaluation and a step come before it
+            self.servers[0].address = "http://127.0.0.1:9"
+        return sample(self, *arguments)
+
+    with serving_base(start) as address, monkeypatch.context() as patch:
+        patch.setattr(HttpSampler, "__call__", dying)
+        killed = (*flags, "--model_tag=killed", f"--sampler={address}")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            call("chat_rl", *killed, "--sampler_patience=1")
+        error = capsys.readouterr().err
+        assert leaving.value.code == 1 and "--resume" in error and "--sampler_patience" in error
+        assert error.count("\n") == 1 and "step_000001" in error
+        call("chat_rl", *killed, "--resume")
+    assert sha256(start, "rl", 3, "killed") == sha256(start, "rl", 3, "alone")
