@@ -248,6 +248,83 @@ def test_token_logp_is_the_models(tiny_config):
     torch.testing.assert_close(losses.token_logp(model, batch.rows), expected)
 
 
+# ---------------------------------------------------------------------- against trl
+
+
+class TrlTrainer(SimpleNamespace):
+    """What trl's losses ask of their trainer: one process, one micro-batch, the log probabilities of `logps`."""
+
+    accelerator = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    model = SimpleNamespace(training=True)
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    aux_loss_enabled = _entropy_bonus_enabled = False
+    off_policy_mask_threshold = None
+    top_entropy_quantile = 1.0
+    current_gradient_accumulation_steps = 1
+    use_vllm = vllm_importance_sampling_correction = True
+    max_completion_length = 10
+
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        return self.logps, torch.zeros_like(self.logps), None
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_those_of_trl():
+    """Four samples of 2 to 7 tokens: padded rows in trl, one packed row here."""
+    trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="the extra `dev` brings trl").GRPOTrainer
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([2, 7, 4, 5])
+    mask = (torch.arange(7) < lengths[:, None]).float()
+    drawn = [torch.rand(4, 7, generator=generator) * mask for _ in range(4)]
+    logps, old, sampler, reference = (-2 * one for one in drawn)
+    advantages = torch.tensor([1.5, -0.5, 0.25, -1.0])
+    importance = torch.exp(old - sampler).clamp(max=1.5)
+    inputs = {
+        "prompt_ids": mask.long(), "prompt_mask": mask, "completion_ids": mask.long(), "completion_mask": mask,
+        "advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": reference,
+        "importance_sampling_ratio": importance, "num_items_in_batch": mask.sum(), "old_logps": logps.sum(1),
+    }  # fmt: skip
+
+    def packed(values: Tensor) -> Tensor:
+        return values[mask > 0][None].clone()
+
+    numbers = packed(torch.arange(4)[:, None].expand(4, 7))
+    share = packed((1 / lengths)[:, None].expand(4, 7))
+    gains = packed(advantages[:, None].expand(4, 7))
+    targets = torch.ones_like(numbers)
+    rows = PackedBatch(targets, targets, Segments.from_numbers(numbers), numbers, packed(sampler))
+    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference))
+
+    def compare(name: str, theirs: Any, trainer: TrlTrainer, **settings: Any) -> tuple[Tensor, Tensor]:
+        trainer.logps = logps.clone().requires_grad_()
+        trainer._metrics = {"train": defaultdict(list)}
+        expected = theirs._compute_loss(trainer, None, inputs)
+        expected.backward()
+        model = Fixed(packed(logps))
+        total, divisor = loss_of(name, model, batch, **settings)
+        (total / divisor).backward()
+        torch.testing.assert_close(model.logp.grad, packed(trainer.logps.grad))
+        assert model.logp.grad.abs().max() > 1e-3
+        return (total / divisor).detach(), expected.detach()
+
+    for name, loss_type, level, low, high in (
+        ("grpo", "grpo", "token", 0.2, 0.2),
+        ("reinforce++", "grpo", "token", 0.2, 0.2),
+        ("dr_grpo", "dr_grpo", "token", 0.2, 0.2),
+        ("dapo", "dapo", "token", 0.2, 0.28),
+        ("gspo", "grpo", "sequence", 3e-4, 4e-4),
+        ("cispo", "cispo", "token", 1.0, 5.0),
+    ):
+        trainer = TrlTrainer(
+            loss_type=loss_type, importance_sampling_level=level, epsilon_low=low, epsilon_high=high, beta=0.1
+        )
+        ours, theirs = compare(name, trainers, trainer, kl=0.1, importance_cap=1.5)
+        torch.testing.assert_close(ours, theirs, msg=name)
+    # Where the samples are the policy's own, the ratio of whole samples has the gradient of their log probability.
+    compare("rloo", rloo, TrlTrainer(epsilon_low=0.2, epsilon_high=0.2))
+
+
 # ---------------------------------------------------------------------- preference pairs
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
-from tiny import cpu_device, lively_model, run_command, tiny_config
+from tiny import cpu_device, lively_model, run_command, save_checkpoint, smallest_model, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
 from nanochat import scaling
@@ -593,6 +593,22 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         lines = metrics(start, "rl", loss)
         assert lines[0]["reward"] < 0.6
         assert sum(line["reward"] for line in lines[-3:]) / 3 > lines[0]["reward"] + 0.15
+
+
+@pytest.mark.slow
+def test_a_student_comes_nearer_to_its_teacher(start):
+    """On chats that nobody grades; the teacher has learned for longer."""
+    flags = (*RL, "--source=base", "--source_tag=d1", "--tasks=identity")
+    call("chat_sft", *SFT, "--source=base", "--tasks=identity", "--num_iterations=10")
+    call("chat_rl", *flags, "--loss=distill", "--teacher=sft", "--num_iterations=12", "--num_samples=8")
+    kl = [line["kl"] for line in metrics(start, "rl")]
+    assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
+
+
+def test_a_teacher_reads_the_tokens_of_its_student(start, capsys, tmp_path):
+    teacher = save_checkpoint(tmp_path / "other", 1, smallest_model(), tiny_tokenizer(), {"stage": "base"})
+    code, err = mistake(capsys, "chat_rl", *RL, "--source=base", "--loss=distill", f"--teacher={teacher}")
+    assert code == 1 and "its tokenizer is not that of" in err
 
 
 def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
