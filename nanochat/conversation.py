@@ -8,7 +8,8 @@ SFT, RL, evaluation, the terminal chat and the server all render here, and nowhe
 the format that it was trained on. One token of difference costs quality, and nothing reports it.
 
 A model of another family keeps its own format, which its chat template writes (chat_template.py). Its messages may also
-have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it describes.
+have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it describes. In this
+project's own format a message of the role `tool`, which environments write (tasks/environment.py), is a user's turn.
 """
 
 import bisect
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate, Settings, TemplateError
+from nanochat.chat_template import ChatTemplate, RenderedText, Settings, TemplateError
 from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ Part = dict[str, str]  # {"type": str, "text": str}
 # Special tokens are inserted by id. Spelled out in a message they are plain text (tokenizer.py), so no message can end
 # its own turn or begin another one's.
 
+CALL_ID = "000000000"  # of a tool's call, in the form that Mistral's templates check
 ROLES = ("system", "user", "assistant", "tool")  # the last one for chat templates alone
 # The special tokens around each type of part; a text has none.
 MARKS = {
@@ -140,7 +142,7 @@ def render(
     if isinstance(tokenizer, ImportedTokenizer):
         ids, mask, unlearned = _render_by_template(tokenizer, messages, tools)
     else:
-        if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        if any(message.get("tool_calls") for message in messages):
             what = "it calls functions (tool_calls), for which only models with a chat template have a format"
             raise TemplateError(f"{what}: leave it out, or name another --source")
         ids, mask = _render(tokenizer, messages)
@@ -155,7 +157,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int
     ids = [tokenizer.get_bos_token_id()]
     mask = [0]
     for message in messages:
-        role = message["role"]
+        role = "user" if message["role"] == "tool" else message["role"]
         # An empty part is left out: marks around nothing would be a call without an expression.
         parts = [part for part in parts_of(message["content"]) if part["text"]]
         # A message with `"train": false` is context only. So is an empty reply: learning from it would teach the model
@@ -189,26 +191,34 @@ def render_prompt(
     messages: Sequence[Message],
     max_tokens: int | None = None,
     settings: Settings | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
-    `settings`: of a chat template, as in `ChatTemplate.render`.
+    `settings`, `tools`: for a chat template, as in `ChatTemplate.render`.
     Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
     """
-    ids = _shortened(tokenizer, messages, max_tokens, settings).ids
+    ids = _shortened(tokenizer, messages, max_tokens, settings, tools).ids
     if max_tokens is not None and len(ids) > max_tokens:
         raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
     return ids
 
 
-def render_continuation(tokenizer: Tokenizer, messages: Sequence[Message], is_complete: bool) -> list[int]:
+def render_continuation(
+    tokenizer: Tokenizer,
+    question: Sequence[Message],
+    messages: Sequence[Message],
+    is_complete: bool,
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
     """Token ids between a sampled reply and the next one: the end of its turn, unless it `is_complete` and has one,
-    the messages that follow it, and the mark of the next reply.
+    the messages that follow it, and the mark of the next reply. `question` is what the conversation began with.
 
     The reply's own tokens stay as they were sampled. Encoded again from its text they may be others.
+    Raises UserError: when a chat template writes a reply otherwise once other messages follow it.
     """
     if isinstance(tokenizer, ImportedTokenizer):
-        raise UserError("episodes of several turns need a model with this project's own chat format")
+        return _continuation_by_template(tokenizer, question, messages, is_complete, tools)
     end = [] if is_complete else [tokenizer.encode_special("<|assistant_end|>")]
     return end + render(tokenizer, messages).ids[1:] + [tokenizer.encode_special("<|assistant_start|>")]
 
@@ -232,11 +242,15 @@ def fit_prompt(
 
 
 def _shortened(
-    tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None, settings: Settings | None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None,
+    settings: Settings | None,
+    tools: Sequence[Any] | None = None,
 ) -> Prompt:
     """The prompt without the oldest turns, as few as its length requires."""
     if isinstance(tokenizer, ImportedTokenizer):
-        return _shortened_by_template(tokenizer, messages, max_tokens, settings)
+        return _shortened_by_template(tokenizer, messages, max_tokens, settings, tools)
     # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
     # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
     # must follow the newest question. For example:
@@ -355,7 +369,11 @@ def _render_by_template(
 
 
 def _shortened_by_template(
-    tokenizer: ImportedTokenizer, messages: Sequence[Message], max_tokens: int | None, settings: Settings | None
+    tokenizer: ImportedTokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None,
+    settings: Settings | None,
+    tools: Sequence[Any] | None,
 ) -> Prompt:
     template = _template(tokenizer)
     first = 1 if messages[0]["role"] == "system" else 0
@@ -368,7 +386,8 @@ def _shortened_by_template(
     questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
 
     def prompt(oldest: int) -> list[int]:
-        rendered = template.render([*plain[:first], *plain[oldest:]], add_generation_prompt=True, settings=settings)
+        shortened = [*plain[:first], *plain[oldest:]]
+        rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
         return tokenizer.encode_rendered(rendered)[0] + begun
 
     # Each possible beginning gives another text, and the later it begins, the shorter it is: a few are tried.
@@ -379,6 +398,51 @@ def _shortened_by_template(
     fitting = bisect.bisect_left(earlier, True, key=lambda oldest: len(prompt(oldest)) <= max_tokens)
     oldest = [*earlier, questions[-1]][fitting]
     return Prompt(prompt(oldest), oldest)
+
+
+def _continuation_by_template(
+    tokenizer: ImportedTokenizer,
+    question: Sequence[Message],
+    messages: Sequence[Message],
+    is_complete: bool,
+    tools: Sequence[Any] | None,
+) -> list[int]:
+    # A template writes whole conversations. What follows a reply is found in one, after the token that ends the reply:
+    #
+    #     question            <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+    #     + reply, messages   <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nOK<|im_end|>\n<|im_start|>...
+    #     continuation                                                             <|im_end|>\n<|im_start|>...
+    #
+    # Any reply will do, because the continuation does not depend on it. That holds where a template leaves a reply as
+    # it is once others follow. Qwen3's drops the thoughts of replies before the last user's message, so the trial has
+    # some: its models can call tools, and cannot play a game in which the user speaks.
+    template = _template(tokenizer)
+    plain = _for_template(question)
+    prompt = template.render(plain, tools, add_generation_prompt=True).text
+    ends = {name for name, index in tokenizer.special_ids.items() if index in tokenizer.reply_ends}
+    has_thoughts = any("</think>" in source for source in template.sources.values())
+    texts = ["<think>\nOK\n</think>\n\n", "OK"] if has_thoughts else ["OK"]
+    after: list[int] = []
+    for text in texts:
+        reply: Message = {"role": "assistant", "content": text}
+        following = _for_template(messages)
+        if messages[0]["role"] == "tool":  # templates want to see its call
+            function = {"name": messages[0].get("name", "tool"), "arguments": {}}
+            reply["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": function}]
+            following = [{"tool_call_id": CALL_ID, **message} for message in following]
+        whole = template.render([*plain, reply, *following], tools, add_generation_prompt=True)
+        end = next((start for start, _, name in whole.specials if start >= len(prompt) and name in ends), None)
+        is_kept = whole.text.startswith(prompt) and text.strip() in whole.text[len(prompt) : end]
+        if end is None or not is_kept:
+            what = "thoughts (<think>) of a reply out" if text != "OK" else "a reply not as it was"
+            raise UserError(
+                f"this model's chat template leaves {what} once a message by {messages[0]['role']} follows it, so "
+                "episodes of several turns would be other texts than those of its chats: choose another environment or "
+                "model, or put a chat_template.jinja that keeps replies next to its tokenizer.json"
+            )
+        specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]
+        after = tokenizer.encode_rendered(RenderedText(whole.text[end:], specials, []))[0]
+    return after[1:] if is_complete else after
 
 
 def _parse_by_template(tokenizer: ImportedTokenizer, ids: Iterable[int]) -> list[Part]:

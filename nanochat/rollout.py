@@ -28,7 +28,7 @@ from nanochat.parallel.collectives import gather_values, sum_over_ranks
 from nanochat.rewards import Reward
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell import user_code
-from nanochat.shell.cli import Failed, Interrupted
+from nanochat.shell.cli import Failed, Interrupted, UserError
 from nanochat.shell.screen import bar
 from nanochat.tasks.environment import Environment
 from nanochat.tasks.task import Example, Task
@@ -152,6 +152,7 @@ class _Episode:
     task: Task
     example: Example
     environment: Environment
+    question: list[Message]
     messages: list[Message]
     ids: list[int]
     mask: list[int]
@@ -183,7 +184,9 @@ class _Episode:
         if self.is_over:
             return
         # What the environment says is context: the policy did not choose it.
-        answer = render_continuation(tokenizer, step.messages, is_complete=reply.ending == "complete")
+        answer = render_continuation(
+            tokenizer, self.question, step.messages, reply.ending == "complete", self.environment.tools
+        )
         if len(self.ids) + len(answer) > room:
             self.is_over = True
             self.ending = "cut off"
@@ -256,7 +259,7 @@ def sample_share(
     # At least one token of the context is left for the reply.
     room = context - 1
     environments = [task.environment(example) for task, example in questions]
-    prompts = [render_prompt(tokenizer, environment.start(), room) for environment in environments]
+    prompts = [render_prompt(tokenizer, one.start(), room, tools=one.tools) for one in environments]
 
     # 1. Deal. Episodes are dealt out to the ranks like cards, in the order of their questions' lengths, so that each
     #    rank gets some of every question: replies to one question tend to be long together, and a rank that had them
@@ -275,10 +278,10 @@ def sample_share(
     for question, sample in wanted[device.rank :: device.world_size]:
         task, example = questions[question]
         environment = task.environment(example)
-        messages = list(environment.start())
+        opening = list(environment.start())
         prompt = prompts[question]
         mine.append(_Episode(
-            (question, sample), task, example, environment, messages, list(prompt), [0] * len(prompt),
+            (question, sample), task, example, environment, opening, list(opening), list(prompt), [0] * len(prompt),
             [0.0] * len(prompt),
         ))  # fmt: skip
 
@@ -313,7 +316,7 @@ def sample_share(
                 is_broken = episode.ending == "broken" and reward.function is not None
                 sampled["parts"][reward.name] = min(value, 0.0) if is_broken else value
     # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
-    except Failed as failure:
+    except (Failed, UserError) as failure:
         own.failed = str(failure)
     except Interrupted:
         own.interrupted = True

@@ -131,7 +131,8 @@ def main(config: Config) -> None:
         for number in range(first, first + count):
             task, index = mixture.draw(number)
             example = task.example(index)
-            if len(render_prompt(start.tokenizer, task.environment(example).start())) < row_tokens:
+            environment = task.environment(example)
+            if len(render_prompt(start.tokenizer, environment.start(), tools=environment.tools)) < row_tokens:
                 questions.append((task, example))
         return questions
 

@@ -319,7 +319,7 @@ def test_a_task_is_imported_when_it_is_requested():
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
     loaded = [name for name in done.stdout.split() if name.startswith(("nanochat.tasks.", "nanochat.data."))]
     rooms = {"nanochat.tasks.mixture", "nanochat.tasks.registry", "nanochat.tasks.task", "nanochat.data.catalog"}
-    assert set(loaded) == {*rooms, "nanochat.tasks.stories", "nanochat.tasks.typed"}
+    assert set(loaded) == {*rooms, *(f"nanochat.tasks.{name}" for name in ("environment", "stories", "typed"))}
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, *FROM_HUB])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from nanochat.device import Device
 from nanochat.rewards import Episode, Reward, open_rewards, score
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted
+from nanochat.tasks.environment import Environment
 from nanochat.tasks.mixture import open_mixture
 
 MINE = """
@@ -206,7 +208,8 @@ def test_an_environments_own_mistake_is_one_line(tmp_path):
 
     class Failing(Echoing):
         def environment(self, example):
-            return type("Game", (), {"start": lambda self: example.question, "step": lambda self, reply: step(reply)})()
+            game = {"start": lambda self: example.question, "step": lambda self, reply: step(reply)}
+            return type("Game", (Environment,), game)(random.Random(0))
 
     with pytest.raises(Failed, match=r"game.py:2 `return.*KeyError"):
         sample(cpu_device(), [rewards.TASK], Failing())

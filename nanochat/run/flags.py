@@ -79,7 +79,7 @@ class StageFlags(SourceFlags):
     """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
 
     # data
-    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],... or PATH or ORG/NAME; default: by what the base model has read
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
     bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer

@@ -1,10 +1,10 @@
 """What an episode of reinforcement learning is: a program that converses with the model and rewards it.
 
-A task whose episodes have several turns returns its environment from `Task.environment`. The model guesses a number:
+A file with such a class is all it takes, `--tasks file.py:Guess`. The model guesses a number:
 
     class Guess(Environment):
-        def __init__(self, number):
-            self.number = number
+        def __init__(self, rng):
+            self.number = rng.randint(1, 9)
 
         def start(self):
             return [{"role": "user", "content": "Guess my number, 1 to 9."}]
@@ -16,8 +16,10 @@ A task whose episodes have several turns returns its environment from `Task.envi
             return Step([{"role": "user", "content": "higher" if guess < str(self.number) else "lower"}])
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanochat.conversation import Message, Part
 
@@ -26,12 +28,21 @@ from nanochat.conversation import Message, Part
 class Step:
     """What follows a reply."""
 
-    messages: list[Message] = field(default_factory=list)  # for the model to answer; none: the episode is over
+    # For the model to answer; none: the episode is over. Of the role "user", or "tool" after a reply that calls one.
+    messages: list[Message] = field(default_factory=list)
     reward: float = 0.0  # added to the episode's
 
 
 class Environment:
-    """One episode. Each sample of a question has an environment of its own, which begins in the same state."""
+    """One episode. Each sample of a question has an environment of its own, which begins in the same state.
+
+    `rng` decides everything random in it: the same numbers, the same episode.
+    """
+
+    tools: list[dict[str, Any]] | None = None  # functions that the model may call, for a chat template
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
 
     def start(self) -> list[Message]:
         """The messages that the first reply follows."""
@@ -40,3 +51,8 @@ class Environment:
     def step(self, reply: Sequence[Part]) -> Step:
         """What follows the model's reply."""
         raise NotImplementedError
+
+    def reference_reply(self) -> str | None:
+        """A reply that keeps to the rules here, which need not be a good one. SFT on the episodes that these replies
+        make teaches a small model the form of a reply, before it is rewarded. None: SFT has nothing to learn."""
+        return None

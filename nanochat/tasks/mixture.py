@@ -205,11 +205,12 @@ class Mixture:
         return rendered
 
     def fingerprint(self) -> str:
-        """A sha256 that identifies it: of the tasks' names and lengths, and of sixteen examples of each."""
+        """A sha256 that identifies it: of the tasks' names, lengths and files, and of sixteen examples of each."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
             digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
+            digest.update(task.code.encode())
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,8 @@
 
 A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
 or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO, and so does any hub's
-`ORG/NAME[/CONFIG]`. `@SPLIT` after either names a split. A NAME of no task is a name for what its PATH holds.
+`ORG/NAME[/CONFIG]`. `@SPLIT` after either names a split. A NAME of no task is a name for what its PATH holds. Tasks and
+environments of the user's own are `FILE.py:CLASS[:WEIGHT]`.
 """
 
 import difflib
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.data.catalog import HUB_NAME
+from nanochat.shell import user_code
 from nanochat.shell.cli import UserError
-from nanochat.tasks.task import Split, Task
+from nanochat.tasks.environment import Environment
+from nanochat.tasks.task import EnvironmentTask, Split, Task
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
 
@@ -31,6 +34,8 @@ BUILT_IN = {
     "identity": "identity:Identity",
     "unknown": "identity:Unknown",
 }
+# Episodes of several turns, with a reward: for RL, and for SFT before it.
+ENVIRONMENTS = {"nim": "nim:Nim", "tool_use": "tool_use:ToolUse"}
 # ... and these are read from a hub or a PATH.
 FROM_HUB = {
     "gsm8k": "gsm8k:Gsm8k",
@@ -52,7 +57,7 @@ FROM_FILES = {
     "labelled": "preferences:Labelled",
 }
 FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # the keys
-NAMES = (*BUILT_IN, *FROM_HUB, *FROM_PATH)
+NAMES = (*BUILT_IN, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,25 @@ class TaskSpec:
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task; its module is imported now."""
-    module, _, class_name = {**BUILT_IN, **FROM_HUB, **FROM_PATH, **FROM_FILES}[name].partition(":")
-    return getattr(importlib.import_module(f"nanochat.tasks.{module}"), class_name)
+    """The class of a task; its module is imported now.
+
+    Raises UserError: for a `file.py:CLASS` that is no task and no environment.
+    """
+    if user_code.PLACE.fullmatch(name):
+        found = user_code.load("--tasks", name)
+        code = user_code.fingerprint(name)
+        name = name.rpartition(":")[2].lower()
+    else:
+        module, _, class_name = {**BUILT_IN, **ENVIRONMENTS, **FROM_HUB, **FROM_PATH, **FROM_FILES}[name].partition(":")
+        found = getattr(importlib.import_module(f"nanochat.tasks.{module}"), class_name)
+        code = ""
+    if isinstance(found, type) and issubclass(found, Environment):
+        return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise UserError(f"--tasks: {name} is neither a subclass of Environment nor of Task")
+    if code:
+        return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
+    return found
 
 
 def parse_tasks(text: str) -> list[TaskSpec]:
@@ -84,7 +105,7 @@ def parse_tasks(text: str) -> list[TaskSpec]:
 
 def _parse_entry(entry: str) -> TaskSpec:
     rest, colon, number = entry.rpartition(":")
-    if not colon:
+    if not colon or user_code.PLACE.fullmatch(entry):
         rest = entry
         number = "1"
     try:
@@ -93,12 +114,14 @@ def _parse_entry(entry: str) -> TaskSpec:
         raise UserError(f"--tasks {entry}: the weight {number!r} is not a number") from error
     if not 0 < weight < math.inf:
         raise UserError(f"--tasks {entry}: the weight is a finite number above 0")
+    if user_code.PLACE.fullmatch(rest):
+        return TaskSpec(rest, None, weight)
     name, equals, path = rest.partition("=")
     if name in FROM_HUB or name in FROM_PATH:
         if (equals or name in FROM_PATH) and not path:
             raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
         return TaskSpec(name, path or None, weight)
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in ENVIRONMENTS:
         if equals:
             raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
         return TaskSpec(name, None, weight)

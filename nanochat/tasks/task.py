@@ -22,6 +22,8 @@ from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.shell.cli import UserError
 from nanochat.tasks.environment import Environment, Step
 
+MAX_TURNS = 100  # of an episode by reference replies
+
 Split = Literal["train", "test"]
 Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all
 
@@ -59,6 +61,7 @@ class Task:
     """A list of examples, the same for the same arguments on every machine."""
 
     name: str
+    code: str = ""  # the sha256 of the user's file that defines it
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
     has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
@@ -121,6 +124,7 @@ class OneReply(Environment):
     def __init__(self, task: Task, example: Example):
         self.task = task
         self.example = example
+        self.tools = example.tools
 
     def start(self) -> list[Message]:
         return self.example.question
@@ -143,6 +147,29 @@ class GeneratedTask(Task):
     def rng(self, index: int, purpose: str = "") -> random.Random:
         """The random numbers of one example."""
         return random.Random(f"{self.name}/{self.split}/{index}{purpose}")
+
+
+class EnvironmentTask(GeneratedTask):
+    """Episodes of an environment, each with random numbers of its own."""
+
+    environment_class: type[Environment]
+    has_pairs = False
+
+    def example(self, index: int) -> Example:
+        """The episode that the environment's reference replies make; without them its question alone."""
+        environment = self.environment_class(self.rng(index))
+        messages = list(environment.start())
+        for _ in range(MAX_TURNS):
+            reply = environment.reference_reply() or ""
+            messages.append({"role": "assistant", "content": reply})
+            step = environment.step(parts_of(reply)) if reply else Step()
+            if not step.messages:
+                break
+            messages += step.messages
+        return Example(messages, answer=index, tools=environment.tools)
+
+    def environment(self, example: Example) -> Environment:
+        return self.environment_class(self.rng(example.answer))
 
 
 def reply_alone(messages: Sequence[Message]) -> list[Message]:
