@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.lora import Lora
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
-from nanochat.parallel.fsdp import load_whole, require_shapes, shard, trained_parameters, whole_weights
+from nanochat.parallel.fsdp import fill, load_whole, require_shapes, shard, trained_parameters, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.scaling import ContextMethod, with_context
 from nanochat.shell import storage
@@ -319,6 +319,7 @@ def load_model(
     max_seq_len: int = 0,
     rope_scaling: ContextMethod | None = None,
     new_adapters: Callable[[GPTConfig], Lora | None] | None = None,
+    with_scalar_head: bool = False,
     seed: int = 0,
     adapter: str = "",
     without_weights: bool = False,
@@ -334,7 +335,8 @@ def load_model(
 
     Adapters of a checkpoint are merged into the weights of their base, and then those of `adapter`, as `load_adapters`
     takes it. Where `new_adapters` returns settings for the model's shape, it gets new ones to train, drawn by `seed`;
-    all else is frozen, and in the dtype of the products. `without_weights` leaves the model on the meta device.
+    all else is frozen, and in the dtype of the products. `with_scalar_head` gives the model a scalar head, of zeros if
+    it has none. `without_weights` leaves the model on the meta device.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -353,8 +355,10 @@ def load_model(
             merged.append(model_folder.load_adapters(adapter, config, folder)[0])
         # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
         # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
+        # A scalar head may be saved with adapters, and be missing in their base.
+        stores_head = config.scalar_head and not hf.is_folder(base) and _holds(base, lora.SCALAR_HEAD)
         with torch.device("meta"):
-            model = GPT(config, device.kernels)
+            model = GPT(replace(config, scalar_head=stores_head), device.kernels)
         if hf.is_folder(base):
             hf.require_shapes(model, base)
         else:
@@ -362,8 +366,12 @@ def load_model(
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         settings = new_adapters(config) if new_adapters is not None else None
         if settings is not None:
+            model.to(device.dtype)
+        if config.scalar_head or with_scalar_head:
+            model.add_scalar_head()
+        if settings is not None:
             with torch.device("meta"):
-                lora.attach(model.to(device.dtype), settings)
+                lora.attach(model, settings)
         shard(model, layout or Layout(), device, activation_checkpointing)
         if without_weights:
             return model.eval(), tokenizer, {**meta, "folder": str(folder)}
@@ -371,6 +379,9 @@ def load_model(
         model.fill_rotary()
         lora.load_base(model, shapes, _row_reader(base, config), merged)
         lora.init_adapters(model, seed)
+        if model.scalar_head is not None and not stores_head:
+            saved = [adapters.tensors[lora.SCALAR_HEAD] for adapters in merged if lora.SCALAR_HEAD in adapters.tensors]
+            fill(model.scalar_head.weight, saved[-1] if saved else torch.zeros(model.config.width))
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 
@@ -399,6 +410,12 @@ def load_config(
             config = with_context(config, max_seq_len, trained, rope_scaling)
             meta["pretraining"] = {**pretraining, "context": max(trained, max_seq_len)}
         return config, tokenizer, meta
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """Whether a folder of ours has a parameter of this name."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return name in file.keys()  # noqa: SIM118
 
 
 def _row_reader(folder: Path, config: GPTConfig) -> lora.RowReader:

@@ -12,7 +12,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -140,6 +140,8 @@ class GPTConfig:
     # Logits are bounded to (-cap, cap), which stops the head from growing without end; 0: off
     # (source: Gemma Team 2024, Gemma 2).
     logit_cap: float = 15.0
+    # A second head, with one output: the reward of a reply (scripts/chat_rm).
+    scalar_head: bool = False
 
     def __post_init__(self):
         # From JSON it is a dictionary.
@@ -479,6 +481,19 @@ class Head(nn.Linear):
         return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels)
 
 
+class ScalarHead(nn.Module):
+    """One number for each position, in fp32. It starts at zero."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        # Without a bias: rewards are compared with each other, and a bias would cancel out.
+        self.weight = nn.Parameter(torch.zeros(config.width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (...)"""
+        return hidden.float() @ self.weight
+
+
 def read_out(
     hidden: Tensor, weight: Tensor, targets: Tensor | None, reduction: str, config: GPTConfig, kernels: TorchKernels
 ) -> Tensor:
@@ -515,6 +530,7 @@ class GPT(nn.Module):
         # Vectors back to a prediction of the next token.
         self.norm = Norm(C, config, self.kernels)
         self.head: nn.Module | None = None if config.tied_head else Head(config, self.kernels)
+        self.scalar_head = ScalarHead(config) if config.scalar_head else None
         # Whether `kernels.pack` has laid out the weights for decoding. Such a model has no gradient and no loss.
         self.is_packed = False
         self.value_embeddings = nn.ModuleDict()
@@ -532,6 +548,12 @@ class GPT(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
+
+    def add_scalar_head(self) -> None:
+        """Give a model its scalar head, if it has none. On the meta device it is still to be filled, with zeros."""
+        if self.scalar_head is None:
+            self.config = replace(self.config, scalar_head=True)
+            self.scalar_head = ScalarHead(self.config).to(self.device)
 
     @torch.no_grad()
     def fill_rotary(self) -> None:
@@ -570,6 +592,8 @@ class GPT(nn.Module):
             # Nearly equal logits: the first loss is ln(vocab_size), the loss of knowing nothing. For 32,768 tokens that
             # is 10.4 nats; a run that starts higher has a mistake in its head or its targets.
             normal(self.head.weight, 0.001)
+        if self.scalar_head is not None:
+            fill(self.scalar_head.weight, torch.zeros(self.config.width))
         for embedding in self.value_embeddings.values():
             assert isinstance(embedding, ValueEmbedding)
             # As large as the values that they are added to.
@@ -607,14 +631,20 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         segments: Segments | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        scalars: bool = False,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the cross-entropy in nats.
 
         It is the sum, a scalar, or with the reduction "none" each token's own, (B, T), 0 where the target is IGNORE.
-        `segments` says where the documents of packed rows lie, which then do not attend to each other.
+        `segments` says where the documents of packed rows lie, which then do not attend to each other. `scalars`
+        returns the scalar head's numbers instead, (B, T) in fp32.
         """
         # Every loss enters here: the compiler and FSDP know this one method of a model.
-        return self._read_out(self.hidden(tokens, cache, segments), targets, reduction)
+        hidden = self.hidden(tokens, cache, segments)
+        if scalars:
+            assert self.scalar_head is not None
+            return self.scalar_head(hidden)
+        return self._read_out(hidden, targets, reduction)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""
@@ -699,6 +729,8 @@ class GPT(nn.Module):
             part = name.partition(".")[0]
             if part in ("embedding", "value_embeddings", "head", "residual_scales"):
                 role = part.removesuffix("s")  # these parts of the model have roles of their own names
+            elif part == "scalar_head":
+                role = "head"
             elif parameter.ndim < 2 or "value_gate" in name:
                 # A gate is a matrix, but too small a one for Muon.
                 role = "vector"
@@ -714,7 +746,7 @@ class GPT(nn.Module):
         """Every parameter's name in the order in which a backward pass completes the gradients."""
         # From the loss backwards: the head first, then block after block, the embedding last. The optimizer sends
         # gradients in this order, while the backward pass still computes the others (optim.py).
-        parts = ["head", "norm"]
+        parts = ["scalar_head", "head", "norm"]
         for layer in reversed(range(self.config.n_layer)):
             parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]
         parts += ["residual_scales", "embedding_scales", "embedding_norm", "embedding"]

@@ -34,6 +34,8 @@ from nanochat.nf4 import NF4Linear, dequantize, quantize
 from nanochat.parallel.fsdp import fill, held_rows, local
 from nanochat.shell.cli import UserError
 
+SCALAR_HEAD = "scalar_head.weight"
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -125,6 +127,9 @@ def attach(model: GPT, lora: Lora) -> None:
     """Freeze a model and put adapters into its blocks, in place. The model may still be on the meta device: then
     `load_base` and `init_adapters` fill it."""
     model.requires_grad_(False)
+    if model.scalar_head is not None:
+        # It has nothing to adapt: it is trained, and saved, with the adapters.
+        model.scalar_head.float().requires_grad_(True)
     for block in model.blocks:
         for path, parts in model.config.parts.items():
             linear: Any = block.get_submodule(path)
@@ -210,6 +215,8 @@ class Adapters:
             attach(model, self.lora)
         expected = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         found = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        if SCALAR_HEAD not in found:
+            expected.pop(SCALAR_HEAD, None)  # adapters of an earlier stage have none
         for name in sorted({*expected, *found}):
             if expected.get(name) != found.get(name):
                 raise UserError(

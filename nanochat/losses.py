@@ -550,6 +550,21 @@ def kto_loss(
     return (losses * counts).sum(), counts.sum()
 
 
+def reward_loss(model: Any, batch: PairBatch, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(reward of the chosen reply - reward of the rejected one), of a model with a scalar head.
+
+    A reply's one target stands at its last token, where the head has read all of it. Source: Ouyang et al. 2022,
+    InstructGPT.
+    """
+    # The model of Bradley and Terry, as in DPO, with a reward that is learned. Two replies that the head rates 1.5 and
+    # 0.5: the first wins with probability sigmoid(1) = 0.73, and the loss is 0.31. Only differences count: where zero
+    # lies is left open.
+    scores = model(batch.rows.inputs, segments=batch.rows.segments, scalars=True)  # (N, T)
+    rewards = _by_reply(torch.where(batch.rows.targets != IGNORE, scores, 0.0), batch)  # (P, 2)
+    losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
+    return _sum_over_pairs(losses, rewards, rewards, batch, 0.0, stats)
+
+
 def gain_sum(model: Any, batch: JudgedBatch) -> tuple[Tensor, Tensor]:
     """The replies' gains together, and their number: over replies to other questions the mean is KTO's baseline."""
     assert batch.reference_logp is not None

@@ -73,10 +73,10 @@ def find_source(
 ) -> Path:
     """The folder of a checkpoint, all of whose files were read and are whole.
 
-    `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, a
-    checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
-    modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written, without `step` the
-    newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
+    `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, "rm"
+    for a reward model, a checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files,
+    hf:ORG/NAME or modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
+    without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
 
     Raises UserError: when there is none.
     """
@@ -101,14 +101,14 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
         for stage in paths.STAGES:  # in the order in which they are trained
             if any(model_tag in (None, path.name) for path in tags(stage)):
                 source = stage
-    if source in paths.STAGES:
+    if source in paths.SCRIPTS:
         return _find_in_stage(source, model_tag, step)
     is_of_hub = source.partition(":")[0] in hub.HUBS
     chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
     if not is_foreign(chosen) and not (chosen / "manifest.json").is_file():
         why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
         raise UserError(
-            f"{flag} {source} is neither a stage (auto, {', '.join(paths.STAGES)}) nor a checkpoint's folder "
+            f"{flag} {source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}) nor a checkpoint's folder "
             f"(.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
@@ -146,7 +146,7 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None) -> Path:
         hint = f", or name one of the tags {', '.join(others)}" if others else ""
         raise UserError(
             f"there is no {stage} checkpoint in {folder} that is whole: train one with "
-            f"`python -m scripts.{paths.STAGES[stage]}`{hint}"
+            f"`python -m scripts.{paths.SCRIPTS[stage]}`{hint}"
         )
     return found[0]
 

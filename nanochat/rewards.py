@@ -3,6 +3,7 @@
     --reward task                             what the task or its environment gives, such as 1 if right: the default
     --reward mine.py:is_short                 a function of your own in its place
     --reward task:0.8,mine.py:is_short:0.2    the sum of both, by weight; a weight may be negative
+    --reward rm:rm                            the score of a reward model (scripts/chat_rm): a stage or a folder
 
 A function gets a list of episodes and returns as many numbers. It may be `async`, for requests to other services:
 
@@ -24,6 +25,7 @@ from typing import Any
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
+from nanochat.reward_model import load_reward_model
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted, UserError
 from nanochat.tasks.task import Example, Task
@@ -46,7 +48,14 @@ class Episode:
 Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
 
 # What KIND:SOURCE in --reward opens: a function from SOURCE and the device to a reward function.
-KINDS: dict[str, Callable[[str, Device], Function]] = {}
+KINDS: dict[str, Callable[[str, Device], Function]] = {
+    # rm:SOURCE, a reward model of scripts/chat_rm: a stage, a checkpoint's folder.
+    "rm": lambda source, device: of_conversations(load_reward_model(source, device)),
+}
+
+
+def of_conversations(reward: Callable[[list[list[Message]]], list[float]]) -> Function:
+    return lambda episodes: reward([episode.messages for episode in episodes])
 
 
 @dataclass(frozen=True)

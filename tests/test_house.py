@@ -40,6 +40,7 @@ ORDER = (
     ("checkpoint_manager",),
     ("engine",),
     ("preferences",),
+    ("reward_model",),
     ("rewards",),
     ("rollout",),
     ("evals.*",),

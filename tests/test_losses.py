@@ -429,6 +429,19 @@ def test_gradients_of_preferences_are_finite_differences(name):
     assert torch.autograd.gradcheck(loss_of, (logp,))
 
 
+def test_the_reward_loss_by_hand():
+    """Scores of 1.5 and 0.5 at the replies' last tokens: the first wins with probability sigmoid(1)."""
+    _, batch = one_pair([0.5], [0.25], (1.0, 1.0))
+    stats = torch.zeros(len(REPLY_STATS))
+    scores = torch.tensor([[1.5, 0.5, 9.0]], requires_grad=True)
+    loss, count = losses.reward_loss(lambda *_, **__: scores, batch, stats=stats)
+    loss.backward()
+    wins = 1 / (1 + math.exp(-1))
+    assert (loss.item(), count.item()) == pytest.approx((-math.log(wins), 1))
+    assert scores.grad.flatten().tolist() == pytest.approx([wins - 1, 1 - wins, 0])
+    assert stats.tolist() == [1, 1, 2, 1.5, 0.5]
+
+
 def test_a_certain_reply_has_finite_odds():
     model, batch = one_pair([1.0], [1.0, 1.0], (1.0, 1.0))
     loss, _ = losses.orpo_loss(model, batch)

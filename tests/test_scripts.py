@@ -40,7 +40,7 @@ from nanochat.train import next_token_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
-STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
+STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_rm", "chat_dpo", "chat_rl")
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 TINY = (
@@ -457,6 +457,7 @@ def test_flags_that_resume_refuses():
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight"}
+    assert frozen["chat_rm"] == frozen["chat_sft"]
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
     assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {

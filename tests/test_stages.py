@@ -53,6 +53,7 @@ DPO = (
     *(*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8"),
     *("--lr_scale=0.2", "--beta=0.3"),
 )
+RM = tuple(flag for flag in DPO if "beta" not in flag)
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
     *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2", "--table_lr_scale=1"),
@@ -130,6 +131,7 @@ def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "mode
         ("base_train", BASE),
         ("mid_train", MID),
         ("chat_sft", (*SFT, "--source=base", "--lora_rank=2")),
+        ("chat_rm", (*RM, "--source=base")),
         ("chat_dpo", (*DPO, "--source=base")),
         ("chat_rl", (*RL, "--source=base", "--kl=0.1", "--minibatches=2")),
     ],
@@ -214,7 +216,12 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
 
 @pytest.mark.parametrize(
     ("script", "stage", "flags"),
-    [("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")), ("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)],
+    [
+        ("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")),
+        ("chat_sft", "sft", SFT),
+        ("chat_rm", "rm", RM),
+        ("chat_dpo", "dpo", DPO),
+    ],
 )
 def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
     if stage != "mid":
@@ -650,6 +657,7 @@ def test_questions_that_do_not_fit_are_left_out(start, tmp_path):
 STAGES = {
     "mid": ("mid_train", "val_bpb"),
     "sft": ("chat_sft", "val_loss"),
+    "rm": ("chat_rm", "val_loss"),
     "dpo": ("chat_dpo", "val_loss"),
     "rl": ("chat_rl", "eval_reward"),
 }
@@ -659,13 +667,14 @@ def flags_of(stage: str, base: Path) -> tuple[str, ...]:  # noqa: F811
     return {
         "mid": (*MID, "--source_tag=d1"),
         "sft": (*SFT, "--source=base", "--source_tag=d1"),
+        "rm": (*tuned(RM), "--source=sft", "--source_tag=d1"),
         "dpo": (*tuned(DPO), "--source=sft", "--source_tag=d1", "--sft_weight=0.1"),
         "rl": graded(base),
     }[stage]
 
 
 def fewest_rows(stage: str) -> str:
-    return "--device_batch_size=2" if stage == "dpo" else "--device_batch_size=1"
+    return "--device_batch_size=2" if stage in ("dpo", "rm") else "--device_batch_size=1"
 
 
 def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> None:  # noqa: F811
@@ -677,7 +686,7 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
         expected = [line.get(name, 0) for line in alone]
         # a loss of policy gradients is a sum of both signs, as a margin is; a divergence starts at 0
         rounding = 1e-3 if name == "grad_norm" else 1e-5
-        found = pytest.approx(expected, rel=rounding, abs=1e-5 if stage in ("dpo", "rl") else 0)
+        found = pytest.approx(expected, rel=rounding, abs=1e-5 if stage in ("rm", "dpo", "rl") else 0)
         assert [line.get(name, 0) for line in together] == found, name
     weights = [
         load_file(base / f"checkpoints/{stage}/{tag}/step_{steps:06d}/model.safetensors") for tag in (one, other)

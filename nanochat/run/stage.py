@@ -58,7 +58,7 @@ from nanochat.scaling import Rates
 from nanochat.shell import provenance, screen, user_code
 from nanochat.shell.cli import Interrupted, UserError, frozen_flags
 from nanochat.shell.log import RunLog, check_trackers, counted, duration, print0, record, warn
-from nanochat.shell.paths import STAGES, checkpoint_dir, lock, naming, run_dir, safe_tag, unlock
+from nanochat.shell.paths import SCRIPTS, checkpoint_dir, lock, naming, run_dir, safe_tag, unlock
 from nanochat.tasks.mixture import EpochMixture, Mixture
 from nanochat.tasks.task import Task
 from nanochat.tokenizer import Tokenizer
@@ -113,23 +113,26 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     return device, layout
 
 
-def begin(config: SourceFlags, with_reference: bool = False, teacher: str | None = None) -> Start:
+def begin(
+    config: SourceFlags, with_reference: bool = False, teacher: str | None = None, with_scalar_head: bool = False
+) -> Start:
     """Open the device, and load the checkpoint that a stage begins from.
 
     `with_reference` also keeps a frozen copy of its model, for losses that compare with it; `teacher` is the source of
-    another model in its place.
+    another model in its place. `with_scalar_head` gives the model a scalar head, of zeros where the source has none.
     Raises UserError: when there is no such checkpoint, or it is damaged, or the teacher reads other tokens.
     """
     began = time.time()
     device, layout = open_device(config)
     source_tag = config.source_tag
-    if source_tag is None and config.source in ("auto", *STAGES):
+    if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
     source = model_folder.find_source(config.source, source_tag, config.source_step, device)
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
         max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, seed=config.seed,
         without_weights=config.dry_run, new_adapters=config.lora if isinstance(config, ChatFlags) else None,
+        with_scalar_head=with_scalar_head,
     )  # fmt: skip
     settings = lora.settings_of(model)
     reference: Any = None

@@ -18,6 +18,8 @@ from nanochat.shell.untrusted import require_file
 
 # Each stage and the script that makes its checkpoints.
 STAGES = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "dpo": "chat_dpo", "rl": "chat_rl"}
+# The same with reward models, which judge replies and write none: they are no stage of a chat model.
+SCRIPTS = {**STAGES, "rm": "chat_rm"}
 
 
 def base_dir() -> Path:
@@ -62,8 +64,8 @@ def safe_tag(tag: str) -> str:
 
 
 def _stage(stage: str) -> str:
-    if stage not in STAGES:
-        raise UserError(f"unknown stage {stage!r}: one of {', '.join(STAGES)}")
+    if stage not in SCRIPTS:
+        raise UserError(f"unknown stage {stage!r}: one of {', '.join(SCRIPTS)}")
     return stage
 
 

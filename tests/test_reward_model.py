@@ -1,0 +1,86 @@
+"""Reward models: what the scalar head reads, and the function that a checkpoint becomes."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_scripts import base  # noqa: F401
+from test_stages import CPU, DPO, RL, RM, call, losses, metrics, pairs_file, pretrained, start  # noqa: F401
+from tiny import cpu_device, lively_model, tiny_config
+
+from nanochat import rewards
+from nanochat.checkpoint_manager import load_model
+from nanochat.conversation import render
+from nanochat.gpt import GPT
+from nanochat.reward_model import load_reward_model
+from nanochat.shell.cli import UserError
+
+
+def chat(question: str, reply: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+
+
+CHATS = [chat("What is 7?", "This number is odd."), chat("What is 7?", "That is an even one."), chat("Hi", "A b c")]
+
+
+def test_a_scalar_head_leaves_the_rest_of_a_model_as_it_is():
+    model = lively_model(tiny_config())
+    tokens = torch.arange(12).view(2, 6)
+    logits = model(tokens)
+    model.add_scalar_head()
+    assert torch.equal(model(tokens), logits) and not model(tokens, scalars=True).any()
+    model.scalar_head.weight.data.normal_()
+    expected = (model.hidden(tokens) * model.scalar_head.weight).sum(-1)
+    torch.testing.assert_close(model(tokens, scalars=True), expected)
+    fresh = GPT(dataclasses.replace(tiny_config(), scalar_head=True))
+    fresh.init_weights()
+    assert fresh.config == model.config and not fresh.scalar_head.weight.any()
+    assert "scalar_head.weight" in [name for name, _ in model.parameter_groups()["head"]]
+    assert model.gradient_order()[0] == "scalar_head.weight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "most"),
+    [(("--lr_scale=0.5",), 0.6), (("--lora_rank=8", "--learning_rate=3e-3"), 0.69)],
+    ids=["full", "lora"],
+)
+def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, trained, most):  # noqa: F811
+    """Trained, loaded, packed with others or alone; and continued."""
+    tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
+    flags = (*CPU, tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--eval_examples=64")
+    call("chat_rm", *flags, *trained, "--source=base", "--num_iterations=60", "--eval_every=30")
+    lines = metrics(start, "rm")
+    assert lines[0]["loss"] == pytest.approx(0.6931472) and lines[0]["accuracy"] == 0.5
+    learned = sum(line["loss"] for line in lines[-10:]) / 10
+    assert learned < most and (lines[-1]["val_accuracy"] > 0.6 or most > 0.6)
+
+    model, tokenizer, meta = load_model("rm", "cpu")
+    assert meta["model"]["scalar_head"] and model.scalar_head.weight.abs().sum() > 0
+    rate = load_reward_model("rm", cpu_device())
+    together = rate(CHATS)
+    for conversation, score in zip(CHATS, together, strict=True):
+        ids = torch.tensor([render(tokenizer, conversation).ids])
+        assert model(ids, scalars=True)[0, -1].item() == pytest.approx(score, abs=1e-5)
+        assert rate([conversation]) == pytest.approx([score], abs=1e-5)
+    assert together[0] > together[1] and rate([]) == []
+
+    # A run that begins from a reward model begins with its head, trained with adapters or without.
+    call("chat_rm", *flags, "--lora_rank=2", "--source=rm", "--source_tag=d1", "--num_iterations=1", "--model_tag=more")
+    assert losses(start, "rm", "more")[0] < lines[0]["loss"]
+    saved = load_file(start / "checkpoints/rm/more/step_000001/adapter.safetensors")
+    assert "scalar_head.weight" in saved
+    assert load_reward_model("rm", "cpu")(CHATS)[0] != together[0]
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_a_reward(start, tmp_path):  # noqa: F811
+    call("chat_rm", *RM, "--source=base", "--num_iterations=2")
+    call("chat_rl", *RL, "--source=base", "--num_iterations=1", "--reward=rm:rm", "--eval_every=0")
+    (line,) = metrics(start, "rl")
+    assert line["reward"] != 0
+    call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
+    assert load_model("auto", "cpu")[2]["folder"].endswith("rl/d1/step_000001")
+    with pytest.raises(UserError, match="is no reward model: python -m scripts.chat_rm"):
+        rewards.open_rewards("rm:dpo", cpu_device())
