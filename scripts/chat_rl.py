@@ -33,6 +33,8 @@ class Config(ChatFlags):
     # This process's engine between its steps, or servers: http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM ...
     sampler: str = "engine"
     sampler_patience: Positive = 300  # seconds without a reply of the servers after which the run saves and ends
+    # The samples of a step come from the weights so many steps before: servers sample while this process trains.
+    staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
     # reinforce, rloo, reinforce++, grpo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
@@ -45,7 +47,8 @@ class Config(ChatFlags):
     clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default: mostly 0.2, dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model
     kl_in: Frozen[Literal["loss", "reward"]] = "loss"  # at each token in the loss, or summed up in a reply's reward
-    importance_cap: Frozen[Annotated[float, Range(0)]] = 0.0  # weigh tokens by min(p_trainer / p_sampler, this); 0: off
+    # Weigh tokens by min(p_trainer / p_sampler, this); 0: off; default: 2 with --staleness, else 0.
+    importance_cap: Frozen[Annotated[float, Range(0)] | None] = None
     # How often questions with equally good replies are replaced by others; default: 0, dapo 3.
     refills: Frozen[Annotated[int, Range(0, 1000)] | None] = None
     # Last share of max_tokens in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
@@ -76,6 +79,7 @@ def main(config: Config) -> None:
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Run, begin, open_optimizer
+    from nanochat.samplers.ahead import Ahead
     from nanochat.samplers.kinds import open_sampler
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
@@ -93,10 +97,15 @@ def main(config: Config) -> None:
         raise UserError(f"--kl {config.kl:g}: --loss distill is the KL to the teacher, leave --kl out")
     if config.kl_in == "reward" and not config.kl:
         raise UserError("--kl_in reward: there is no penalty without --kl")
+    if config.staleness and method.refills:
+        raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
+    importance_cap = config.importance_cap
+    if importance_cap is None:
+        importance_cap = 2.0 if config.staleness else 0.0
     kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
     loss_fn = functools.partial(
         losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
-        importance_cap=config.importance_cap,
+        importance_cap=importance_cap,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
     updates_each = config.updates_per_step * config.minibatches
@@ -177,14 +186,27 @@ def main(config: Config) -> None:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
 
-    def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
-        sampler.hand_over(model)
-        return rollout.sample_episodes(
-            sampler, start.tokenizer, device, questions, samples=samples, max_tokens=config.max_tokens,
-            context=row_tokens, seed=seed, rewards=reward_parts, reward_seconds=config.hang_seconds,
-            should_stop=lambda: run.faults.should_stop(), temperature=config.temperature, top_k=config.top_k,
-        )  # fmt: skip
+    settings = {
+        "max_tokens": config.max_tokens, "context": row_tokens, "rewards": reward_parts,
+        "reward_seconds": config.hang_seconds, "should_stop": lambda: run.faults.should_stop(),
+        "temperature": config.temperature, "top_k": config.top_k,
+    }  # fmt: skip
+    sample_share = functools.partial(rollout.sample_share, sampler, start.tokenizer, device, **settings)
 
+    def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
+        """By the weights of the present step, on all ranks."""
+        ahead.hand_over(run.progress.step)
+        return rollout.exchange(sample_share(questions, samples=samples, seed=seed), device, reward_parts)
+
+    def first_of(step: int) -> int:
+        """The number of a step's first question. The step decides which questions come next, refills included."""
+        return step * examples * (1 + method.refills)
+
+    def share_of(step: int) -> rollout.Share:
+        questions = draw(train, first_of(step), examples)
+        return sample_share(questions, samples=config.num_samples, seed=seed_of(config.seed, step))
+
+    ahead = Ahead(sampler, model, share_of, config.staleness, steps)
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
@@ -207,17 +229,16 @@ def main(config: Config) -> None:
             samples = None
             metrics = {}
             with run.interruptible("sampling"):
-                # The step's number decides which questions come next, also those that replace others.
-                first = step * examples * (1 + method.refills)
-                samples = sample(draw(train, first, examples), config.num_samples, seed_of(config.seed, step))
+                samples = rollout.exchange(ahead.take(step), device, reward_parts)
                 metrics = samples.metrics()
                 # Where all replies to a question are equally good there is nothing to learn: other questions take the
                 # places of such ones (source: Yu et al. 2025, DAPO, dynamic sampling).
                 for refill in range(1, 1 + method.refills):
                     if samples.without_signal:
-                        others = draw(train, first + refill * examples, samples.without_signal)
+                        others = draw(train, first_of(step) + refill * examples, samples.without_signal)
                         seed = seed_of(config.seed, step, refill)
                         samples = samples.refill(sample(others, config.num_samples, seed))
+                ahead.begin(step)  # the next samples, by the present weights; with servers, while this process trains
             if samples is None or run.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()

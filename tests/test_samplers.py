@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
-from test_serve import error_of, serving
-from test_stages import RL, lasting, metrics, pretrained, sha256, start  # noqa: F401 (fixtures)
-from tiny import complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
+from test_serve import error_of, serving, until
+from test_stages import RL, graded, lasting, metrics, pretrained, sha256, start, taught, tutored  # noqa: F401 (fixtures)
+from tiny import complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.samplers import http as http_sampler
+from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.serve.app import create_app
@@ -379,30 +381,44 @@ def test_a_sampler_that_is_none_is_one_line(start, name, capsys):  # noqa: F811
 
 
 @contextmanager
-def serving_base(start: Path) -> Iterator[str]:  # noqa: F811
+def serving_source(source: str) -> Iterator[str]:
     """A server of the trainer's source, as chat_web --for_rl makes it."""
-    model, tokenizer, _ = load_model("base", cpu_device())
+    model, tokenizer, _ = load_model(source, cpu_device())
     engine = Engine(model, tokenizer, cpu_device())
 
     def load() -> LoadedModel:
         scheduler = Scheduler(engine, slots=4, queue=16)
         scheduler.start()
-        return LoadedModel(scheduler, tokenizer, "base", 128, False, read_update=reader_of_updates(engine))
+        return LoadedModel(scheduler, tokenizer, "source", 128, False, read_update=reader_of_updates(engine))
 
     with serving(create_app(load)) as port:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_a_run_is_the_same_with_a_server_and_resumes_after_its_death(start, capsys, monkeypatch):  # noqa: F811
-    """At staleness 0: the bits of a run that samples by itself. The server dies in the third step: the run saves and
-    ends with one line; with the server back it continues as if nothing had been."""
-    flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=3", "--eval_every=2")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_with_a_server_has_the_bits_of_one_without(taught, staleness):  # noqa: F811
+    """Also where the server samples while the trainer trains. With a staleness the policy becomes another one."""
+    flags = (*graded(taught), "--num_iterations=3", "--eval_every=2", "--importance_cap=0", f"--staleness={staleness}")
     call("chat_rl", *flags, "--model_tag=alone")
-    with serving_base(start) as address:
+    with serving_source("sft") as address:
         call("chat_rl", *flags, "--model_tag=served", f"--sampler={address}")
-    assert sha256(start, "rl", 3, "served") == sha256(start, "rl", 3, "alone")
-    assert lasting(start, "rl", "served") == lasting(start, "rl", "alone")
+    assert sha256(taught, "rl", 3, "served") == sha256(taught, "rl", 3, "alone")
+    logged = lasting(taught, "rl", "served"), lasting(taught, "rl", "alone")
+    for line in [*logged[0], *logged[1]]:
+        is_fresh = staleness == 0 or line["step"] == 0
+        assert (line.pop("sampler_gap") < 1e-5) == is_fresh  # not 0: other batches round otherwise
+    assert logged[0] == logged[1]
+    assert sum(line["no_signal"] < 1 for line in metrics(taught, "rl", "alone")) == 3
+    if staleness:
+        call("chat_rl", *flags[:-1], "--model_tag=now")
+        assert sha256(taught, "rl", 3, "now") != sha256(taught, "rl", 3, "alone")
 
+
+def test_a_server_that_dies_costs_no_step(taught, capsys, monkeypatch):  # noqa: F811
+    """It dies in the second step: the run saves, and ends with one line. With the server back it continues as if
+    nothing had been."""
+    flags = (*graded(taught), "--num_iterations=3", "--eval_every=2")
+    call("chat_rl", *flags, "--model_tag=alone")
     calls = []
     sample = HttpSampler.__call__
 
@@ -412,7 +428,7 @@ def test_a_run_is_the_same_with_a_server_and_resumes_after_its_death(start, caps
             self.servers[0].address = "http://127.0.0.1:9"
         return sample(self, *arguments)
 
-    with serving_base(start) as address, monkeypatch.context() as patch:
+    with serving_source("sft") as address, monkeypatch.context() as patch:
         patch.setattr(HttpSampler, "__call__", dying)
         killed = (*flags, "--model_tag=killed", f"--sampler={address}")
         capsys.readouterr()
@@ -422,4 +438,94 @@ def test_a_run_is_the_same_with_a_server_and_resumes_after_its_death(start, caps
         assert leaving.value.code == 1 and "--resume" in error and "--sampler_patience" in error
         assert error.count("\n") == 1 and "step_000001" in error
         call("chat_rl", *killed, "--resume")
-    assert sha256(start, "rl", 3, "killed") == sha256(start, "rl", 3, "alone")
+    assert sha256(taught, "rl", 3, "killed") == sha256(taught, "rl", 3, "alone")
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_server_and_end_together_when_it_dies(taught):  # noqa: F811
+    """Its samples are those of one rank."""
+    flags = (*graded(taught), "--num_iterations=3", "--eval_every=3", "--staleness=1")
+    call("chat_rl", *flags, "--model_tag=alone")
+    with serving_source("sft") as address:
+        run_command("chat_rl", *flags, "--model_tag=two", f"--sampler={address}")
+        first, second = metrics(taught, "rl", "alone"), metrics(taught, "rl", "two")
+        assert [line["reward"] for line in first] == [line["reward"] for line in second]
+        assert [line["loss"] for line in first] == pytest.approx([line["loss"] for line in second], rel=1e-3)
+        more = ("--model_tag=dead", f"--sampler={address}", "--sampler_patience=2", "--num_iterations=1000")
+        ended = threading.Event()
+        printed: list[str] = []
+
+        def train() -> None:
+            try:
+                run_command("chat_rl", *flags[:-1], *more)
+            except AssertionError as error:  # what the ranks have raised
+                printed.append(str(error))
+            ended.set()
+
+        threading.Thread(target=train, daemon=True).start()
+        until(lambda: (taught / "runs/rl/dead/metrics.jsonl").exists() and metrics(taught, "rl", "dead"), 60)
+    assert ended.wait(60) and "SystemExit: 1" in printed[0]
+    assert list((taught / "checkpoints/rl/dead").glob("step_*"))
+
+
+# ---------------------------------------------------------------------- samples drawn ahead
+
+
+class Recording:
+    """A sampler that is told of weights, and counts who samples meanwhile."""
+
+    def __init__(self) -> None:
+        self.weights = -1
+        self.sampling = 0
+
+    def hand_over(self, model: Any) -> None:
+        assert self.sampling == 0, "weights change while somebody samples"
+        self.weights = model.step
+
+    __call__: Any = None
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_sample_has_exactly_the_weights_of_its_step(staleness):
+    sampler = Recording()
+    model: Any = SimpleNamespace(step=0)
+    trained = threading.Event()
+    overlapped = []
+
+    def draw(step: int) -> rollout.Share:
+        sampler.sampling += 1
+        if threading.current_thread() is not threading.main_thread():
+            overlapped.append(trained.wait(5))  # the trainer trains meanwhile
+        sampler.sampling -= 1
+        return rollout.Share(step, sampler.weights)
+
+    ahead = Ahead(sampler, model, draw, staleness, last=6)
+    for step in range(6):
+        if step in (0, 4):  # an evaluation
+            ahead.hand_over(step)
+            assert sampler.weights == step
+        share = ahead.take(step)
+        assert (share.questions, share.samples) == (step, max(0, step - staleness))
+        trained.clear()
+        ahead.begin(step)
+        model.step = step + 1
+        trained.set()
+    assert overlapped == [True] * (5 if staleness else 0)
+
+
+def test_an_error_of_the_thread_that_samples_is_raised():
+    def draw(step: int) -> rollout.Share:
+        if step == 1:
+            raise cli.UserError("no such question")
+        return rollout.Share(1, 1)
+
+    ahead = Ahead(Recording(), SimpleNamespace(step=0), draw, 1, last=3)  # pyright: ignore
+    ahead.take(0)
+    ahead.begin(0)
+    assert complaint(lambda: ahead.take(1)) == "no such question"
+
+
+def test_samples_drawn_ahead_are_not_replaced(start, capsys):  # noqa: F811
+    with pytest.raises(SystemExit):
+        call("chat_rl", *RL, "--source=base", "--loss=dapo", "--staleness=1")
+    assert "--refills 0" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from nanochat.device import Device
 from nanochat.engine import ending
 from nanochat.gpt import GPT
 from nanochat.model_folder import FORMAT_VERSION
-from nanochat.parallel.collectives import decide_on_rank_zero
+from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import whole_weights
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
@@ -134,7 +134,8 @@ class HttpSampler:
 
         Raises Failed: on all ranks, when a server does not take them.
         """
-        gathered = dict(whole_weights(model))  # all ranks; whole on rank 0
+        gather_values(None, self.device)  # all ranks have their replies
+        gathered = dict(whole_weights(model))  # whole on rank 0
         before = self.weights
 
         def write_and_tell() -> str:
