@@ -4,10 +4,15 @@ One tiny model serves all tests, in this process and on a real socket; the slow 
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 from nanochat.engine import Engine, SamplingParams
 from nanochat.losses import clipped_objective, weighted_log_objective
@@ -345,6 +351,59 @@ def test_a_server_that_is_killed_resumes_to_the_same_bits(base, tmp_path):
         assert_same(live_weights(again, resumed), expected)
 
 
+@pytest.mark.slow
+def test_a_loop_goes_on_through_kills_of_its_server(base, tmp_path):
+    """The client knows nothing of them: it waits while the server is away, and ends with the same weights."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "scripts.train_server", f"--source={base.source}", f"--port={port}"]
+    command += [f"--name={NAME}", f"--folder={tmp_path / 'service'}", "--device=cpu", "--dtype=float32"]
+    command += ["--snapshot_steps=3", "--api_key=tml-test", "--batch_tokens=16"]
+    servers: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        assert servers[-1].stdout is not None and f":{port}/" in servers[-1].stdout.readline()
+
+    def train_all() -> None:
+        for step in range(8):
+            train(training, 1, first=step)
+            steps.append(step)
+
+    try:
+        start()
+        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-test")
+        training = lora_client(client, seed=3)
+        steps: list[int] = []
+        loop = threading.Thread(target=train_all, daemon=True)
+        loop.start()
+        for kill_after in (1, 5):
+            while len(steps) < kill_after:
+                time.sleep(0.001)
+            servers[-1].kill()
+            servers[-1].wait()
+            start()
+        loop.join(60)
+        assert steps == list(range(8))
+        path = training.save_weights_for_sampler("end").result().path
+        folder = tmp_path / "service" / "models" / training.model_id / "sampler_weights" / "end"
+        assert path.endswith("/end")
+        (weights,) = folder.glob("step_000008/adapter.safetensors")
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+            assert server.stdout is not None
+            server.stdout.close()
+    service = Service(base, tmp_path / "straight", NAME, Limits(batch_tokens=16))
+    with serving(service) as address:
+        straight = lora_client(tinker.ServiceClient(base_url=address, api_key="tml-any"), seed=3)
+        train(straight, 8)
+        assert_same(load_file(weights), live_weights(service, straight))
+
+
 # ---------------------------------------------------------------------- sampling
 
 
@@ -426,6 +485,166 @@ def test_the_base_and_saved_weights_are_sampled_from(client, trained, service):
     output = trained.forward([datum(IDS[1])], "cross_entropy").result().loss_fn_outputs[0]
     np.testing.assert_allclose(saved[1:], output["logprobs"].to_numpy(), atol=1e-5)
     assert abs(saved[1] - of_base[1]) > 1e-4
+
+
+# ---------------------------------------------------------------------- mistakes, keys and limits
+
+
+def mistake(answer: httpx.Response) -> str:
+    """The one line of a refused request."""
+    assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
+    message = answer.json()["error"]["message"]
+    assert message and "\n" not in message and len(message) < 500, message
+    return message
+
+
+def valid_requests(client: Any, training: Any, first: int) -> dict[str, Any]:
+    """A good body of each route, before it is spoiled."""
+    session = client.holder.get_session_id()
+    model = {"model_id": training.model_id}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS[0]}]}
+    adam = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
+    sampler = client.create_sampling_client(base_model=NAME).result()._sampling_session_id
+    return {
+        "client/config": {"sdk_version": "0.38.0"},
+        "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"},
+        "session_heartbeat": {"session_id": session},
+        "create_model": {
+            "session_id": session, "model_seq_id": 0, "base_model": NAME, "optimizer_config": {"type": "adamw"},
+            "lora_config": {"rank": 4, "train_mlp": True, "train_attn": True, "train_unembed": True},
+        },
+        "get_info": model,
+        "optim_step": {**model, "seq_id": first, "adam_params": adam},
+        "save_weights": {**model, "seq_id": first + 1, "path": "name", "overwrite": False},
+        "save_weights_for_sampler": {**model, "seq_id": first + 2, "path": "name", "kind": "snapshot"},
+        "load_weights": {**model, "seq_id": first + 3, "path": "tinker://a/weights/b", "optimizer": True},
+        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 7, "base_model": NAME},
+        "asample": {
+            "prompt": prompt, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "stop": ["x"]},
+            "num_samples": 1, "sampling_session_id": sampler, "seq_id": 99, "topk_prompt_logprobs": 0,
+        },
+        "retrieve_future": {"request_id": f"{training.model_id}:0", "allow_metadata_only": True},
+        "weights_info": {"tinker_path": "tinker://a/weights/b"},
+    }  # fmt: skip
+
+
+WRONG = (None, True, -1, 10**30, 0.5, "", "../../etc/passwd", "x" * 5000, [], [[]], {}, {"a": {"b": []}}, ["x", 1])
+
+
+def test_200_malformed_requests_are_refused_in_one_line(client, address, service):
+    training = lora_client(client)
+    bodies = valid_requests(client, training, first=50)
+    spoiled: list[tuple[str, bytes]] = []
+    for route, body in bodies.items():
+        spoiled += [(route, content) for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 300)]
+        for place, name in enumerate(body):
+            for wrong in WRONG[place % 3 :: 3]:
+                spoiled.append((route, json.dumps({**body, name: wrong, "surplus": 1}).encode()))
+            if name != "type":
+                spoiled.append((route, json.dumps({key: one for key, one in body.items() if key != name}).encode()))
+    assert len(spoiled) > 200
+    with httpx.Client(base_url=f"{address}/api/v1/", timeout=30) as http:
+        refused = 0
+        for route, content in spoiled:
+            answer = http.post(route, content=content)
+            # A field that has a default may be left out.
+            assert answer.status_code < 500, (route, content, answer.text)
+            if answer.status_code >= 400:
+                mistake(answer)
+                refused += 1
+        assert refused > 200
+        assert http.get("nonsense").status_code == 404 and http.get("asample").status_code == 405
+
+        # forward_backward: bytes that are cut, changed or too long.
+        from tinker.proto.request_conv import forward_backward_request_to_proto
+        from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+        def body_of(data: list[Any], loss: Any, number: int, **config: float) -> bytes:
+            batch = tinker.types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config or None)
+            request = ForwardBackwardRequest(batch, training.model_id, number)
+            return forward_backward_request_to_proto(request).SerializeToString()
+
+        proto = {"content-type": "application/x-protobuf"}
+        good = body_of(batch_of("ppo"), "ppo", 60)
+        generator = np.random.default_rng(0)
+        for _ in range(60):
+            changed = bytearray(good[: generator.integers(1, len(good))])
+            for place in generator.integers(0, len(changed), 3):
+                changed[place] ^= generator.integers(1, 256)
+            answer = http.post("forward_backward", content=bytes(changed), headers=proto)
+            assert answer.status_code < 500, answer.text
+            if answer.status_code >= 400:
+                mistake(answer)
+        assert http.post("forward_backward", content=good).status_code == 415
+        far = datum([5, 6, 7], weights=[1, 1])
+        cases = [
+            (body_of([far], "ppo", 61), "loss_fn_inputs"),
+            (body_of(batch_of("ppo"), "gspo", 61), "gspo"),
+            (body_of(batch_of("ppo"), "ppo", 61, clip=1.0), "clip"),
+            (body_of(batch_of("dro"), "dro", 61, beta=-1.0), "beta"),
+            (body_of([datum([5, 10**6])], "cross_entropy", 61), "target_tokens"),
+            (body_of([datum([-5, 6])], "cross_entropy", 61), "model_input"),
+            (body_of([datum([5] * 100)], "cross_entropy", 61), "64"),
+            (body_of([datum([5, 6, 7], weights=[1])], "cross_entropy", 61), "weights"),
+            (body_of([datum([5, 6, 7], weights=[1, np.nan])], "cross_entropy", 61), "weights"),
+            (body_of([], "cross_entropy", 61), "data"),
+        ]
+        for content, word in cases:
+            assert word in mistake(http.post("forward_backward", content=content, headers=proto))
+    # The service is as it was, also the model that half of these were about.
+    other = lora_client(client)
+    train(other, 1)
+    assert other.forward([datum(IDS[0])], "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_a_refused_request_does_not_hold_up_the_next(client):
+    training = lora_client(client)
+    for loss, word in (("nonsense", "nonsense"), ("stable_reinforce", "importance_sampling")):
+        with pytest.raises(tinker.BadRequestError, match=word):
+            training.forward_backward([datum(IDS[0])], loss).result()
+    with pytest.raises(tinker.RequestFailedError, match="no gradients"):
+        training.optim_step(tinker.AdamParams()).result()
+    with pytest.raises(tinker.RequestFailedError, match="no checkpoint|no model"):
+        training._load_state_impl("tinker://elsewhere/weights/x", False, None).result()
+    with pytest.raises(tinker.BadRequestError, match="adamw"):
+        client.create_lora_training_client(base_model=NAME, optimizer=tinker.DimuonOptimizerConfig()).result()
+    with pytest.raises(tinker.BadRequestError, match=NAME):
+        client.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
+    train(training, 1)
+
+
+def test_a_client_sees_what_its_own_key_has_made(base, tmp_path, monkeypatch):
+    service = Service(base, tmp_path, NAME, Limits(queue=2))
+    with serving(service, keys=("tml-alice", "tml-bob")) as address:
+        alice, bob = (tinker.ServiceClient(base_url=address, api_key=f"tml-{name}") for name in ("alice", "bob"))
+        training = lora_client(alice)
+        path = training.save_state("mine").result().path
+        assert lora_client(bob).model_id != training.model_id
+        ask = {"base_url": f"{address}/api/v1", "timeout": 30}
+        with httpx.Client(headers={"x-api-key": "tml-bob"}, **ask) as http:
+            for route, body in {
+                "get_info": {"model_id": training.model_id},
+                "optim_step": {"model_id": training.model_id, "seq_id": 5, "adam_params": {}},
+                "retrieve_future": {"request_id": f"{training.model_id}:1"},
+                "weights_info": {"tinker_path": path},
+                "session_heartbeat": {"session_id": alice.holder.get_session_id()},
+            }.items():
+                answer = http.post(f"/{route}", json=body)
+                assert answer.status_code in (404, 410), route
+                mistake(answer)
+            for wrong in ("tml-carol", "", "tml-bo"):
+                answer = http.get("/get_server_capabilities", headers={"x-api-key": wrong})
+                assert answer.status_code == 401 and "TINKER_API_KEY" in mistake(answer)
+            assert http.get("/healthz", headers={"x-api-key": ""}).status_code == 200
+        # Two requests that come before their turn fill the queue of two; the next one is to come again later.
+        with httpx.Client(headers={"x-api-key": "tml-alice"}, **ask) as http:
+            step = {"model_id": training.model_id, "adam_params": {}}
+            codes = [http.post("/optim_step", json={**step, "seq_id": number}).status_code for number in (5, 6, 7)]
+            assert codes == [200, 200, 429]
+            monkeypatch.setattr(service_app, "MAX_BODY", 1000)
+            answer = http.post("/create_session", content=b"x" * 1001)
+            assert answer.status_code == 413 and "1,000" in mistake(answer)
+            assert http.post("/create_session", content=iter([b"x" * 600] * 2)).status_code == 413
 
 
 # ---------------------------------------------------------------------- the page about it

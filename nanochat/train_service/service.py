@@ -212,7 +212,8 @@ class Service:
             request_id = f"{model.id}:{number}"
             if number < model.next or number in model.parked:
                 return request_id
-            self._require_room(len(model.parked))
+            # The one that others wait for has room as long as the queue itself has.
+            self._require_room(len(model.parked) if number != model.next else 0)
             entry = Entry(number, kind, content)
             model.log.append(entry)
             self._park(model, entry)
