@@ -641,7 +641,7 @@ def test_a_client_sees_what_its_own_key_has_made(base, tmp_path, monkeypatch):
             step = {"model_id": training.model_id, "adam_params": {}}
             codes = [http.post("/optim_step", json={**step, "seq_id": number}).status_code for number in (5, 6, 7)]
             assert codes == [200, 200, 429]
-            monkeypatch.setattr(service_app, "MAX_BODY", 1000)
+            monkeypatch.setattr(service_app, "MAX_JSON", 1000)
             answer = http.post("/create_session", content=b"x" * 1001)
             assert answer.status_code == 413 and "1,000" in mistake(answer)
             assert http.post("/create_session", content=iter([b"x" * 600] * 2)).status_code == 413

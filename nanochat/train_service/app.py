@@ -34,7 +34,9 @@ from nanochat.train_service import bodies, wire
 from nanochat.train_service.service import SCHEME, Model, Service
 from nanochat.train_service.tenants import Trained
 
-MAX_BODY = 64 << 20  # bytes; the client cuts a batch into requests of about 5 MB
+MAX_BODY = 64 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
+MAX_JSON = 4 << 20  # bytes of any other body: a prompt of half a million tokens
+INLINE_BYTES = 4096  # a longer body is parsed off the event loop
 POLL_SECONDS = 20.0  # a question for a promise waits so long before the client has to ask again
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
@@ -96,7 +98,10 @@ def create_app(
         return error_response(error)
 
     async def body_of(request: Request, body_type: type[Strict]) -> Any:
-        return read_body(body_type, await read_limited(request, MAX_BODY))
+        content = await read_limited(request, MAX_JSON)
+        if len(content) <= INLINE_BYTES:
+            return read_body(body_type, content)
+        return await asyncio.to_thread(read_body, body_type, content)
 
     def promised(request_id: str, **more: Any) -> dict[str, Any]:
         return {"request_id": request_id, **more}
@@ -120,7 +125,7 @@ def create_app(
     @app.post("/api/v1/telemetry")
     async def telemetry(request: Request) -> dict[str, str]:
         """What the client reports of itself: read, and not kept."""
-        await read_limited(request, MAX_BODY)
+        await read_limited(request, MAX_JSON)
         return {"status": "accepted"}
 
     @app.get("/api/v1/get_server_capabilities")
@@ -146,7 +151,7 @@ def create_app(
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         """Nothing ends with a session: its models can be trained on, and its samplers sampled from."""
-        await read_limited(request, MAX_BODY)
+        await read_limited(request, MAX_JSON)
         service.require_session(_owner(request), session)
         return {}
 
@@ -191,7 +196,7 @@ def create_app(
 
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        content = await read_limited(request, MAX_BODY)
+        content = await read_limited(request, MAX_JSON)
         body: Any = read_body(bodies.LoadWeightsBody, content)
         load = {"path": body.path, "optimizer": body.optimizer}
         if body.model_id is not None:
@@ -211,7 +216,7 @@ def create_app(
     ) -> dict[str, Any]:
         """Queue a request of JSON; `entry` is what its log entry holds."""
         owner = _owner(request)
-        content = await read_limited(request, MAX_BODY) if content is None else content
+        content = await read_limited(request, MAX_JSON) if content is None else content
         try:
             body: Any = read_body(body_type, content)
         except ApiError:

@@ -30,12 +30,15 @@ from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
 from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError, out_of_memory
+from nanochat.shell.log import warn
 from nanochat.train_service import wire
 from nanochat.train_service.log import REFUSED, Entry, RequestLog
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
 
-KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched
+KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched,
+KEPT_BYTES = 1 << 28  # and how large these are together
+LOG_FACTOR = 16  # so many requests a step of `snapshot_steps`, and there is a snapshot, too
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
@@ -59,8 +62,8 @@ class Job:
     """A request in the queue."""
 
     id: str
-    run: Callable[[], Any]  # returns bytes, or what becomes JSON
-    result: "Future[Any]" = field(default_factory=Future)
+    run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
+    result: "Future[bytes]" = field(default_factory=lambda: _started_future())
     sampler: Path | None = None  # of a sample: its weights; others of the same weights run with it
     sample: SampleJob | None = None
 
@@ -95,6 +98,7 @@ class Service:
         self.wake = threading.Condition(self.lock)
         self.queue: deque[Job] = deque()
         self.promises: OrderedDict[str, Job] = OrderedDict()
+        self.kept_bytes = 0  # of the promises' results
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
@@ -215,7 +219,11 @@ class Service:
             # The one that others wait for has room as long as the queue itself has.
             self._require_room(len(model.parked) if number != model.next else 0)
             entry = Entry(number, kind, content)
-            model.log.append(entry)
+            try:
+                model.log.append(entry)
+            except OSError as error:  # the client tries again for some minutes
+                message = f"the server cannot write its log ({error.strerror}): make room on its disk"
+                raise ApiError(503, message, code="disk") from error
             self._park(model, entry)
         return request_id
 
@@ -245,9 +253,19 @@ class Service:
         self.wake.notify()
 
     def _keep(self, job: Job) -> None:
+        """Keep a promise, and let go the oldest ones that were kept."""
         self.promises[job.id] = job
-        while len(self.promises) > KEPT_RESULTS and next(iter(self.promises.values())).result.done():
-            self.promises.popitem(last=False)
+        while len(self.promises) > KEPT_RESULTS or self.kept_bytes > KEPT_BYTES:
+            oldest = next(iter(self.promises.values()))
+            if not oldest.result.done():
+                break
+            self.kept_bytes -= len(oldest.result.result())
+            self.promises.pop(oldest.id)
+
+    def _settle(self, job: Job, result: bytes) -> None:
+        job.run = None  # with the body of the request
+        self.kept_bytes += len(result)
+        job.result.set_result(result)
 
     def promise(self, owner: str, request_id: str) -> Job:
         """Raises ApiError: 410 for one that this server does not know (any more): the client asks again."""
@@ -315,7 +333,7 @@ class Service:
         with self.lock:
             if request_id not in self.promises:
                 self._require_room()
-                self._enqueue(Job(request_id, lambda: None, sampler=weights, sample=job))
+                self._enqueue(Job(request_id, sampler=weights, sample=job))
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
@@ -342,21 +360,23 @@ class Service:
                     alike = [job for job in self.queue if job.sample is not None and job.sampler == first.sampler]
                     jobs += alike
                     self.queue = deque(job for job in self.queue if job not in alike)
-            if first.sample is None:
-                _settle(first, first.run)
-            else:
+            if first.run is None:
                 self._sample(jobs)
+                continue
+            try:
+                result = first.run()
+            except Exception as error:
+                result = _failure(error)
+            self._settle(first, result)
 
     def _sample(self, jobs: Sequence[Job]) -> None:
         wanted = [job.sample for job in jobs if job.sample is not None]
         try:
             results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
         except Exception as error:
-            for job in jobs:
-                job.result.set_result(_failure(error))
-            return
+            results = [_failure(error)] * len(jobs)
         for job, result in zip(jobs, results, strict=True):
-            job.result.set_result(result)
+            self._settle(job, result)
 
     def _engine(self, weights: Path | None) -> Engine:
         if weights not in self.engines:
@@ -389,9 +409,7 @@ class Service:
         """Write models to the disk that are not in use, the longest unused first."""
         in_memory = [model for model in self.models.values() if model.live is not None]
         for model in sorted(in_memory, key=lambda one: one.used)[: max(0, len(in_memory) + 1 - self.limits.models)]:
-            # Gradients are in no snapshot.
-            if model.live is not None and not model.live.has_gradients and not model.live.lost_gradients:
-                self._snapshot(model)
+            if self._snapshot(model):
                 model.live = None
 
     def _run(self, model: Model, entry: Entry) -> bytes:
@@ -403,7 +421,8 @@ class Service:
         model.results[entry.number] = result
         model.done = entry.number
         steps = model.live.steps - model.saved_steps if model.live else 0
-        if entry.kind == "optim_step" and steps >= self.limits.snapshot_steps:
+        requests = model.done - model.log.covered
+        if steps >= self.limits.snapshot_steps or requests >= LOG_FACTOR * self.limits.snapshot_steps:
             self._snapshot(model)
         return result
 
@@ -450,15 +469,22 @@ class Service:
             shutil.rmtree(old, ignore_errors=True)
         return _json({"type": entry.kind, "sampling_session_id": sampler})
 
-    def _snapshot(self, model: Model) -> None:
-        """Write the model to the disk, and empty its log."""
-        if model.live is None or model.done <= model.log.covered:
-            return
-        model.live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
-        with self.lock:  # a request that is being appended stays
-            model.log.end_snapshot()
-        model.saved_steps = model.live.steps
-        model.results = {}
+    def _snapshot(self, model: Model) -> bool:
+        """Write a model to the disk, and empty its log; returns whether all of it is on the disk now."""
+        # Gradients are in no snapshot: between forward_backward and optim_step there is none.
+        if model.live is None or model.live.has_gradients or model.live.lost_gradients:
+            return False
+        if model.done > model.log.covered:
+            try:
+                model.live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
+            except (OSError, UserError) as error:  # what it would have covered is in the log still
+                warn(f"no snapshot of {model.id}: {error}")
+                return False
+            with self.lock:  # nothing is appended meanwhile
+                model.log.end_snapshot()
+            model.saved_steps = model.live.steps
+            model.results = {}
+        return True
 
     def close(self) -> None:
         """End the worker after its present request, and write what it has trained."""
@@ -467,8 +493,7 @@ class Service:
             self.wake.notify_all()
         self.thread.join()
         for model in self.models.values():
-            if model.live is not None and not model.live.has_gradients and not model.live.lost_gradients:
-                self._snapshot(model)
+            self._snapshot(model)
         paths.unlock(self.folder)
 
     # ------------------------------------------------------------------ small files
@@ -489,6 +514,12 @@ class Service:
             if content["owner"] == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+def _started_future() -> "Future[bytes]":
+    future: Future[bytes] = Future()
+    future.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+    return future
 
 
 def _is_name(name: str) -> bool:
@@ -512,16 +543,9 @@ def _created(model: Model) -> bytes:
 
 
 def _finished(request_id: str, content: bytes) -> Job:
-    job = Job(request_id, lambda: content)
+    job = Job(request_id)
     job.result.set_result(content)
     return job
-
-
-def _settle(job: Job, run: Callable[[], Any]) -> None:
-    try:
-        job.result.set_result(run())
-    except Exception as error:
-        job.result.set_result(_failure(error))
 
 
 def _failure(error: Exception) -> bytes:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import lora, model_folder
-from nanochat.cross_entropy import IGNORE
+from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
 from nanochat.lora import Lora
@@ -110,10 +110,15 @@ def _attach_to_head(model: GPT, trained: Trained) -> None:
 
 
 def _read_out(model: GPT, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
-    """`GPT._read_out` with the head's adapter: W h + B (s A h) is one product, of the head (W, B) and of (h, s A h)."""
+    """`GPT._read_out` with the head's adapter."""
     adapter: Any = model.head_adapter
+    head = model.head_weight().to(hidden.dtype)
+    if targets is None:
+        logits = nn.functional.linear(hidden, head) + adapter(hidden)
+        return soft_cap(logits.float(), model.config.logit_cap)
+    # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss takes it as a head.
     inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
-    weight = torch.cat((model.head_weight().to(hidden.dtype), adapter.lora_B.to(hidden.dtype)), dim=1)
+    weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
     return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, model.config, model.kernels)
 
 

@@ -19,8 +19,7 @@ MASKED_LOGPROB = -99999.0  # of a place without a token in a table of the likeli
 
 # A star marks a repeated field. Enumerations and sizes are `int` here: they look the same on the wire.
 _MESSAGES = {
-    "SparseCsr": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
-    "Tensor": "1 bytes dense, 2 SparseCsr sparse_csr, 3 int dtype, 4 int* shape",
+    "Tensor": "1 bytes dense, 2 Opaque sparse_csr, 3 int dtype, 4 int* shape",
     "NamedTensor": "1 string key, 2 Tensor value",
     # forward_backward's request
     "EncodedText": "1 bytes tokens",
@@ -126,30 +125,12 @@ def _tensor(message: Any, what: str) -> np.ndarray:
     if dtype is None:
         raise UserError(f"{what} has a dtype that is neither float32 nor int64")
     if message.HasField("sparse_csr"):
-        return _dense(message, dtype, what)
+        raise UserError(f"{what} is a matrix, and the losses here take one target a token")
     values = _array(message.dense, dtype, what)
     shape = tuple(message.shape) or (len(values),)
     if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != len(values):
         raise UserError(f"{what} has {len(values)} values, which do not fill its shape {list(shape)[:8]}")
     return values.reshape(shape)
-
-
-def _dense(message: Any, dtype: str, what: str) -> np.ndarray:
-    """A sparse matrix, whose rows the client sends without their zeros."""
-    csr = message.sparse_csr
-    values = _array(csr.values, dtype, what)
-    starts = _array(csr.crow_indices, "<i8", what)
-    columns = _array(csr.col_indices, "<i8", what)
-    shape = tuple(message.shape)
-    # Less than a thousand times of what was sent: a small request must not fill the memory.
-    is_matrix = len(shape) == 2 and 0 < shape[1] <= 1000 and len(starts) == shape[0] + 1
-    if not is_matrix or len(values) != len(columns) or starts[0] != 0 or starts[-1] != len(values):
-        raise UserError(f"{what} is no sparse matrix of at most 1,000 columns")
-    if (np.diff(starts) < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
-        raise UserError(f"{what} is a sparse matrix with indices outside of its shape")
-    matrix = np.zeros(shape, dtype)
-    matrix[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
-    return matrix
 
 
 def _array(content: bytes, dtype: str, what: str) -> np.ndarray:
