@@ -45,7 +45,8 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 def batch_deviation(rewards: np.ndarray) -> np.ndarray:
     """Reward less the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
 
-    All questions share a baseline: a question that is always right teaches, too, and an easy one teaches more.
+    All questions share a baseline: a question that is always right teaches, too, and an easy one teaches more. With
+    `--kl_in reward` every token answers for the KL of its whole reply; in the paper for that from itself on.
     """
     if rewards.size == 0 or np.ptp(rewards) == 0:
         return np.zeros_like(rewards)

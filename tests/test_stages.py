@@ -105,7 +105,7 @@ def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
     """RL on questions whose replies are not all worth the same."""
     return (
         *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1"),
-        *("--kl=0.1", "--updates_per_step=2"),
+        *("--kl=0.1", "--kl_in=reward", "--importance_cap=2", "--updates_per_step=2"),
     )
 
 
