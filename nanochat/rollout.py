@@ -354,15 +354,23 @@ def exchange(own: Share, device: Device, rewards: Sequence[Reward] = (reward_fun
 # ---------------------------------------------------------------------- batches
 
 
-def policy_batches(samples: Samples, row_tokens: int, rows: int, device: Device) -> list[PolicyBatch]:
-    """This rank's share of the samples in micro-batches of `rows` rows, on the device; all advantages are 0 so far."""
+def policy_batches(
+    samples: Samples, shape: tuple[int, int], device: Device, policy: Any = None, reference: Any = None
+) -> list[PolicyBatch]:
+    """This rank's share of the samples in micro-batches of a `shape` (rows, tokens of a row), on the device.
+
+    With the log probabilities of the models that are given; all advantages are 0 so far.
+    """
+    rows, row_tokens = shape
     packed = pack_sequences(samples.ids, samples.masks, row_tokens, device.world_size, samples.logp)
     # 1 / its number of targets, for losses that give every sample the same weight however long it is.
     share = np.array([1 / max(1, sum(mask)) for mask in samples.masks])
     batches = []
     for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
         per_token = spread(share, micro, device)
-        batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token))
+        old_logp = None if policy is None else logp_of(policy, micro)
+        reference_logp = None if reference is None else logp_of(reference, micro)
+        batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token, old_logp, reference_logp))
     return batches
 
 

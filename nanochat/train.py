@@ -6,7 +6,7 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -187,6 +187,13 @@ class StepStats:
     grad_norm: Tensor  # of the mean gradient a target, over all parameters, before it is clipped
     updated: Tensor  # 1, or 0 where nothing changed: something was not finite, or there was nothing to learn
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
+
+    @classmethod
+    def of_updates(cls, updates: Sequence["StepStats"]) -> "StepStats":
+        """Of a step of several updates: skipped where any of them was, idle where none changed anything."""
+        finite = torch.stack([update.finite for update in updates]).amin()
+        updated = torch.stack([update.updated for update in updates]).amax()
+        return replace(updates[-1], finite=finite, updated=finite * updated)
 
 
 def make_optimizer(

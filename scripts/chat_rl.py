@@ -84,7 +84,7 @@ def main(config: Config) -> None:
     from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.registry import parse_tasks, require_grades
     from nanochat.tasks.task import Example, Task
-    from nanochat.train import train_step
+    from nanochat.train import StepStats, train_step
 
     # ------------------------------------------------------------------ loss
     method = losses.find(losses.POLICY_LOSSES, config.loss).override(
@@ -247,15 +247,9 @@ def main(config: Config) -> None:
             # are those before the first update.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
+            old = policy if updates_each > 1 else None  # with one update the samples are the present policy's own
             parts = samples.split(config.minibatches)
-            minibatches = []
-            for part in parts:
-                batches = rollout.policy_batches(part, row_tokens, config.device_batch_size, device)
-                if updates_each > 1:  # with one update the samples are the present policy's own
-                    batches = [replace(b, old_logp=rollout.logp_of(policy, b.rows)) for b in batches]
-                if frozen is not None:
-                    batches = [replace(b, reference_logp=rollout.logp_of(frozen, b.rows)) for b in batches]
-                minibatches.append(batches)
+            minibatches = [rollout.policy_batches(part, shape, device, old, frozen) for part in parts]
 
             # ---- compare: how much better was each reply than expected? A teacher judges by itself.
             shaped = samples.rewards - overlong_penalty(samples.longest, config.max_tokens, method.overlong)
@@ -275,10 +269,7 @@ def main(config: Config) -> None:
                 for _ in range(config.updates_per_step)
                 for batches in minibatches
             ]  # fmt: skip
-            # A step counts as skipped where any of its updates was, and as idle where none changed anything.
-            finite = torch.stack([update.finite for update in updates]).amin()
-            updated = torch.stack([update.updated for update in updates]).amax()
-            stats = replace(updates[-1], finite=finite, updated=finite * updated)
+            stats = StepStats.of_updates(updates)
             run.add(stats, sum(len(ids) for ids in samples.ids))
 
             # ---- log

@@ -133,7 +133,7 @@ def test_a_batch_carries_each_samples_advantage_and_share():
         np.array([[2, 1]]), np.zeros((1, 2)),
     )  # fmt: skip
     device = cpu_device()
-    minibatches = [rollout.policy_batches(samples, 8, 4, device)]
+    minibatches = [rollout.policy_batches(samples, (4, 8), device)]
     ((batch,),) = rollout.with_advantages([samples], minibatches, np.array([[2.0, -1.0]]), device)
     rows = batch.rows
     fields = (rows.source, rows.targets, batch.advantages, batch.sample_share, rows.values)
@@ -177,7 +177,7 @@ def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
 def test_no_question_is_no_sample(engine):
     drawn = sample_episodes(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
     assert drawn.rewards.size == 0 and drawn.ids == []
-    (batch,) = rollout.policy_batches(drawn, 8, 4, cpu_device())
+    (batch,) = rollout.policy_batches(drawn, (4, 8), cpu_device())
     assert (batch.rows.targets == IGNORE).all() and batch.sample_share.sum() == 0
     for method in POLICY_LOSSES.values():
         if method.advantages is not None:
