@@ -2,7 +2,7 @@
 
     serve/connection.py, serve/middleware.py   bound and check the request, as for the chat server
     bodies.py, wire.py                         JSON or protocol buffers -> checked fields
-    service.py                                 logs and queues it, and returns the id of a promise
+    service.py, jobs.py                        log and queue it, and return the id of a promise
     log.py                                     the request on the disk
     tenants.py, losses.py, sampling.py         compute it, on the one thread that owns the device
     app.py                                     the client asks for the promise until it is kept

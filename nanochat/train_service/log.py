@@ -98,7 +98,7 @@ class RequestLog:
         for path in (self.folder / "log").iterdir():
             if int(path.name.partition(".")[0]) <= covered:
                 path.unlink(missing_ok=True)
-        for path in self._snapshots():
+        for path in (self.folder / "state").iterdir():  # also one that a kill has left half-way
             if int(path.name) < covered:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanochat.losses import clipped_objective, weighted_log_objective
 from nanochat.shell.cli import UserError
 
 
@@ -48,18 +49,17 @@ def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> T
 def ppo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
-    # As `clipped_objective` of nanochat/losses.py, which explains it; the thresholds are the ends of the clip.
+    # The thresholds are the ends of the clip; nanochat/losses.py counts them from 1.
     ratio = torch.exp(logp - old_logp)
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    return -clipped_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
 
 
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
     # Where PPO's clip wins, a token has no gradient. Here every token has one: the clip bounds its weight alone.
-    ratio = torch.exp(logp.detach() - old_logp)
-    return -ratio.clamp(clip_low_threshold, clip_high_threshold) * advantages * logp
+    ratio = torch.exp(logp - old_logp)
+    return -weighted_log_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
 
 
 def dro(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, beta: float) -> Tensor:

@@ -10,28 +10,26 @@ All of it except running requests is guarded by one lock. What users write is ne
 """
 
 import json
-import logging
 import re
 import secrets
 import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanochat import model_folder
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import tokenizer_files
-from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
 from nanochat.shell import paths, storage
-from nanochat.shell.cli import UserError, out_of_memory
+from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
 from nanochat.train_service import wire
+from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished
 from nanochat.train_service.log import REFUSED, Entry, RequestLog
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
@@ -44,46 +42,6 @@ KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
 EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one server takes on."""
-
-    queue: int = 1024  # requests that wait
-    slots: int = 16  # sequences sampled at once
-    batch_tokens: int = 8192  # of a micro-batch
-    models: int = 8  # in memory at once
-    snapshot_steps: int = 20  # optimizer steps between two snapshots
-
-
-@dataclass(eq=False)
-class Job:
-    """A request in the queue."""
-
-    id: str
-    run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
-    result: "Future[bytes]" = field(default_factory=lambda: _started_future())
-    sampler: Path | None = None  # of a sample: its weights; others of the same weights run with it
-    sample: SampleJob | None = None
-
-
-@dataclass(eq=False)
-class Model:
-    """A client's model; `trained` is its part in memory, which the worker alone touches."""
-
-    id: str
-    owner: str
-    settings: Trained
-    facts: dict[str, Any]  # of model.json
-    log: RequestLog
-    next: int = 1  # the number of the request that is queued next
-    parked: dict[int, Job] = field(default_factory=dict)  # those that came before their turn
-    live: TrainedModel | None = None
-    used: float = 0.0
-    done: int = 0  # the last request that has run
-    saved_steps: int = 0  # optimizer steps that the snapshot covers
-    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
 
 
 class Service:
@@ -152,9 +110,9 @@ class Service:
             model.done = model.log.covered
             model.next = model.done + 1
             for number, content in model.log.results().items():
-                self._keep(_finished(f"{model.id}:{number}", content))
+                self._keep(finished(f"{model.id}:{number}", content))
             if not model.done:
-                self._keep(_finished(f"{model.id}:0", _created(model)))
+                self._keep(finished(f"{model.id}:0", created(model)))
             for entry in model.log.entries():
                 self._park(model, entry)
 
@@ -179,7 +137,7 @@ class Service:
                 facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 facts["load"] = load
                 folder = self.folder / "models" / model_id
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)  # a kill may have left an empty one
                 model = self._add_model(model_id, facts)
                 storage.write_json(folder / "model.json", facts)
                 storage.flush(folder)
@@ -189,7 +147,7 @@ class Service:
 
     def _create(self, model: Model) -> bytes:
         self._live(model)
-        return _created(model)
+        return created(model)
 
     def _add_model(self, model_id: str, facts: dict[str, Any]) -> Model:
         log = RequestLog(self.folder / "models" / model_id)
@@ -366,7 +324,7 @@ class Service:
             try:
                 result = first.run()
             except Exception as error:
-                result = _failure(error)
+                result = failure(error)
             self._settle(first, result)
 
     def _sample(self, jobs: Sequence[Job]) -> None:
@@ -374,7 +332,7 @@ class Service:
         try:
             results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
         except Exception as error:
-            results = [_failure(error)] * len(jobs)
+            results = [failure(error)] * len(jobs)
         for job, result in zip(jobs, results, strict=True):
             self._settle(job, result)
 
@@ -417,7 +375,7 @@ class Service:
         try:
             result = self._compute(model, entry)
         except Exception as error:
-            result = _failure(error)
+            result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
         steps = model.live.steps - model.saved_steps if model.live else 0
@@ -432,7 +390,7 @@ class Service:
 
     def _compute(self, model: Model, entry: Entry) -> bytes:
         if entry.kind == REFUSED:
-            return _failure(UserError("this request was refused"))
+            return failure(UserError("this request was refused"))
         trained = self._live(model)
         if entry.kind == "forward_backward":
             request = wire.read_forward_backward(entry.content)
@@ -440,11 +398,11 @@ class Service:
             return wire.write_forward_backward(outputs, metrics)
         body = json.loads(entry.content)
         if entry.kind == "optim_step":
-            return _json({"metrics": trained.step(AdamSettings(**body))})
+            return as_json({"metrics": trained.step(AdamSettings(**body))})
         if entry.kind == "load_weights":
             self._load(model, trained, body)
             model.saved_steps = trained.steps
-            return _json({"type": "load_weights", "path": body["path"], "model_id": model.id})
+            return as_json({"type": "load_weights", "path": body["path"], "model_id": model.id})
         return self._save(model, trained, entry, body)
 
     def _save(self, model: Model, trained: TrainedModel, entry: Entry, body: dict[str, Any]) -> bytes:
@@ -463,11 +421,11 @@ class Service:
         trained.save(folder, with_optimizer=kind == "weights")
         path = f"{SCHEME}{model.id}/{kind}/{name}"
         if body["sampler"] is None:
-            return _json({"type": entry.kind, "path": path})
+            return as_json({"type": entry.kind, "path": path})
         sampler = self.create_sampler(model.owner, model.id.partition(":")[0], body["sampler"], path)
         for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
             shutil.rmtree(old, ignore_errors=True)
-        return _json({"type": entry.kind, "sampling_session_id": sampler})
+        return as_json({"type": entry.kind, "sampling_session_id": sampler})
 
     def _snapshot(self, model: Model) -> bool:
         """Write a model to the disk, and empty its log; returns whether all of it is on the disk now."""
@@ -516,12 +474,6 @@ class Service:
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
 
 
-def _started_future() -> "Future[bytes]":
-    future: Future[bytes] = Future()
-    future.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
-    return future
-
-
 def _is_name(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
 
@@ -532,31 +484,3 @@ def _iso(seconds: float) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode()
-
-
-def _created(model: Model) -> bytes:
-    return _json({"type": "load_weights" if model.facts["load"] else "create_model", "model_id": model.id})
-
-
-def _finished(request_id: str, content: bytes) -> Job:
-    job = Job(request_id)
-    job.result.set_result(content)
-    return job
-
-
-def _failure(error: Exception) -> bytes:
-    """The result of a request that failed: one line, and whose fault it is."""
-    if isinstance(error, UserError):
-        return _json({"error": str(error), "category": "user"})
-    if isinstance(error, ApiError):
-        return _json({"error": error.body["error"]["message"], "category": "user"})
-    if out_of_memory(error):
-        return _json({"error": "the server has too little memory for this: send shorter or fewer sequences, or lower "
-                      "--batch_tokens", "category": "server"})  # fmt: skip
-    log_failure("a request failed", error)
-    logging.getLogger(__name__).debug("%s", error)
-    return _json({"error": "the server failed on this request; its log names the line", "category": "server"})

@@ -1,0 +1,91 @@
+"""What the service keeps in memory: the limits, the requests in the queue with their results, and the models."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanochat.serve.scheduler import log_failure
+from nanochat.serve.schema import ApiError
+from nanochat.shell.cli import UserError, out_of_memory
+from nanochat.train_service.log import RequestLog
+from nanochat.train_service.sampling import SampleJob
+from nanochat.train_service.tenants import Trained, TrainedModel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes on."""
+
+    queue: int = 1024  # requests that wait
+    slots: int = 16  # sequences sampled at once
+    batch_tokens: int = 8192  # of a micro-batch
+    models: int = 8  # in memory at once
+    snapshot_steps: int = 20  # optimizer steps between two snapshots
+
+
+def _started_future() -> "Future[bytes]":
+    future: Future[bytes] = Future()
+    future.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+    return future
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the queue."""
+
+    id: str
+    run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
+    result: "Future[bytes]" = field(default_factory=_started_future)
+    sampler: Path | None = None  # of a sample: its weights; others of the same weights run with it
+    sample: SampleJob | None = None
+
+
+@dataclass(eq=False)
+class Model:
+    """A client's model; `live` is its part in memory, which the worker alone touches."""
+
+    id: str
+    owner: str
+    settings: Trained
+    facts: dict[str, Any]  # of model.json
+    log: RequestLog
+    next: int = 1  # the number of the request that is queued next
+    parked: dict[int, Job] = field(default_factory=dict)  # those that came before their turn
+    live: TrainedModel | None = None
+    used: float = 0.0
+    done: int = 0  # the last request that has run
+    saved_steps: int = 0  # optimizer steps that the snapshot covers
+    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+
+
+# ---------------------------------------------------------------------- results
+
+
+def as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode()
+
+
+def created(model: Model) -> bytes:
+    return as_json({"type": "load_weights" if model.facts["load"] else "create_model", "model_id": model.id})
+
+
+def finished(request_id: str, content: bytes) -> Job:
+    job = Job(request_id)
+    job.result.set_result(content)
+    return job
+
+
+def failure(error: Exception) -> bytes:
+    """The result of a request that failed: one line, and whose fault it is."""
+    if isinstance(error, UserError):
+        return as_json({"error": str(error), "category": "user"})
+    if isinstance(error, ApiError):
+        return as_json({"error": error.body["error"]["message"], "category": "user"})
+    if out_of_memory(error):
+        return as_json({"error": "the server has too little memory for this: send shorter or fewer sequences, or lower "
+                      "--batch_tokens", "category": "server"})  # fmt: skip
+    log_failure("a request failed", error)
+    return as_json({"error": "the server failed on this request; its log names the line", "category": "server"})
