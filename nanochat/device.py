@@ -95,6 +95,13 @@ PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 # (docs/measurements.md), so shorter runs than this stay eager.
 CPU_COMPILE_FLOPS = 3e13
 
+# What a worker of a Ray cluster asks for: one device.
+RAY_OPTIONS: dict[str, dict[str, Any]] = {
+    "npu": {"resources": {"NPU": 1}},
+    "cuda": {"num_gpus": 1},
+    "cpu": {"num_cpus": 1},
+}
+
 
 @dataclass(frozen=True)
 class Device:

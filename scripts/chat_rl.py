@@ -30,9 +30,9 @@ class Config(ChatFlags):
     temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the samples; the loss is that of temperature 1
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
-    # This process's engine between its steps, or servers: http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM ...
+    # This process's engine, servers (http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM, SGLang), or ray:WORKERS.
     sampler: str = "engine"
-    sampler_patience: Positive = 300  # seconds without a reply of the servers after which the run saves and ends
+    sampler_patience: Positive = 300  # seconds without a reply of these after which the run saves and ends
     # The samples of a step come from the weights so many steps before: servers sample while this process trains.
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit

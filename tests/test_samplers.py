@@ -25,6 +25,7 @@ from nanochat.gpt import GPT
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
+from nanochat.samplers.ray import RaySampler
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
@@ -529,3 +530,47 @@ def test_samples_drawn_ahead_are_not_replaced(start, capsys):  # noqa: F811
     with pytest.raises(SystemExit):
         call("chat_rl", *RL, "--source=base", "--loss=dapo", "--staleness=1")
     assert "--refills 0" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of this machine, of two processes."""
+    ray = pytest.importorskip("ray", reason="the extra `ray` brings it")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=10**8)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, capsys):
+    """With new weights each time. A worker that is killed while it samples costs no reply."""
+    prompts, settings = prompts_and_settings(1.3)
+    sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
+    for seed, killed in ((0, None), (1, "before"), (2, "meanwhile")):
+        expected = rollout.engine_sampler(Engine(policy(seed), tiny_tokenizer(), cpu_device()), 8)(
+            prompts, settings, 20
+        )
+        sampler.hand_over(policy(seed))
+        if killed == "before":
+            cluster.kill(sampler.workers[1])
+        elif killed == "meanwhile":
+            threading.Timer(0.005, cluster.kill, [sampler.workers[0]]).start()
+        replies = sampler(prompts, settings, 20)
+        assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
+        assert replies[3].logp == pytest.approx(expected[3].logp, abs=1e-5)
+    assert "a worker has died, and is replaced" in capsys.readouterr().err
+    assert "fails" in failure(lambda: sampler([[10**6]], [SamplingParams()], 4))
+    sampler.should_stop = lambda: True
+    with pytest.raises(cli.Interrupted):
+        sampler(prompts, settings, 20)
+
+
+@pytest.mark.slow
+def test_a_run_with_ray_has_the_bits_of_one_without(cluster, taught):  # noqa: F811
+    flags = (*graded(taught), "--num_iterations=2", "--eval_every=2", "--importance_cap=0", "--staleness=1")
+    call("chat_rl", *flags, "--model_tag=alone")
+    call("chat_rl", *flags, "--model_tag=rays", "--sampler=ray:1")
+    assert sha256(taught, "rl", 2, "rays") == sha256(taught, "rl", 2, "alone")

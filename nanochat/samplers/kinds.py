@@ -2,9 +2,11 @@
 
 engine                              this process, between its steps
 http://HOST:8001[,http://...]       servers (http.py)
+ray:N                               N workers for each process, on a Ray cluster (ray.py)
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -14,6 +16,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.rollout import Reply
 from nanochat.samplers.http import HttpSampler
+from nanochat.samplers.ray import RaySampler
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import UserError
 from nanochat.shell.paths import run_dir
@@ -70,4 +73,9 @@ def open_sampler(
             name.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
             key=os.environ.get("NANOCHAT_API_KEY", ""), should_stop=should_stop,
         )  # fmt: skip
-    raise UserError(f"--sampler {name}: engine, or the addresses of servers as http://HOST:PORT, with commas")
+    if re.fullmatch(r"ray:[1-9]\d{0,3}", name):
+        return RaySampler(
+            int(name[4:]), model, tokenizer, device, rows=rows, patience=patience, graphs=graphs,
+            should_stop=should_stop,
+        )  # fmt: skip
+    raise UserError(f"--sampler {name}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas")

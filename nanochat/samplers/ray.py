@@ -1,0 +1,201 @@
+"""RL's samples by workers of a Ray cluster: `--sampler ray:N`, N of them for each process of the trainer.
+
+A worker holds an engine on a device of its own, on whatever machine of the cluster has one; nanochat is installed there
+as here. Weights go through Ray's object store. A worker that dies is replaced, and another one draws its samples, by
+the same seeds. Whoever reaches a Ray cluster runs programs on its machines: keep it in a private network.
+
+The cluster is that of RAY_ADDRESS, or the one that `ray start` has started on this machine; without either, one of this
+machine's own processes.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from nanochat import device as devices
+from nanochat.device import Device
+from nanochat.engine import Engine
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.parallel.fsdp import whole
+from nanochat.rollout import Reply, engine_sampler
+from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import Failed, Interrupted, UserError
+from nanochat.shell.log import print0, warn
+from nanochat.shell.screen import bar
+from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop
+MOST_LOST = 3  # workers for each one of N that may die in one turn; more than that is no accident
+
+
+class Worker:
+    """Runs in a process of the cluster."""
+
+    def __init__(
+        self, config: GPTConfig, tokenizer: Tokenizer, kind: str, dtype: str, graphs: Literal["auto", "on", "off"]
+    ):
+        # Ray's processes may have inherited the trainer's place among its ranks, and would join them.
+        for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
+            del os.environ[name]
+        self.device = devices.init(kind, dtype)
+        with torch.device("meta"):
+            model = GPT(config, self.device.kernels)
+        self.model = model.to_empty(device=self.device.torch_device)
+        self.model.fill_rotary()
+        self.tokenizer = tokenizer
+        self.graphs: Literal["auto", "on", "off"] = graphs
+        self.engine: Engine | None = None
+        self.version = -1
+
+    @torch.no_grad()
+    def update(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+        if self.engine is None:
+            self.engine = Engine(self.model, self.tokenizer, self.device, self.graphs)
+        self.engine.update(self.model)
+        self.version = version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SamplingParams],
+        max_tokens: int,
+        rows: int,
+        version: int,
+    ) -> list[Reply]:
+        assert self.engine is not None and self.version == version
+        return engine_sampler(self.engine, rows)(prompts, settings, max_tokens)
+
+
+class RaySampler:
+    """Samples by `count` workers; see `rollout.Sampler`. `rows` is how many replies each generates at once.
+
+    Raises UserError: when Ray is not installed, or there is no cluster.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        model: GPT,
+        tokenizer: Tokenizer,
+        device: Device,
+        *,
+        rows: int,
+        patience: float,
+        graphs: Literal["auto", "on", "off"],
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        try:
+            import ray
+            from ray import exceptions
+        except ImportError as error:
+            raise UserError("--sampler ray:N needs the package ray: pip install -e '.[ray]'") from error
+        self.ray = ray
+        self.errors = exceptions
+        if not ray.is_initialized():
+            # Processes that each found no cluster would each start one.
+            address = "auto" if device.world_size > 1 and "RAY_ADDRESS" not in os.environ else None
+            try:
+                ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError as error:
+                raise UserError(
+                    "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
+                ) from error
+        self.count = count
+        self.rows = rows
+        self.patience = patience
+        self.should_stop = should_stop
+        self.device = device
+        dtype = str(device.dtype).removeprefix("torch.")
+        options = devices.RAY_OPTIONS[device.kind]
+        made = ray.remote(**options)(Worker)
+        self.start: Callable[[], Any] = lambda: made.remote(model.config, tokenizer, device.kind, dtype, graphs)
+        self.workers = [self.start() for _ in range(count)]
+        self.weights: ObjectRef[Any] | None = None
+        self.version = 0
+        print0(f"sampler: {count} workers of Ray for each process, each with {options}")
+
+    def hand_over(self, model: GPT) -> None:
+        """Sample with the model's present weights from now on. All ranks call it together.
+
+        Raises Failed: when the workers do not take them.
+        """
+        dtype = self.device.dtype
+        weights = {name: whole(weight.detach()).to("cpu", dtype) for name, weight in model.named_parameters()}
+        self.weights = self.ray.put(weights)
+        self.version += 1
+        self._run([self._update] * self.count)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]:
+        # Neighbours are samples of one question, and about as long: every worker gets some of each.
+        shares = [range(first, len(prompts), self.count) for first in range(min(self.count, len(prompts)))]
+
+        def ask(numbers: range) -> Callable[[Any], Any]:
+            own = [prompts[number] for number in numbers], [settings[number] for number in numbers]
+            return lambda worker: worker.sample.remote(*own, max_tokens, self.rows, self.version)
+
+        replies: list[Any] = [None] * len(prompts)
+        with bar("replies", len(prompts)) as progress:
+            drawn = self._run([ask(numbers) for numbers in shares])
+            for numbers, share in zip(shares, drawn, strict=True):
+                progress.done += len(numbers)
+                for number, reply in zip(numbers, share, strict=True):
+                    replies[number] = reply
+        return replies
+
+    def _update(self, worker: Any) -> Any:
+        return worker.update.remote(self.weights, self.version)
+
+    def _run(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
+        """The results of calls, each by a worker of its own; a worker that dies is replaced.
+
+        Raises Interrupted: when the run is to stop. Raises Failed: when a worker fails, or none replies.
+        """
+        results: list[Any] = [None] * len(calls)
+        pending = {call(worker): place for place, (call, worker) in enumerate(zip(calls, self.workers, strict=False))}
+        lost = 0
+        last_reply = time.monotonic()
+        while pending:
+            done, _ = self.ray.wait(list(pending), timeout=LOOK_SECONDS)
+            for reference in done:
+                place = pending.pop(reference)
+                try:
+                    results[place] = self.ray.get(reference)
+                    last_reply = time.monotonic()
+                except self.errors.RayActorError as error:
+                    lost += 1
+                    if lost > MOST_LOST * self.count:
+                        raise Failed(
+                            f"--sampler ray:{self.count}: {lost} workers have died: {_words(error)}"
+                        ) from error
+                    warn(f"--sampler ray:{self.count}: a worker has died, and is replaced ({_words(error)})")
+                    # Calls of one worker run in their order: it has the weights before it samples.
+                    self.workers[place] = self.start()
+                    update = self._update(self.workers[place])
+                    pending[update if calls[place] == self._update else calls[place](self.workers[place])] = place
+                except self.errors.RayError as error:
+                    raise Failed(f"--sampler ray:{self.count}: a worker fails: {_words(error)}") from error
+            if self.should_stop():
+                raise Interrupted
+            if time.monotonic() - last_reply > self.patience:
+                raise Failed(
+                    f"--sampler ray:{self.count}: no reply for {self.patience:g} s (--sampler_patience); `ray status` "
+                    "shows whether the cluster has room for the workers"
+                )
+        return results
+
+
+def _words(error: BaseException) -> str:
+    """The last line of Ray's report is that of the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
