@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from nanochat.engine import Engine, SamplingParams
 from nanochat.losses import clipped_objective, weighted_log_objective
+from nanochat.model_folder import load_adapters
 from nanochat.serve.listener import listening, make_server
 from nanochat.train_service import app as service_app
 from nanochat.train_service.app import create_app
@@ -319,6 +320,15 @@ def test_a_model_that_is_trained_whole(client, service, base):
     assert live is not None
     logits = live.model(torch.tensor([IDS[0]]))[0, -1]
     assert tokens.result().sequences[0].tokens[0] == int(logits.argmax())
+
+
+def test_saved_adapters_are_read_by_the_other_commands(client, service, base):
+    training = lora_client(client, train_unembed=False)
+    train(training, 2)
+    for path in (training.save_state("here").result().path, training.save_weights_for_sampler("here").result().path):
+        step, _ = service.path_of(service.models[training.model_id].owner, path)
+        found, _ = load_adapters(str(step), base.model.config, base.source)
+        assert_same(found.tensors, live_weights(service, training))
 
 
 def test_a_server_that_is_killed_resumes_to_the_same_bits(base, tmp_path):
