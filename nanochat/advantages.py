@@ -53,6 +53,11 @@ def batch_deviation(rewards: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
+def no_baseline(rewards: np.ndarray) -> np.ndarray:
+    """The reward itself: PPO compares it with a value function, token by token (value.py)."""
+    return rewards
+
+
 def has_signal(rewards: np.ndarray) -> np.ndarray:
     """Of which questions some replies were better than others, (Q,)."""
     return np.ptp(rewards, axis=1) > 0

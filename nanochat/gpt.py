@@ -530,7 +530,6 @@ class GPT(nn.Module):
         # Vectors back to a prediction of the next token.
         self.norm = Norm(C, config, self.kernels)
         self.head: nn.Module | None = None if config.tied_head else Head(config, self.kernels)
-        self.scalar_head = ScalarHead(config) if config.scalar_head else None
         # Whether `kernels.pack` has laid out the weights for decoding. Such a model has no gradient and no loss.
         self.is_packed = False
         self.value_embeddings = nn.ModuleDict()
@@ -540,6 +539,8 @@ class GPT(nn.Module):
         if config.residual_scales:
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
+        # The last part, so that adding it to a model leaves the order of the others.
+        self.scalar_head = ScalarHead(config) if config.scalar_head else None
         # The rotary tables follow from the config, so that checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
         self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out
+from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, no_baseline
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
@@ -85,6 +85,8 @@ class PolicyBatch:
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # by this model, before the step's first update; None: they are the present ones
     reference_logp: Tensor | None = None  # of the frozen reference model, or of the teacher
+    old_values: Tensor | None = None  # PPO: of the scalar head, before the step's first update (value.py)
+    returns: Tensor | None = None  # PPO: what the scalar head is to learn
 
 
 # A method is what a token gains by a change of its probability p (the objective), how the gains are averaged, and what
@@ -99,6 +101,7 @@ class PolicyBatch:
 #     dapo          min(r A, clip(r) A)            1                   tokens of all samples group_deviation
 #     gspo          min(s A, clip(s) A)            1 / |o|             samples               group_deviation
 #     cispo         clip(r) A log p                1                   tokens of all samples group_deviation
+#     ppo           min(r A, clip(r) A)            1                   tokens of all samples of each token: value.py
 #     distill       min(r A, clip(r) A)            1                   tokens of all samples log p_teacher - log p_old
 #
 # s is the geometric mean of r over the sample; in cispo clip(r) is a constant. The loss is minus the objective. A step
@@ -125,6 +128,7 @@ class PolicyLoss:
     clip_high: float = 0.2
     refills: int = 0  # how often questions without a signal are replaced
     overlong: float = 0.0  # last share of max_tokens in which the reward falls
+    has_values: bool = False  # a scalar head learns what each token promises, and the advantages are of tokens
 
     def override(self, **settings: float | None) -> "PolicyLoss":
         """With other numbers than the method's own; None keeps its own."""
@@ -142,9 +146,12 @@ def policy_loss(
     max_tokens: int,
     kl: float = 0.0,
     importance_cap: float = 0.0,
+    value_weight: float = 0.5,
+    value_clip: float = 0.2,
     stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a method: minus its objective, and `kl` x KL(p || p_reference).
+    """The loss of a method: minus its objective, and `kl` x KL(p || p_reference); of one with a value function also
+    `value_weight` x its error.
 
     With `importance_cap` C a token weighs min(p_old / p_sampler, C): the sampler's probabilities differ from the
     trainer's where it rounds otherwise, or has older weights (source: Yao et al. 2025, Your Efficient RL Framework
@@ -172,10 +179,23 @@ def policy_loss(
         # advantages stay those of the task; `--kl_in reward` puts it there (chat_rl), as RLHF does.
         assert batch.reference_logp is not None
         objective = objective - kl * kl_estimate(logp, batch.reference_logp)
+    if method.has_values:
+        objective = objective - value_weight * value_error(model, batch, value_clip)
     if stats is not None:
         _add_policy_stats(stats, batch, logp.detach(), old, ratio.detach() - 1, advantages, method)
     total, divisor = method.mean(objective, batch, max_tokens)
     return -total, divisor
+
+
+def value_error(model: Any, batch: PolicyBatch, clip: float) -> Tensor:
+    """Half the squared error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
+    assert batch.old_values is not None and batch.returns is not None
+    values = model(batch.rows.inputs, batch.rows.targets, segments=batch.rows.segments, scalars=True)
+    # As a probability does, a value moves no further than the clip from where it was: beyond, the larger error counts,
+    # which has no gradient (source: Schulman et al. 2017, PPO, in its code).
+    near = batch.old_values + (values - batch.old_values).clamp(-clip, clip)
+    error = torch.maximum((values - batch.returns).square(), (near - batch.returns).square())
+    return 0.5 * torch.where(batch.rows.targets != IGNORE, error, 0.0)
 
 
 # ---- What p is compared with
@@ -277,6 +297,10 @@ POLICY_LOSSES = {
     ),
     "grpo": PolicyLoss(
         token_ratio, clipped_objective, over_samples, group_deviation, "Shao et al. 2024, DeepSeekMath",
+    ),
+    "ppo": PolicyLoss(
+        token_ratio, clipped_objective, over_tokens, no_baseline,
+        "Schulman et al. 2017, Proximal Policy Optimization Algorithms", has_values=True,
     ),
     "dr_grpo": PolicyLoss(
         token_ratio, clipped_objective, over_max_tokens, group_mean,

@@ -37,7 +37,7 @@ class Config(ChatFlags):
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    # reinforce, rloo, reinforce++, grpo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
+    # reinforce, rloo, reinforce++, grpo, ppo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
     loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples
     minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
@@ -54,6 +54,10 @@ class Config(ChatFlags):
     # Last share of max_tokens in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
     overlong: Frozen[Fraction | None] = None
     teacher: Frozen[str | None] = None  # --loss distill: the model to learn from; a stage, a folder or hf:ORG/NAME
+    discount: Frozen[Fraction | None] = None  # ppo: of the value a token later (default 1)
+    gae_lambda: Frozen[Fraction | None] = None  # ppo: 1: the reward judges all tokens; 0: the next value (default 0.95)
+    value_weight: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: of the value function's error (default 0.5)
+    value_clip: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: how far a value may move (default 0.2)
     # optimizer
     adapter_rate: ClassVar[float] = 1e-5
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
@@ -72,7 +76,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import losses, rewards, rollout, scaling
+    from nanochat import losses, rewards, rollout, scaling, value
     from nanochat.advantages import overlong_penalty
     from nanochat.conversation import render_prompt
     from nanochat.engine import Slots, seed_of
@@ -99,13 +103,14 @@ def main(config: Config) -> None:
         raise UserError("--kl_in reward: there is no penalty without --kl")
     if config.staleness and method.refills:
         raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
+    estimates, of_values = value.settings(config, method.has_values)
     importance_cap = config.importance_cap
     if importance_cap is None:
         importance_cap = 2.0 if config.staleness else 0.0
     kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
     loss_fn = functools.partial(
         losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
-        importance_cap=importance_cap,
+        importance_cap=importance_cap, **of_values,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
     updates_each = config.updates_per_step * config.minibatches
@@ -113,7 +118,7 @@ def main(config: Config) -> None:
         print0("--clip_low and --clip_high do nothing with one update a step: set --minibatches or --updates_per_step")
 
     # ------------------------------------------------------------------ model, data, optimizer
-    start = begin(config, with_reference=config.kl > 0, teacher=config.teacher)
+    start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, with_scalar_head=method.has_values)
     device = start.device
     model = start.model
     reference = start.reference
@@ -154,6 +159,8 @@ def main(config: Config) -> None:
             batch = replace(batch, old_logp=rollout.logp_of(model, rows))
         if reference is not None:
             batch = replace(batch, reference_logp=rollout.logp_of(reference, rows))
+        if method.has_values:
+            batch = replace(batch, old_values=rows.values, returns=rows.values)
         start.ledger.report(model, optimizer, [batch, batch], loss_fn, max_grad_norm=config.largest_norm)
         replies = min(config.rollout_rows, math.ceil(examples * config.num_samples / device.world_size))
         cache = replies * Slots.bytes_per_slot(model.config, device.dtype)
@@ -257,6 +264,8 @@ def main(config: Config) -> None:
                 shaped -= config.kl * rollout.kl_of_samples(parts, minibatches, device)
             if method.advantages is not None:
                 minibatches = rollout.with_advantages(parts, minibatches, method.advantages(shaped), device)
+            if method.has_values:
+                minibatches = value.estimate(policy, minibatches, **estimates, device=device)
 
             # ---- learn
             policy_stats = torch.zeros(len(losses.POLICY_STATS), device=device.torch_device)

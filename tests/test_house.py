@@ -43,6 +43,7 @@ ORDER = (
     ("reward_model",),
     ("rewards",),
     ("rollout",),
+    ("value",),
     ("evals.*",),
     ("samplers.*",),
     ("run.*",),

@@ -180,7 +180,7 @@ def test_the_kl_penalty_is_in_the_loss(name, weights):
     assert (with_kl - plain).item() == pytest.approx(0.1 * kl)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", [name for name, row in POLICY_LOSSES.items() if not row.has_values])
 def test_gradients_are_finite_differences(name):
     """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
     generator = torch.Generator().manual_seed(4)
