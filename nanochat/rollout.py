@@ -145,7 +145,7 @@ class Samples:
 
 
 @dataclass
-class _Episode:
+class LiveEpisode:
     """A conversation as it grows: the tokens of the question, of a reply, of the environment's answer, and so on."""
 
     numbers: tuple[int, int]  # of the question, and of the sample among its question's
@@ -256,6 +256,50 @@ def sample_share(
     with another special token than the assistant's end is worth nothing, or less. `reward_seconds` and `should_stop`
     are for `rewards`, see `score`.
     """
+    own = Share(len(questions), samples)
+    try:
+        mine = play(
+            sampler, tokenizer, device, questions, samples=samples, max_tokens=max_tokens, context=context, seed=seed,
+            **sampling,
+        )  # fmt: skip
+        finished = [episode.finished() for episode in mine]
+        own.episodes = [
+            {
+                "numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending,
+                "longest": e.longest, "parts": {},
+            }
+            for e in mine
+        ]  # fmt: skip
+        for reward in rewards:
+            values = reward_functions.score(reward, finished, reward_seconds, should_stop)
+            for episode, sampled, value in zip(finished, own.episodes, values, strict=True):
+                is_broken = episode.ending == "broken" and reward.function is not None
+                sampled["parts"][reward.name] = min(value, 0.0) if is_broken else value
+    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
+    except (Failed, UserError) as failure:
+        own.failed = str(failure)
+    except Interrupted:
+        own.interrupted = True
+    return own
+
+
+@user_code.failures()
+def play(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    device: Device,
+    questions: Sequence[tuple[Task, Example]],
+    *,
+    samples: int,
+    max_tokens: int,
+    context: int,
+    seed: int,
+    **sampling: Any,
+) -> list[LiveEpisode]:
+    """This rank's share of `samples` episodes of each question, to their ends.
+
+    Raises Failed: when an environment of the user's fails. Raises UserError: for a chat template that cannot be used.
+    """
     # At least one token of the context is left for the reply.
     room = context - 1
     environments = [task.environment(example) for task, example in questions]
@@ -280,7 +324,7 @@ def sample_share(
         environment = task.environment(example)
         opening = list(environment.start())
         prompt = prompts[question]
-        mine.append(_Episode(
+        mine.append(LiveEpisode(
             (question, sample), task, example, environment, opening, list(opening), list(prompt), [0] * len(prompt),
             [0.0] * len(prompt),
         ))  # fmt: skip
@@ -289,38 +333,17 @@ def sample_share(
     #    episodes is one batch. The reward is on the rank that has sampled: it may run a program, so the ranks share
     #    this work, too.
     params = SamplingParams(**sampling)
-    own = Share(len(questions), samples)
-    try:
-        open_episodes = mine
-        while open_episodes:
-            settings = []
-            for episode in open_episodes:
-                turn = [episode.turns] if episode.turns else []
-                settings.append(replace(params, seed=seed_of(seed, *episode.numbers, *turn)))
-            replies = sampler([episode.ids for episode in open_episodes], settings, max_tokens)
-            for episode, reply in zip(open_episodes, replies, strict=True):
-                with user_code.failures():
-                    episode.add(reply, tokenizer, room)
-            open_episodes = [episode for episode in open_episodes if not episode.is_over]
-        finished = [episode.finished() for episode in mine]
-        own.episodes = [
-            {
-                "numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending,
-                "longest": e.longest, "parts": {},
-            }
-            for e in mine
-        ]  # fmt: skip
-        for reward in rewards:
-            values = reward_functions.score(reward, finished, reward_seconds, should_stop)
-            for episode, sampled, value in zip(finished, own.episodes, values, strict=True):
-                is_broken = episode.ending == "broken" and reward.function is not None
-                sampled["parts"][reward.name] = min(value, 0.0) if is_broken else value
-    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
-    except (Failed, UserError) as failure:
-        own.failed = str(failure)
-    except Interrupted:
-        own.interrupted = True
-    return own
+    open_episodes = mine
+    while open_episodes:
+        settings = []
+        for episode in open_episodes:
+            turn = [episode.turns] if episode.turns else []
+            settings.append(replace(params, seed=seed_of(seed, *episode.numbers, *turn)))
+        replies = sampler([episode.ids for episode in open_episodes], settings, max_tokens)
+        for episode, reply in zip(open_episodes, replies, strict=True):
+            episode.add(reply, tokenizer, room)
+        open_episodes = [episode for episode in open_episodes if not episode.is_over]
+    return mine
 
 
 def exchange(own: Share, device: Device, rewards: Sequence[Reward] = (reward_functions.TASK,)) -> Samples:

@@ -27,6 +27,7 @@ from nanochat.evals.chat import (
     preferred_letters,
     readable,
 )
+from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
 from nanochat.shell import cli, paths
 from nanochat.shell.cli import UserError
@@ -316,6 +317,27 @@ def test_reference_answers_score_all_and_spoiled_ones_nothing(
     assert (result.correct, result.total, result.too_long) == (100, 100, 0)
     assert any("->" in readable(one.reply) for one in replies) == (name in ("addition", "arithmetic", "letters"))
     assert grade(task, Table(wrong), **settings)[0].correct == 0
+
+
+@pytest.mark.parametrize(("is_best", "accuracy"), [(True, 0.926), (False, 0.0)])
+def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: float, monkeypatch) -> None:
+    """By the best moves of a game, and by what is no move."""
+    tokenizer = tiny_tokenizer()
+
+    def sampler(prompts: Sequence[Sequence[int]], settings: Any, max_tokens: int) -> list[Reply]:
+        replies = []
+        for prompt in prompts:
+            left = int(re.findall(r"(\d+) (?:stones|left)", tokenizer.decode(prompt))[-1])
+            move = str(left % 4 or 1) if is_best else "none"
+            ids = [*tokenizer.encode(move), tokenizer.encode_special("<|assistant_end|>")]
+            replies.append(Reply(ids, [1] * len(ids), [0.0] * len(ids), "complete"))
+        return replies
+
+    monkeypatch.setattr("nanochat.evals.chat.engine_sampler", lambda *_: sampler)
+    result, replies = grade(task_class("nim")("test"), Known(str), max_examples=100, model=tiny_model(300))
+    assert result.questions == 100 and result.accuracy == pytest.approx(accuracy, abs=0.06)
+    assert all(reply.messages[0]["content"].startswith("Nim with") for reply in replies)
+    assert (max(len(reply.messages) for reply in replies) > 3) == is_best
 
 
 # ---------------------------------------------------------------------- choice tasks

@@ -1,6 +1,7 @@
 """Chat evaluation: how many of a task's questions a model answers correctly.
 
-A generative task: the engine generates replies, with the tool, and the task grades them. A choice task takes one
+A generative task: the engine generates replies, with the tool, and the task grades them. An environment: it plays an
+episode, which is right from a reward of 1 on. A choice task takes one
 forward pass: of the question's letters, the likeliest one as the first token of the reply is the answer. ChatCORE is
 the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source: nanochat).
 
@@ -13,20 +14,21 @@ Legend: B rows, T tokens, C width, L letters, V vocab.
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nanochat.conversation import Message, Part, fit_prompt, parse_reply, render_prompt
+from nanochat.conversation import Message, Part, fit_prompt, parse_reply, parts_of, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.parallel.collectives import sum_over_ranks
+from nanochat.rollout import engine_sampler, play
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.shell.cli import UserError
+from nanochat.shell.cli import Failed, UserError
 from nanochat.shell.screen import track
 from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
 from nanochat.tasks.task import Example, Kind, Task
@@ -110,7 +112,9 @@ def evaluate(
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
     examples = [task.example(index) for index in order[:max_examples]]
-    prompts = [render_prompt(engine.tokenizer, example.question) for example in examples]
+    is_played = type(task).environment is not Task.environment
+    environments = [task.environment(example) for example in examples]
+    prompts = [render_prompt(engine.tokenizer, one.start(), tools=one.tools) for one in environments]
     letters = [_letter_ids(task, example, engine.tokenizer) for example in examples] if is_choice else []
 
     # Batches of examples, by number, the longest prompts first: where memory runs out, it does so at once.
@@ -124,6 +128,21 @@ def evaluate(
     # Reply and grade, every world_size-th batch.
     graded: list[tuple[int, Graded]] = []
     cut_off = 0
+    if is_played:
+        questions = [(task, examples[number]) for number in fitting]
+        settings = {"samples": samples, "max_tokens": max_tokens, "context": model.config.sequence_len}
+        sampler = engine_sampler(engine, batch_rows)
+        try:
+            played = play(sampler, engine.tokenizer, device, questions, **settings, **asdict(sampling))
+        except Failed as failure:
+            raise UserError(f"--tasks {task.name}: {failure}") from failure
+        for live in played:
+            episode = live.finished()
+            *messages, last = episode.messages
+            is_right = episode.ending != "broken" and episode.reward >= 1
+            graded.append((fitting[live.numbers[0]], Graded(messages, parts_of(last["content"]), is_right)))
+            cut_off += episode.ending == "cut off"
+        batches = []
     for place in track(range(device.rank, len(batches), device.world_size), "batches"):
         batch = batches[place]
         batch_prompts = [prompts[number] for number in batch]
