@@ -69,7 +69,11 @@ def damage_of(path: Path) -> Iterator[None]:
 
 
 def find_source(
-    source: str, model_tag: str | None = None, step: int | None = None, device: Device | None = None
+    source: str,
+    model_tag: str | None = None,
+    step: int | None = None,
+    device: Device | None = None,
+    flag: str = "--source",
 ) -> Path:
     """The folder of a checkpoint, all of whose files were read and are whole.
 
@@ -77,15 +81,16 @@ def find_source(
     for a reward model, a checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files,
     hf:ORG/NAME or modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
+    `flag` is the one that named it, for the messages.
 
     Raises UserError: when there is none.
     """
     # Rank 0 decides for all: ranks that looked by themselves could find different steps while a run still saves, and
     # each would read every file.
     if device is not None:
-        found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step)))
+        found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step, flag=flag)))
         return Path(str(found))
-    found = _find_source(source, model_tag, step)
+    found = _find_source(source, model_tag, step, flag)
     # Adapters are as whole as their base.
     with damage_of(found):
         for base in lineage(found)[1:]:

@@ -10,15 +10,16 @@ A function gets a list of episodes and returns as many numbers. It may be `async
     def is_short(episodes):
         return [float(len(episode.reply) < 80) for episode in episodes]
 
-It is called once a step by each process, with the episodes that this process has sampled. The file runs with your
-rights.
+Each process calls it with the episodes that it has sampled itself, once for each time that it samples. The file runs
+with your rights.
 """
 
 import asyncio
 import inspect
-import math
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Episode:
     ending: Ending  # of the last reply: "complete", "cut off" by a limit, or "broken" by a wrong special token
 
 
+LARGEST = 1e9  # reward or weight: sums and squares of them are finite in fp32
 Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
 
 # What KIND:SOURCE in --reward opens: a function from SOURCE and the device to a reward function.
@@ -101,12 +103,14 @@ def open_rewards(text: str, device: Device) -> list[Reward]:
 
 def _weighted(entry: str) -> tuple[str, float]:
     what, colon, number = entry.rpartition(":")
+    if user_code.PLACE.fullmatch(entry):  # of a function that may be called nan or inf, too
+        return entry, 1.0
     try:
         weight = float(number)
     except ValueError:
         return entry, 1.0
-    if not colon or not math.isfinite(weight) or weight == 0:
-        raise UserError(f"--reward {entry}: a weight is a finite number other than 0, after a colon")
+    if not colon or not 0 < abs(weight) <= LARGEST:
+        raise UserError(f"--reward {entry}: a weight is a number other than 0, up to {LARGEST:g}, after a colon")
     return what, weight
 
 
@@ -121,22 +125,27 @@ def score(
 ) -> list[float]:
     """A part of the reward of each episode, before its weight.
 
-    Raises Failed: when the function fails, returns something else, or, if it is async, takes longer than `seconds`.
+    Raises Failed: when the function fails, returns something else, or takes longer than `seconds`.
     Raises Interrupted: when `should_stop` returns True meanwhile.
     """
     if reward.function is None:
         return [episode.reward for episode in episodes]
     if not episodes:
         return []
-    try:
-        found = reward.function(list(episodes))
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found, seconds, should_stop))
-    except Interrupted:
-        raise
-    except Exception as error:
+    until = time.monotonic() + seconds
+    outcome: Future[Any] = Future()
+    # A thread of its own: a function that blocks is left behind, and ends with the process.
+    threading.Thread(target=_call, args=(reward.function, list(episodes), outcome), daemon=True).start()
+    while not wait([outcome], timeout=0.1).done:
+        if should_stop():
+            raise Interrupted
+        if time.monotonic() > until:
+            raise Failed(f"--reward {reward.name} took longer than --hang_seconds {seconds:g}")
+    error = outcome.exception()
+    if error is not None:
         problem = user_code.explain(error) or f"{type(error).__name__}: {error}"
         raise Failed(f"--reward {reward.name} fails: {problem}") from error
+    found = outcome.result()
     # A list, or an array or tensor of one dimension.
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, Sequence) or len(values) != len(episodes):
@@ -144,21 +153,25 @@ def score(
         raise Failed(f"--reward {reward.name} returned {shape} for {len(episodes)} episodes: one number for each")
     values = [value.item() if hasattr(value, "item") else value for value in values]
     for number, value in enumerate(values):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise Failed(f"--reward {reward.name} returned {value!r} for episode {number}: not a finite number")
+        if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+            shown = repr(value)[:40]
+            raise Failed(
+                f"--reward {reward.name} returned {shown} for episode {number}: not a number up to {LARGEST:g}"
+            )
     return [float(value) for value in values]
 
 
-async def _awaited(work: Awaitable[Any], seconds: float, should_stop: Callable[[], bool]) -> Any:
-    task = asyncio.ensure_future(work)
-    until = time.monotonic() + seconds
-    while not task.done():
-        await asyncio.wait([task], timeout=0.1)
-        if should_stop():
-            raise Interrupted  # asyncio.run cancels what is still running
-        if time.monotonic() > until:
-            raise Failed(f"a reward function took longer than --hang_seconds {seconds:g}")
-    return task.result()
+def _call(function: Function, episodes: list[Episode], outcome: "Future[Any]") -> None:
+    """Call a function, wait for it where it is async, and keep what it returns or raises."""
+    try:
+        found = function(episodes)
+        outcome.set_result(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+    except BaseException as error:  # sys.exit() too, which would end this thread alone
+        outcome.set_exception(error)
+
+
+async def _awaited(work: Any) -> Any:
+    return await work
 
 
 def check(rewards: Sequence[Reward], questions: Sequence[tuple[Task, Example]], seconds: float) -> None:

@@ -23,7 +23,7 @@ from nanochat.tasks.environment import Environment
 from nanochat.tasks.mixture import open_mixture
 
 MINE = """
-import asyncio, neighbour, numpy
+import asyncio, neighbour, numpy, sys, time
 
 def length(episodes):
     return [len(episode.reply) for episode in episodes]
@@ -36,6 +36,18 @@ async def waits(episodes):
 
 async def never(episodes):
     await asyncio.sleep(60)
+
+def blocks(episodes):
+    time.sleep(60)
+
+def leaves(episodes):
+    sys.exit()
+
+def too_large(episodes):
+    return [10**400] * len(episodes)
+
+def nan(episodes):
+    return [0.0] * len(episodes)
 
 def array(episodes):
     return numpy.arange(len(episodes))
@@ -81,6 +93,7 @@ def test_a_function_returns_a_number_for_each_episode(mine):
     assert values(mine, "task") == [0.25, 0.25]
     assert values(mine, "mine.py:length") == [3.0, 3.0]
     assert values(mine, "mine.py:waits:0.1") == [0.5, 0.5], "async, with a module next to it; the weight comes later"
+    assert values(mine, "mine.py:nan") == [0.0, 0.0], "a function's name, and no weight"
     assert values(mine, "mine.py:array", count=3) == [0.0, 1.0, 2.0]
     assert values(mine, "mine.py:fails", count=0) == [], "a process without episodes calls nothing"
     tensor = Reward("tensor", function=lambda episodes: torch.ones(len(episodes)))
@@ -94,6 +107,8 @@ def test_a_function_returns_a_number_for_each_episode(mine):
         ("too_few", "1 values for 2 episodes"),
         ("no_number", "nan for episode 1"),
         ("a_text", "'1' for episode 1"),
+        ("too_large", "100000.* for episode 0: not a number up to 1e"),
+        ("leaves", r"fails.*`sys.exit\(\)`: SystemExit$"),
         ("nothing", "NoneType for 2 episodes"),
     ],
 )
@@ -103,11 +118,12 @@ def test_what_a_function_does_wrong_is_one_line(mine, entry, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_that_waits_can_be_stopped(mine):
-    with pytest.raises(Failed, match="--hang_seconds 0.2"):
-        values(mine, "mine.py:never", seconds=0.2)
+@pytest.mark.parametrize("name", ["never", "blocks"])
+def test_a_function_that_waits_can_be_stopped(mine, name):
+    with pytest.raises(Failed, match=f"{name} took longer than --hang_seconds 0.2"):
+        values(mine, f"mine.py:{name}", seconds=0.2)
     with pytest.raises(Interrupted) as caught:
-        values(mine, "mine.py:never", should_stop=lambda: True)
+        values(mine, f"mine.py:{name}", should_stop=lambda: True)
     assert not isinstance(caught.value, Failed)
 
 
@@ -123,6 +139,7 @@ def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
     for text, word in {
         "": "empty", "nosuch": "none of task", f"{tmp_path}/gone.py:f": "no file", f"{mine}:lengt": "length, waits",
         f"{mine}:constant": "no function", f"{mine}:length:0": "weight", f"task:nan,{mine}:length": "weight",
+        "task:1e308": "weight",
         f"{mine}:length,{mine}:length:2": "length twice", f"{tmp_path}/broken.py:score": "broken.py:1 `def score",
         f"{tmp_path}/raises.py:f": "nosuchmodule",
     }.items():  # fmt: skip
@@ -226,5 +243,5 @@ def test_the_functions_of_the_page_run(tmp_path):
     brief, solved = open_rewards(f"{tmp_path}/mine.py:is_brief,{tmp_path}/mine.py:has_solution", cpu_device())
     episodes = [episode, replace(episode, reply="x" * 80)]
     assert score(brief, episodes, 1.0) == score(solved, episodes, 1.0) == [1.0, 0.0]
-    fields = re.findall(r"^\| `(\w+)` \|", english.partition("## Methods")[0], re.MULTILINE)
+    fields = re.findall(r"^\| `(\w+)` \|", english.partition("## An environment")[0], re.MULTILINE)
     assert set(fields) == {field.name for field in dataclasses.fields(Episode)}

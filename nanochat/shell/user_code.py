@@ -40,7 +40,7 @@ def load(flag: str, place: str) -> Any:
             sys.path.append(str(path.parent))
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise UserError(f"{flag} {place}: {explain(error) or error}") from error
     found = getattr(sys.modules[name], match["name"], None)
@@ -60,7 +60,7 @@ def failures() -> Iterator[None]:
     """Raises Failed: for an exception of a loaded file."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = explain(error)
         if problem is None or isinstance(error, Failed):
             raise
@@ -69,7 +69,7 @@ def failures() -> Iterator[None]:
 
 def explain(error: BaseException) -> str | None:
     """One line for an exception of a loaded file, with the line of the file that failed; None for other exceptions."""
-    problem = f"{type(error).__name__}: {error}"
+    problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename in _files:
         return f"{Path(error.filename).name}:{error.lineno} `{(error.text or '').strip()}`: {problem}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _files]

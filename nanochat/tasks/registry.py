@@ -168,7 +168,8 @@ def require_grades(specs: Sequence[TaskSpec]) -> None:
         if task_class(spec.name).kind == "dialogue":
             graded = ", ".join(name for name in NAMES if task_class(name).kind != "dialogue")
             problem = f"a dialogue has no right answer to grade; those with one are {graded}"
-            raise UserError(f"--tasks {spec.path or spec.name}: {problem}; or --reward FILE.py:FUNCTION of chat_rl")
+            hint = "chat_rl needs none with --reward FILE.py:FUNCTION, without task in it"
+            raise UserError(f"--tasks {spec.path or spec.name}: {problem}; {hint}")
 
 
 def require_pairs(specs: Sequence[TaskSpec]) -> None:
