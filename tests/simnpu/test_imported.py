@@ -27,6 +27,28 @@ STAGES = {
     "dpo": "--target_examples_per_step=8 --num_iterations=3",
     "rl": "--examples_per_step=4 --num_samples=4 --num_iterations=3 --max_tokens=12",
 }
+# RL also learns from episodes of two turns, and by a reward function, both of the user's own.
+MINE = """
+from nanochat.conversation import text_of
+from nanochat.tasks.environment import Environment, Step
+
+class Twice(Environment):
+    def __init__(self, rng):
+        self.number = rng.randint(10, 99)
+        self.replies = 0
+
+    def start(self):
+        return [{"role": "user", "content": f"What is {self.number}?"}]
+
+    def step(self, reply):
+        self.replies += 1
+        if self.replies == 1:
+            return Step([{"role": "tool", "name": "again", "content": "Again."}])
+        return Step(reward=float("1" in text_of(reply)))
+
+async def brief(episodes):
+    return [-episode.tokens for episode in episodes]
+"""
 # Runs between two commands, on rank 0: the stage's later steps are lost, the last one is kept elsewhere.
 FORGET = """
 import os, pathlib, shutil
@@ -56,6 +78,7 @@ def questions(tmp_path_factory) -> Path:
     rows = [{"question": f"What is {n}?", "answer": f"#### {n % 2 + 1}"} for n in range(64)]
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "mine.py").write_text(MINE)
     return folder
 
 
@@ -83,6 +106,9 @@ def commands(qwen: Path, questions: Path, tag: str, more: str) -> list[str]:
     made = []
     for (stage, sizes), source in zip(STAGES.items(), (qwen, "sft", "dpo"), strict=True):
         command = f"chat_{stage} {sizes} {flags} --source={source}"
+        if stage == "rl":
+            mine = f"{questions}/mine.py"
+            command += f" --tasks=gsm8k={questions},{mine}:Twice --reward=task,{mine}:brief:0.02"
         made += [command, f"-c {shlex.quote(FORGET.format(stage=stage, tag=tag))}", f"{command} --resume"]
     return made
 

@@ -33,7 +33,7 @@ RL = (
     "--device_batch_size=2 --tasks=addition --examples_per_step=4 --num_samples=4 --num_iterations=2 --max_tokens=12 "
     "--eval_examples=8 --lr_scale=0.2"
 )
-STAGES = ("base", "mid", "sft", "dpo")
+STAGES = ("base", "mid", "sft", "rm", "dpo")
 PYTHON = """
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
@@ -79,12 +79,15 @@ def losses(base: Path, stage: str, tag: str = "d2") -> list[float]:
 
 def commands(device: str, dtype: str) -> list[str]:
     on = f"--device={device} --dtype={dtype}"
-    return [f"base_train {on} {BASE}", f"mid_train {on} {MID}", f"chat_sft {on} {SFT}", f"chat_dpo {on} {DPO}"]
+    return [
+        f"base_train {on} {BASE}", f"mid_train {on} {MID}", f"chat_sft {on} {SFT}", f"chat_rm {on} {DPO}",
+        f"chat_dpo {on} {DPO}",
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def on_cpu(texts, tmp_path_factory) -> Path:
-    """tok, base, mid, SFT and DPO in fp32 on the CPU."""
+    """tok, base, mid, SFT, reward model and DPO in fp32 on the CPU."""
     base = tmp_path_factory.mktemp("cpu")
     chain(base, texts, "tok_train --data=texts.txt --vocab_size=400", *commands("cpu", "float32"), simulated=None)
     return base
@@ -118,7 +121,7 @@ def test_a_stage_in_fp32_has_the_cpus_losses(on_cpu, on_npu, stage: str):
 
 def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
     base, out = on_npu
-    assert out.count("== ") == 11 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
+    assert out.count("== ") == 12 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
     assert "held-out reward" in out and "ChatCORE" in out
     assert len(losses(base, "rl")) == 2
     line = json.loads((base / "runs/base/d2/metrics.jsonl").read_text().splitlines()[-1])
@@ -189,7 +192,9 @@ def test_a_chat_over_the_pages_api(on_npu, texts):
 def test_several_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path, ranks: int):
     base = with_tokenizer(tmp_path / "base", on_cpu)
     sizes = [
-        command if "dpo" in command else command.replace("--device_batch_size=2", "--device_batch_size=1")
+        command
+        if "dpo" in command or "rm" in command.split()[0]
+        else command.replace("--device_batch_size=2", "--device_batch_size=1")
         for command in commands("npu", "float32")
     ]
     chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=ranks)
