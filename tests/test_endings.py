@@ -100,7 +100,7 @@ def result(base: Path, stage: str = "base") -> tuple[str, list[dict[str, Any]]]:
     """The sha256 of the final weights, and what was logged that does not depend on time."""
     weights = base / f"checkpoints/{stage}/{TAGS[stage]}/step_{STEPS[stage]:06d}/model.safetensors"
     text = (base / f"runs/{stage}/{TAGS[stage]}/metrics.jsonl").read_text()
-    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes"}
+    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "sampling_seconds", "training_seconds"}
     lines = [{k: v for k, v in json.loads(line).items() if k not in timed} for line in text.splitlines()]
     return hashlib.sha256(weights.read_bytes()).hexdigest(), lines
 

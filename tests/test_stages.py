@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
-from tiny import cpu_device, lively_model, run_command, save_checkpoint, smallest_model, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
 from nanochat import scaling
@@ -613,7 +613,9 @@ def test_a_student_comes_nearer_to_its_teacher(start):
 
 
 def test_a_teacher_reads_the_tokens_of_its_student(start, capsys, tmp_path):
-    teacher = save_checkpoint(tmp_path / "other", 1, smallest_model(), tiny_tokenizer(), {"stage": "base"})
+    tokenizer = tiny_tokenizer()
+    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size))
+    teacher = save_checkpoint(tmp_path / "other", 1, model, tokenizer, {"stage": "base"})
     code, err = mistake(capsys, "chat_rl", *RL, "--source=base", "--loss=distill", f"--teacher={teacher}")
     assert code == 1 and "its tokenizer is not that of" in err
 
