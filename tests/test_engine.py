@@ -141,7 +141,7 @@ def test_a_row_ends_with_a_stop_token_and_leaves_the_batch(monkeypatch: pytest.M
 
     widths: list[int] = []
     decode = Slots.decode
-    monkeypatch.setattr(Slots, "decode", lambda self: widths.append(len(self.rows)) or decode(self))
+    monkeypatch.setattr(Slots, "decode", lambda self, *more: widths.append(len(self.rows)) or decode(self, *more))
     assert engine.generate(prompts, max_tokens=10, sampling=GREEDY)[0] == expected
     ends = [len(row) + (len(row) < 10) for row in expected]  # steps of each row: the stop token takes one
     assert widths == [sum(end > step for end in ends) for step in range(max(ends))], "a step computes running rows only"

@@ -73,7 +73,7 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what takes seconds and is not compared: 15,000 tasks, facts about the machine, resampled errors."""
     monkeypatch.setattr("nanochat.evals.harness.Tasks.__init__", partialmethod(Tasks.__init__, include_defaults=False))
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    monkeypatch.setattr("lm_eval.simple_evaluate", partial(simple_evaluate, bootstrap_iters=0))
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", partial(simple_evaluate, bootstrap_iters=0))
 
 
 @pytest.fixture(autouse=True)
