@@ -10,6 +10,7 @@ machine's own processes.
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,8 +104,10 @@ class RaySampler:
         if not ray.is_initialized():
             # Processes that each found no cluster would each start one.
             address = "auto" if device.world_size > 1 and "RAY_ADDRESS" not in os.environ else None
+            handler = signal.getsignal(signal.SIGTERM)
             try:
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+                signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own, which leaves with status 15
             except ConnectionError as error:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
