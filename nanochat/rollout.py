@@ -238,30 +238,20 @@ def sample_share(
     device: Device,
     questions: Sequence[tuple[Task, Example]],
     *,
-    samples: int,
-    max_tokens: int,
-    context: int,
-    seed: int,
     rewards: Sequence[Reward] = (reward_functions.TASK,),
     reward_seconds: float = 600.0,
     should_stop: Callable[[], bool] = lambda: False,
-    **sampling: Any,
+    **settings: Any,
 ) -> Share:
-    """This rank's share of `samples` episodes of each question. It waits for no other rank, so any thread may call it.
+    """This rank's share of the episodes, with their rewards. It waits for no other rank, so any thread may call it.
 
-    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
-    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
-    Its neighbours change at most the rounding, because they change the shapes of the products. A reply that
-    `max_tokens` or the context cuts off keeps what it has; its reward decides what that is worth. A reply that ends
-    with another special token than the assistant's end is worth nothing, or less. `reward_seconds` and `should_stop`
-    are for `rewards`, see `score`.
+    `settings` are those of `play`; `reward_seconds` and `should_stop` are for `rewards`, see `score`. A reply that is
+    cut off is worth what its reward says, one that ends with another special token than the assistant's end is worth
+    nothing, or less.
     """
-    own = Share(len(questions), samples)
+    own = Share(len(questions), settings["samples"])
     try:
-        mine = play(
-            sampler, tokenizer, device, questions, samples=samples, max_tokens=max_tokens, context=context, seed=seed,
-            **sampling,
-        )  # fmt: skip
+        mine = play(sampler, tokenizer, device, questions, **settings)
         finished = [episode.finished() for episode in mine]
         own.episodes = [
             {
@@ -298,6 +288,9 @@ def play(
 ) -> list[LiveEpisode]:
     """This rank's share of `samples` episodes of each question, to their ends.
 
+    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
+    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
+    Its neighbours change at most the rounding, because they change the shapes of the products.
     Raises Failed: when an environment of the user's fails. Raises UserError: for a chat template that cannot be used.
     """
     # At least one token of the context is left for the reply.
