@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, no_baseline
+from nanochat.alignment.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, no_baseline
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
@@ -85,12 +85,13 @@ class PolicyBatch:
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # by this model, before the step's first update; None: they are the present ones
     reference_logp: Tensor | None = None  # of the frozen reference model, or of the teacher
-    old_values: Tensor | None = None  # PPO: of the scalar head, before the step's first update (value.py)
+    old_values: Tensor | None = None  # PPO: of the scalar head, before the step's first update (alignment/value.py)
     returns: Tensor | None = None  # PPO: what the scalar head is to learn
 
 
 # A method is what a token gains by a change of its probability p (the objective), how the gains are averaged, and what
-# a sample's reward R is compared with (its advantage A: advantages.py). With r = p / p_old, o a sample, |o| its length:
+# a sample's reward R is compared with (its advantage A: alignment/advantages.py). With r = p / p_old, o a sample, |o|
+# its length:
 #
 #     loss          a token's objective            weight of a token   divided by            A
 #     reinforce     A log p                        1 / |o|             samples               group_mean

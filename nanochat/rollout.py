@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat import rewards as reward_functions
-from nanochat.advantages import has_signal
+from nanochat.alignment import rewards as reward_functions
+from nanochat.alignment.advantages import has_signal
+from nanochat.alignment.rewards import Reward
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import PackedBatch, pack_sequences
@@ -25,7 +26,6 @@ from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.losses import PolicyBatch, token_logp
 from nanochat.parallel.collectives import gather_values, sum_over_ranks
-from nanochat.rewards import Reward
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted, UserError

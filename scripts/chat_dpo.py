@@ -54,7 +54,8 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import losses, preferences, scaling
+    from nanochat import losses, scaling
+    from nanochat.alignment import preferences
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer

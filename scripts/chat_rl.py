@@ -76,8 +76,9 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import losses, rewards, rollout, scaling, value
-    from nanochat.advantages import overlong_penalty
+    from nanochat import losses, rollout, scaling
+    from nanochat.alignment import rewards, value
+    from nanochat.alignment.advantages import overlong_penalty
     from nanochat.conversation import render_prompt
     from nanochat.engine import Slots, seed_of
     from nanochat.model_folder import weights_sha256

@@ -40,8 +40,9 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import losses, preferences, scaling
-    from nanochat.reward_model import to_rate
+    from nanochat import losses, scaling
+    from nanochat.alignment import preferences
+    from nanochat.alignment.reward_model import to_rate
     from nanochat.run.memory import full_rows
     from nanochat.run.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture

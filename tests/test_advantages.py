@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanochat.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, overlong_penalty
+from nanochat.alignment.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, overlong_penalty
 from nanochat.losses import POLICY_LOSSES
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])

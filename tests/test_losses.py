@@ -13,7 +13,8 @@ import torch
 from tiny import cpu_device, lively_model, tiny_config
 from torch import Tensor
 
-from nanochat import losses, preferences
+from nanochat import losses
+from nanochat.alignment import preferences
 from nanochat.attention import Segments
 from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import cpu_device, lively_model, tiny_config
 
-from nanochat import preferences
+from nanochat.alignment import preferences
 from nanochat.conversation import Rendered
 from nanochat.losses import gain_sum, kto_loss
 from nanochat.tasks.mixture import JudgedReply

@@ -9,11 +9,11 @@ from test_scripts import base  # noqa: F401
 from test_stages import CPU, DPO, RL, RM, call, losses, metrics, pairs_file, pretrained, start  # noqa: F401
 from tiny import cpu_device, lively_model, tiny_config
 
-from nanochat import rewards
+from nanochat.alignment import rewards
+from nanochat.alignment.reward_model import load_reward_model
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render
 from nanochat.gpt import GPT
-from nanochat.reward_model import load_reward_model
 from nanochat.shell.cli import UserError
 
 

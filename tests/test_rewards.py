@@ -14,9 +14,10 @@ import torch
 from test_rollout import Echoing, Length, make_engine, questions
 from tiny import complaint, cpu_device, run_ranks
 
-from nanochat import rewards, rollout
+from nanochat import rollout
+from nanochat.alignment import rewards
+from nanochat.alignment.rewards import Episode, Reward, open_rewards, score
 from nanochat.device import Device
-from nanochat.rewards import Episode, Reward, open_rewards, score
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted
 from nanochat.tasks.environment import Environment

@@ -9,7 +9,7 @@ from test_scripts import base, mistake  # noqa: F401
 from test_stages import RL, call, pretrained, start  # noqa: F401
 from tiny import cpu_device
 
-from nanochat import value
+from nanochat.alignment import value
 from nanochat.checkpoint_manager import load_model
 from nanochat.losses import POLICY_LOSSES, policy_loss, value_error
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nanochat import device as devices
+from nanochat.alignment.preferences import Replies
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
-from nanochat.preferences import Replies
 from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import JudgedReply
 

@@ -23,10 +23,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.alignment.reward_model import load_reward_model
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
-from nanochat.reward_model import load_reward_model
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted, UserError
 from nanochat.tasks.task import Example, Task
