@@ -30,8 +30,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import hf, lora, model_folder
+from nanochat import lora, model_folder
 from nanochat.device import Device
+from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lora import Lora
 from nanochat.optim import Optimizer

@@ -7,9 +7,10 @@ then `user` and `assistant` in turn. A content is a text, or a list of parts `{"
 SFT, RL, evaluation, the terminal chat and the server all render here, and nowhere else: a model must be served exactly
 the format that it was trained on. One token of difference costs quality, and nothing reports it.
 
-A model of another family keeps its own format, which its chat template writes (chat_template.py). Its messages may also
-have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it describes. In this
-project's own format a message of the role `tool`, which environments write (tasks/environment.py), is a user's turn.
+A model of another family keeps its own format, which its chat template writes (families/chat_template.py). Its messages
+may also have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it
+describes. In this project's own format a message of the role `tool`, which environments write (tasks/environment.py),
+is a user's turn.
 """
 
 import bisect
@@ -17,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate, RenderedText, Settings, TemplateError
-from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.families.chat_template import ChatTemplate, RenderedText, Settings, TemplateError
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 

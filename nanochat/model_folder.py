@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanochat import hf, lora, peft
+from nanochat import lora
 from nanochat.data import hub
 from nanochat.device import Device
+from nanochat.families import hf, peft
 from nanochat.gpt import GPTConfig
 from nanochat.lora import Adapters
 from nanochat.parallel.collectives import decide_on_rank_zero

@@ -1,6 +1,6 @@
 """Byte-pair tokenizer: text in, token ids out. rustbpe trains it, tiktoken encodes with it.
 
-Tokenizers of other model families have the same interface (imported_tokenizer.py); `Tokenizer.load` reads either.
+Other families' tokenizers have the same interface (families/imported_tokenizer.py); `Tokenizer.load` reads either.
 
 The vocabulary, by id:
 
@@ -30,7 +30,7 @@ from nanochat.shell.cli import UserError
 from nanochat.shell.untrusted import read_json
 
 if TYPE_CHECKING:
-    from nanochat.chat_template import ChatTemplate
+    from nanochat.families.chat_template import ChatTemplate
 
 # Marks that are not text. The model learns from them where a document begins, and who is speaking in a chat.
 #
@@ -90,7 +90,7 @@ class Tokenizer:
     format_version = 1  # of its file
     indent: int | None = 1
 
-    # What an imported tokenizer has as well, with other values (imported_tokenizer.py).
+    # What an imported tokenizer has as well, with other values (families/imported_tokenizer.py).
     vocab_size: int
     special_ids: dict[str, int]  # by name
     token_texts: list[bytes]  # by id: what each token adds to a text; nothing for a special token
@@ -213,7 +213,9 @@ class Tokenizer:
             content = read_json(path, **MAX_FILE)
             is_hugging_face = "model" in content
             if is_hugging_face or content["version"] == 2:
-                from nanochat.imported_tokenizer import ImportedTokenizer  # here, because it imports this module
+                from nanochat.families.imported_tokenizer import (
+                    ImportedTokenizer,  # here, because it imports this module
+                )
 
                 remedy = "download it again"
                 if is_hugging_face:

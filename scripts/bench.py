@@ -292,8 +292,8 @@ def random_model(config: Config, device: Any) -> tuple[Any, Any]:
 
 def imported_model(config: Config, device: Any) -> tuple[Any, Any, Path]:
     """The model of --source, its tokenizer and its folder."""
-    from nanochat import hf
     from nanochat.checkpoint_manager import load_model
+    from nanochat.families import hf
 
     model, tokenizer, meta = load_model(str(config.source), device, max_seq_len=config.max_seq_len)
     folder = Path(meta["folder"])

@@ -61,8 +61,9 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import checkpoint_manager, hf, model_folder, peft
+    from nanochat import checkpoint_manager, model_folder
     from nanochat.data import hub
+    from nanochat.families import hf, peft
 
     out = Path(config.out).expanduser().absolute()
     if out.exists():
@@ -160,8 +161,8 @@ def write_as_family(
     folder: Path, model: "GPT", tokenizer: "Tokenizer", meta: dict[str, Any], dtype: "torch.dtype", family: str
 ) -> None:
     """A model of another family, under its names. Without a manifest, which would make it a checkpoint of ours."""
-    from nanochat import hf
     from nanochat.exported.tokenizer_files import tokenizer_files
+    from nanochat.families import hf
     from nanochat.parallel.fsdp import whole_weights
 
     hf.write_weights(folder, model.config, whole_weights(model), dtype)

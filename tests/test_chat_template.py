@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from test_serve import until
 from tiny import complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
-from nanochat.chat_template import ChatTemplate, TemplateError
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
 from nanochat.engine import Engine
-from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.families.chat_template import ChatTemplate, TemplateError
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler

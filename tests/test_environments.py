@@ -11,7 +11,7 @@ from tiny import complaint, cpu_device, tiny_tokenizer
 
 from nanochat import rollout
 from nanochat.conversation import Message, Part, render, render_prompt, text_of
-from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.tasks.environment import Environment, Step
 from nanochat.tasks.mixture import open_mixture
 from nanochat.tasks.nim import MOVES, STONES, Nim, chance

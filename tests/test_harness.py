@@ -13,9 +13,9 @@ import torch
 from families import save_family
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat import hf
 from nanochat.device import Device
-from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.families import hf
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.parallel.fsdp import whole_weights
 from nanochat.shell import cli, paths
 from scripts import export, lm_eval

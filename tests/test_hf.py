@@ -1,4 +1,4 @@
-"""nanochat.hf against transformers: the same logits and replies, both ways, bit for bit; and hostile folders."""
+"""nanochat.families.hf against transformers: the same logits and replies both ways, bit for bit; hostile folders."""
 
 import json
 import os
@@ -13,9 +13,10 @@ from families import save_family
 from safetensors.torch import load_file, save_file
 from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 
-from nanochat import hf, model_folder
+from nanochat import model_folder
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine, SamplingParams
+from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.fsdp import whole_weights
 from nanochat.parallel.mesh import lay_out

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tiny import complaint, tiny_tokenizer
 
-from nanochat.chat_template import ChatTemplate
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.data.loader import segments_of
 from nanochat.demo.checker import check_story
 from nanochat.demo.corpus import held_out_pair
+from nanochat.families.chat_template import ChatTemplate
 from nanochat.shell.cli import UserError
 from nanochat.tasks.mixture import (
     BUILT_IN_RL_TASKS,

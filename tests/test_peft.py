@@ -13,8 +13,8 @@ from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_stages import SFT, pretrained  # noqa: F401 (a fixture)
 from tiny import SHAPES, complaint, lively_model, tiny_config
 
-from nanochat import peft as peft_folders
 from nanochat.checkpoint_manager import load_model
+from nanochat.families import peft as peft_folders
 from nanochat.gpt import GPT
 from nanochat.lora import Adapters, Lora
 

@@ -30,8 +30,8 @@ from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.evals.core import ScoredText, batches, score_texts
 from nanochat.exported.tokenizer_files import tokenizer_files
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.gpt import GPT
-from nanochat.imported_tokenizer import ImportedTokenizer
 from nanochat.parallel.collectives import gather_values
 from nanochat.sampling import NEUTRAL, SamplingParams, seed_of
 from nanochat.shell.cli import UserError

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from nanochat.imported_tokenizer import BYTE_CHARACTERS, ImportedTokenizer
+from nanochat.families.imported_tokenizer import BYTE_CHARACTERS, ImportedTokenizer
 from nanochat.tokenizer import Tokenizer
 
 # The chat format (conversation.py) as a template of transformers: the marks, and the texts as they are.

@@ -23,9 +23,10 @@ from typing import Any
 import httpx2
 import torch
 
-from nanochat import checkpoint_manager, hf
+from nanochat import checkpoint_manager
 from nanochat.device import Device
 from nanochat.engine import ending
+from nanochat.families import hf
 from nanochat.gpt import GPT
 from nanochat.model_folder import FORMAT_VERSION
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
-from nanochat.imported_tokenizer import ImportedTokenizer
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody

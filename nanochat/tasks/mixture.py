@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.chat_template import TemplateError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.data.catalog import DATASETS, TASKS
+from nanochat.families.chat_template import TemplateError
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
 from nanochat.tasks.registry import open_task, parse_tasks
@@ -67,7 +67,7 @@ def default_dpo_tasks(pretraining_data: str) -> str:
 
 def _from_hub(data: str) -> bool:
     """Whether any of the data that a model has read are from a hub."""
-    # "web" is what models from elsewhere have read (hf.py).
+    # "web" is what models from elsewhere have read (families/hf.py).
     return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from nanochat.families.hf import theirs_of
 from nanochat.gpt import GPTConfig
-from nanochat.hf import theirs_of
 from nanochat.lora import Adapters, Lora
 from nanochat.shell import storage
 from nanochat.shell.cli import UserError

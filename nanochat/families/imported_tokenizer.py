@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.chat_template import ChatTemplate, RenderedText
+from nanochat.families.chat_template import ChatTemplate, RenderedText
 from nanochat.shell.untrusted import read_json, read_text
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
 

@@ -1,0 +1,1 @@
+"""Models of other families: their settings, names and weights in and out, tokenizers and chat formats."""
