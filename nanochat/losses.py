@@ -631,16 +631,18 @@ def _sum_over_pairs(
 
 def mean_reply_stats(stats: Tensor, device: Device) -> dict[str, float]:
     """What share of the replies is on the right side, and the mean reward of each kind; `stats` (5,) are one rank's
-    sums of REPLY_STATS."""
+    sums of REPLY_STATS. What no reply was measured for is left out."""
     chosen, rejected, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
-    chosen_mean = chosen_reward / max(1, chosen)
-    rejected_mean = rejected_reward / max(1, rejected)
-    return {
-        "accuracy": accurate / max(1, chosen + rejected),
-        "margin": chosen_mean - rejected_mean,
-        "chosen_reward": chosen_mean,
-        "rejected_reward": rejected_mean,
-    }
+    means = {}
+    if chosen or rejected:
+        means["accuracy"] = accurate / (chosen + rejected)
+    if chosen and rejected:
+        means["margin"] = chosen_reward / chosen - rejected_reward / rejected
+    if chosen:
+        means["chosen_reward"] = chosen_reward / chosen
+    if rejected:
+        means["rejected_reward"] = rejected_reward / rejected
+    return means
 
 
 def reply_logp(model: Any, batch: PairBatch | JudgedBatch) -> Tensor:

@@ -79,8 +79,9 @@ def find_source(
     """The folder of a checkpoint, all of whose files were read and are whole.
 
     `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, "rm"
-    for a reward model, a checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files,
-    hf:ORG/NAME or modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
+    for a reward model, one of these with a tag or with a tag and a step ("sft/big", "sft/big/step_000100"), a
+    checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
+    modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
     `flag` is the one that named it, for the messages.
 
@@ -107,15 +108,22 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
         for stage in paths.STAGES:  # in the order in which they are trained
             if any(model_tag in (None, path.name) for path in tags(stage)):
                 source = stage
+    short = re.fullmatch(rf"({'|'.join(paths.SCRIPTS)})/([^/]+)(?:/step_(\d+))?", source)
+    if short is not None and not Path(source).exists():
+        if model_tag is not None or step is not None:
+            raise UserError(f"{flag} {source} names a tag: leave out the flags for a tag and a step")
+        source, model_tag = short[1], short[2]
+        step = int(short[3]) if short[3] else None
     if source in paths.SCRIPTS:
-        return _find_in_stage(source, model_tag, step)
+        return _find_in_stage(source, model_tag, step, flag)
     is_of_hub = source.partition(":")[0] in hub.HUBS
     chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
     if not is_foreign(chosen) and not (chosen / "manifest.json").is_file():
         why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
         raise UserError(
-            f"{flag} {source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}) nor a checkpoint's folder "
-            f"(.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or hf:ORG/NAME"
+            f"{flag} {source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
+            f"checkpoint's folder (.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or "
+            "hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
         raise UserError(
@@ -132,7 +140,7 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
     return chosen
 
 
-def _find_in_stage(stage: str, model_tag: str | None, step: int | None) -> Path:
+def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: str) -> Path:
     # The tag written last, by the time of its newest step: a folder's own time also changes when a step is deleted.
     folders = tags(stage)
     folder = paths.base_dir() / "checkpoints" / stage
@@ -148,8 +156,8 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None) -> Path:
         return chosen
     found = newest(folder)
     if found is None:
-        others = [path.name for path in folders if path != folder]
-        hint = f", or name one of the tags {', '.join(others)}" if others else ""
+        others = [f"{flag} {stage}/{path.name}" for path in folders if path != folder]
+        hint = f", or name another tag: {' or '.join(others[:5])}" if others else ""
         raise UserError(
             f"there is no {stage} checkpoint in {folder} that is whole: train one with "
             f"`python -m scripts.{paths.SCRIPTS[stage]}`{hint}"

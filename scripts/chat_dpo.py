@@ -142,6 +142,7 @@ def main(config: Config) -> None:
             f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
             "with two different replies"
         )
+    preferences.report_first(first_examples, row_tokens)
     if not val_examples:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * preferences.token_count(first_examples)

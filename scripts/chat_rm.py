@@ -93,12 +93,14 @@ def main(config: Config) -> None:
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     val_pairs = draw(held_out, range(min(config.eval_examples, sum(len(task) for task in held_out.tasks))))
-    if not val_pairs and not draw(train, horizon.draws(0)):
+    first_pairs = draw(train, horizon.draws(0))
+    if not val_pairs and not first_pairs:
         raise UserError(
             f"--tasks {tasks}: the first pairs leave nothing to compare: both replies are the same or one is empty, or "
             f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
             "with two different replies"
         )
+    preferences.report_first(first_pairs, row_tokens)
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs that had nothing to compare
 
     with run:

@@ -371,6 +371,15 @@ def test_replies_as_likely_as_before_are_a_tie():
     assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 1, 1, 0, 0]
 
 
+def test_what_no_reply_was_measured_for_is_not_reported():
+    means = {counts: losses.mean_reply_stats(torch.tensor([*counts, 1.0, 0.5, 0.25]), cpu_device())
+             for counts in ((2, 1), (2, 0), (0, 0))}  # chosen and rejected replies  # fmt: skip
+    assert means[2, 1] == pytest.approx(
+        {"accuracy": 1 / 3, "margin": 0, "chosen_reward": 0.25, "rejected_reward": 0.25}
+    )
+    assert means[2, 0] == {"accuracy": 0.5, "chosen_reward": 0.25} and means[0, 0] == {}
+
+
 LN2 = math.log(2)
 
 

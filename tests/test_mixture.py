@@ -119,9 +119,11 @@ def test_a_small_weight_is_still_drawn():
     assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
 
 
-def test_an_empty_task_is_one_line():
-    with pytest.raises(UserError, match="there are no examples"):
-        Mixture([Numbers("a", 0)], [1])
+def test_a_file_without_examples_is_named(tmp_path):
+    file = tmp_path / "one.jsonl"  # whose only row is one of the train split
+    file.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) + "\n")
+    line = complaint(lambda: open_mixture(f"mine={file}", "test"))
+    assert line.startswith(f"--tasks {file}: there are no test examples")
 
 
 def test_the_corpus_is_the_mixture_as_tokens():

@@ -166,6 +166,13 @@ def test_what_load_model_cannot_find_is_named(base_folder, folder):
             load_model(source, DEVICE)
     with pytest.raises(UserError, match="there is no manifest.json in it"):
         load_model(str(folder), DEVICE)
+    for missing, name in (("base/huge", "--source base/tiny"), ("base/tiny/step_000003", r"no step 3 .*\[2, 4\]")):
+        with pytest.raises(UserError, match=name):
+            load_model(missing, DEVICE)
+    with pytest.raises(UserError, match="names a tag"):
+        load_model("base/tiny", DEVICE, step=2)
+    for source, step in (("base/tiny", 4), ("base/tiny/step_000002", 2)):
+        assert model_folder.find_source(source).name == f"step_{step:06d}"
     for options in ({"step": 2}, {"model_tag": "tiny"}):
         with pytest.raises(UserError, match="is one checkpoint's folder: leave out the flags for a tag and a step"):
             load_model(folder / "step_000002", DEVICE, **options)

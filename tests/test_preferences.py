@@ -27,6 +27,15 @@ def test_a_reply_goes_to_the_next_other_question():
     assert preferences.to_other_questions(replies[:2], max_tokens=4) == []
 
 
+def test_first_examples_that_cannot_teach_are_reported(capsys):
+    preferences.report_first([[reply([1], [2]), reply([1], [3], False)]], 9)
+    assert capsys.readouterr().err == ""
+    long = replace(reply([1], [2]).rendered, cut=True)
+    preferences.report_first([[JudgedReply(long, True)], [reply([1], [2])]], 9)
+    cut, labels = capsys.readouterr().err.splitlines()
+    assert "1 of the first 2 replies" in cut and "--max_seq_len" in cut and "labelled good" in labels
+
+
 def test_the_ranks_shares_of_labelled_replies_are_the_whole():
     model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
     generator = torch.Generator().manual_seed(5)

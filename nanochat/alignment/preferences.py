@@ -18,6 +18,7 @@ from nanochat.conversation import Rendered
 from nanochat.data.packing import pack_pairs, pack_sequences
 from nanochat.device import Device
 from nanochat.losses import JudgedBatch, PairBatch, gain_sum, reply_logp
+from nanochat.shell.log import warn
 from nanochat.tasks.mixture import JudgedReply, Mixture, is_learned
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import mean_loss
@@ -31,6 +32,20 @@ def draw_replies(mixture: Mixture, tokenizer: Tokenizer, numbers: range, max_tok
     reply is empty, or both of a pair are the same as far as `max_tokens` reach."""
     examples = [mixture.rendered_replies(tokenizer, number, max_tokens) for number in numbers]
     return [replies for replies in examples if is_learned(*(reply.rendered for reply in replies))]
+
+
+def report_first(examples: Sequence[Replies], row_tokens: int) -> None:
+    """Warn of what a run's first examples show of its data: replies that the context cuts off, labels all the same."""
+    replies = [reply for each in examples for reply in each]
+    cut = len([reply for reply in replies if reply.rendered.cut])
+    if cut:
+        warn(
+            f"{cut} of the first {len(replies)} replies are cut off at the context of {row_tokens} tokens: "
+            "they are compared without their ends; shorten them, or use a larger --max_seq_len"
+        )
+    if replies and len({reply.is_good for reply in replies}) == 1:
+        label = "good" if replies[0].is_good else "bad"
+        warn(f"the first {len(replies)} replies are all labelled {label}: nothing to compare them with")
 
 
 def token_count(examples: Iterable[Replies]) -> int:

@@ -103,6 +103,10 @@ def open_mixture(
     parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
     if split == "test" and val_share == 0:
         parts = [(task, weight) for task, weight in parts if len(task)]
+    for spec, task in zip(specs, tasks, strict=True):
+        if not len(task) and not (split == "test" and val_share == 0):
+            hint = "give it two rows or more, or a file for each split"
+            raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
     kind = EpochMixture if by_epoch else Mixture
     return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
 
@@ -121,10 +125,6 @@ class Mixture:
     def __init__(
         self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: "BadRecords" = "skip"
     ):
-        for task in tasks:
-            if not len(task):
-                hint = "give it two rows or more, or a file for each split"
-                raise UserError(f"--tasks {task.name}: there are no examples in this split: {hint}")
         self.tasks = list(tasks)
         self.seed = seed
         self.bad_records = bad_records
