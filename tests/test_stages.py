@@ -823,17 +823,25 @@ def test_resume_keeps_to_its_source(start, capsys):
 
 
 def test_resume_keeps_to_its_data(start, tmp_path, capsys):
-    """Other rows under the same name would come in another order: some twice, some never."""
+    """Other rows under the same name would come in another order: some twice, some never. A label that has changed is
+    noticed in any row."""
     said = [
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "no"}]} for i in range(9)
     ]
     pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
-    for script, rows, flags in (("chat_sft", said, SFT), ("mid_train", said, MID), ("chat_dpo", pairs, DPO)):
-        file = tmp_path / f"{script}.jsonl"
+    labelled = [{"prompt": f"{i}?", "completion": "no", "label": i % 2 == 0} for i in range(40)]
+    relabelled = [labelled[0], {**labelled[1], "label": True}, *labelled[2:]]
+    for script, rows, others, flags in (
+        ("chat_sft", said, said[::-1], SFT),
+        ("mid_train", said, said[::-1], MID),
+        ("chat_dpo", pairs, pairs[::-1], DPO),
+        ("chat_dpo", labelled, relabelled, (*DPO, "--loss=kto", "--model_tag=kto", "--source_tag=d1")),
+    ):
+        file = tmp_path / "rows.jsonl"
         flags = (*(f for f in flags if "--tasks" not in f), "--source=base", f"--tasks={file}")
         file.write_text("\n".join(map(json.dumps, rows)))
         call(script, *flags, "--num_iterations=1")
-        file.write_text("\n".join(map(json.dumps, reversed(rows))))
+        file.write_text("\n".join(map(json.dumps, others)))
         code, err = mistake(capsys, script, *flags, "--num_iterations=2", "--resume")
         assert code == 1 and "--resume" in err and "what --tasks names" in err, script
         file.write_text("\n".join(map(json.dumps, rows)))

@@ -205,12 +205,13 @@ class Mixture:
         return rendered
 
     def fingerprint(self) -> str:
-        """A sha256 that identifies it: of the tasks' names, lengths and files, and of sixteen examples of each."""
+        """A sha256 that identifies it: of each task's name, length, file and labels, and of sixteen of its examples."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
             digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
             digest.update(task.code.encode())
+            digest.update(task.labels)
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,9 +19,12 @@ row that cannot be used, are those of conversations.py.
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from nanochat.conversation import Message, check_messages
 from nanochat.tasks.conversations import (
     QUESTIONS,
+    BadRecords,
     Conversations,
     UnknownForm,
     answered,
@@ -76,6 +79,15 @@ class Labelled(Preferences):
     def is_known(names: Iterable[str]) -> bool:
         has_label = any(name in LABELS for name in names) and Conversations.is_known(names)
         return has_label or Preferences.is_known(names)
+
+    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
+        self.labels = bytearray()
+        return super()._checked(source, bad_records)
+
+    def check(self, record: Any) -> bool:
+        # A resumed run must find each label as it was: one that has changed turns its gradient round.
+        self.labels += bytes(is_good for _, is_good in judged_of(record))
+        return False
 
     def judged(self, index: int) -> list[tuple[list[Message], bool]]:
         return self.records.parse(int(self.numbers[index]), judged_of)

@@ -62,6 +62,7 @@ class Task:
 
     name: str
     code: str = ""  # the sha256 of the user's file that defines it
+    labels: bytes | bytearray = b""  # of all examples that are labelled good or bad
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
     has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
