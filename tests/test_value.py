@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_losses import LOGP, two_samples
+from test_losses import LOGP, OLD, Fixed, two_samples
 from test_scripts import base, mistake  # noqa: F401
-from test_stages import RL, call, pretrained, start  # noqa: F401
+from test_stages import RL, call, exactly_resumed, pretrained, start  # noqa: F401
 from tiny import cpu_device
 
 from nanochat.alignment import value
@@ -16,16 +16,8 @@ from nanochat.losses import POLICY_LOSSES, policy_loss, value_error
 VALUES = torch.tensor([[0.5, 0.75, 0.2, 0.4, 0.6, 9.0]])  # of a sample of 2 targets, of one of 3, and of padding
 
 
-class Critic:
-    """A model whose token losses and values are given."""
-
-    def __init__(self, values: torch.Tensor = VALUES):
-        self.values = values.clone().requires_grad_()
-
-    def __call__(self, inputs, targets, *, segments, reduction="sum", scalars=False):
-        if scalars:
-            return self.values
-        return torch.where(targets < 0, 0.0, -LOGP)
+def critic(values: torch.Tensor = VALUES) -> Fixed:
+    return Fixed(LOGP.clone(), values.clone())
 
 
 def test_advantages_of_tokens_by_hand():
@@ -48,34 +40,42 @@ def test_advantages_of_tokens_by_hand():
 
 
 def test_the_values_error_is_clipped():
-    batch = replace(two_samples(), old_values=VALUES, returns=VALUES + 1)
-    critic = Critic(VALUES + torch.tensor([[0.1, 0.5, -0.5, 0.0, 0.0, 0.0]]))
-    error = value_error(critic, batch, clip=0.2)
+    batch = replace(two_samples(OLD), old_values=VALUES, returns=VALUES + 1)
+    model = critic(VALUES + torch.tensor([[0.1, 0.5, -0.5, 0.0, 0.0, 0.0]]))
+    error = value_error(model, batch, clip=0.2)
     # 0.9; 0.5 counts as 1 - 0.2 = 0.8, the larger error, without a gradient; 1.5 counts in full
     assert (2 * error).flatten().tolist() == pytest.approx([0.81, 0.64, 2.25, 1.0, 1.0, 0.0])
     error.sum().backward()
-    assert critic.values.grad.flatten().tolist() == pytest.approx([-0.9, 0.0, -1.5, -1.0, -1.0, 0.0])
+    assert model.values.grad.flatten().tolist() == pytest.approx([-0.9, 0.0, -1.5, -1.0, -1.0, 0.0])
+    # The clipped objective of the tokens is 1, 1.2, -1, -0.4, -0.5 (test_losses.py), half the squared errors 2.85.
+    loss, count = policy_loss(model, batch, method=POLICY_LOSSES["ppo"], max_tokens=8)
+    assert (loss.item(), count.item()) == pytest.approx((-0.3 + 0.5 * 2.85, 5))
 
 
 def test_estimates_have_one_mean_and_deviation_over_all_minibatches():
     batch = replace(two_samples(), advantages=torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]))
-    ((one,), (other,)) = value.estimate(Critic(), [[batch], [batch]], 1.0, 0.5, cpu_device())
+    ((one,), (other,)) = value.estimate(critic(), [[batch], [batch]], 1.0, 0.5, cpu_device())
     advantages = one.advantages.flatten()[:5]
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.square().mean().item() == pytest.approx(1, rel=1e-4)
     assert one.returns.flatten().tolist() == pytest.approx([0.875, 1.0, 0.35, 0.3, 0.0, 0.0])
-    loss, count = policy_loss(Critic(), one, method=POLICY_LOSSES["ppo"], max_tokens=8, value_weight=2.0)
+    loss, count = policy_loss(critic(), one, method=POLICY_LOSSES["ppo"], max_tokens=8, value_weight=2.0)
     errors = (one.returns - VALUES)[0, :5].square().sum()
     assert (loss.item(), count.item()) == pytest.approx((-advantages.sum().item() + errors.item(), 5), abs=1e-5)
     assert torch.equal(other.advantages, one.advantages)
+    # They do not change where all rewards are higher by as much, as far as fp32 has digits.
+    higher = replace(batch, advantages=batch.advantages + 8192)
+    ((low,),), ((high,),) = (value.estimate(critic(), [[b]], 1.0, 1.0, cpu_device()) for b in (batch, higher))
+    torch.testing.assert_close(high.advantages, low.advantages, atol=2e-3, rtol=0)
 
 
 @pytest.mark.slow
-def test_ppo_trains_its_scalar_head(start, capsys):  # noqa: F811
-    flags = (*RL, "--loss=ppo", "--source=base", "--source_tag=d1", "--minibatches=2", "--eval_every=0")
-    flags = (*flags, "--reward=task,rm:rm")
+@pytest.mark.parametrize("lora", [(), ("--lora_rank=2",)], ids=["whole", "lora"])
+def test_ppo_trains_its_scalar_head_and_resumes_exactly(start, capsys, lora):  # noqa: F811
+    flags = (*RL, *lora, "--loss=ppo", "--source=base", "--source_tag=d1", "--minibatches=2", "--eval_every=0")
+    flags = (*flags, "--reward=task,rm:rm", "--num_iterations=4", "--save_every=1")
     call("chat_rm", "--device=cpu", "--dtype=float32", "--tasks=addition", "--source=base", "--num_iterations=1")
-    call("chat_rl", *flags, "--num_iterations=3")
+    exactly_resumed(start, "chat_rl", "rl", flags, 4)
     model, _, meta = load_model("rl", "cpu")
     assert model.scalar_head.weight.abs().sum() > 0 and meta["model"]["scalar_head"]
     code, err = mistake(capsys, "chat_rl", *RL, "--source=base", "--gae_lambda=0.9")

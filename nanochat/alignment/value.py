@@ -35,9 +35,9 @@ def estimate(
     model: Any, minibatches: Sequence[Sequence[PolicyBatch]], discount: float, gae_lambda: float, device: Device
 ) -> list[list[PolicyBatch]]:
     """Minibatches whose advantages are so far each sample's reward, with those of each token, and what the scalar head
-    is to learn. The advantages have mean 0 and deviation 1 over all targets of the step."""
+    is to learn. The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO."""
     done = []
-    totals = torch.zeros(3, device=device.torch_device)  # targets, sum of their advantages, and of the squares
+    totals = torch.zeros(2, device=device.torch_device)  # targets, and the sum of their advantages
     for batches in minibatches:
         parts = []
         for batch in batches:
@@ -45,21 +45,21 @@ def estimate(
             values = model(rows.inputs, rows.targets, segments=rows.segments, scalars=True)
             values = torch.where(rows.targets != IGNORE, values, 0.0)
             advantages = token_advantages(values, batch.advantages, rows.targets, rows.source, discount, gae_lambda)
-            totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum(), advantages.square().sum()))
+            totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum()))
             parts.append(replace(batch, advantages=advantages, old_values=values, returns=values + advantages))
         done.append(parts)
-    count, total, squares = sum_over_ranks(totals, device).tolist()
-    mean = total / max(1.0, count)
-    deviation = max(0.0, squares / max(1.0, count) - mean**2) ** 0.5
-    return [
-        [
-            replace(
-                b, advantages=torch.where(b.rows.targets != IGNORE, (b.advantages - mean) / (deviation + 1e-6), 0.0)
-            )
-            for b in batches
-        ]
-        for batches in done
-    ]
+    # The mean goes first, then the squares are summed: those of rewards near 10,000 have no digit left, in fp32, for a
+    # deviation of 1.
+    count, total = sum_over_ranks(totals, device).tolist()
+    squares = torch.zeros(1, device=device.torch_device)
+    every = [batch for batches in done for batch in batches]
+    for batch in every:
+        batch.advantages.sub_(total / max(1.0, count)).mul_(batch.rows.targets != IGNORE)
+        squares += batch.advantages.square().sum()
+    variance = sum_over_ranks(squares, device).item() / max(1.0, count)
+    for batch in every:
+        batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal ones stay 0 but for their rounding
+    return done
 
 
 def token_advantages(
