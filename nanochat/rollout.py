@@ -111,6 +111,8 @@ class Samples:
 
     def refill(self, more: "Samples") -> "Samples":
         """With questions of `more` that have a signal in the places of those that have none, as far as they last."""
+        # By the rewards themselves: DAPO filters by accuracy, before its overlong penalty shapes them. Replies that are
+        # all right but not equally long would pass for a signal otherwise.
         both = Samples(
             self.ids + more.ids, self.masks + more.masks, self.logp + more.logp, self.endings + more.endings,
             np.concatenate((self.longest, more.longest)), np.concatenate((self.rewards, more.rewards)),

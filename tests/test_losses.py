@@ -1,13 +1,21 @@
-"""RL and DPO losses against numbers worked by hand, and against one another."""
+"""Losses of RL and of preferences against numbers worked by hand, finite differences, TRL and one another.
 
+TRL 1.16 has no PPO. Of `ppo` its GRPO trainer computes the clipped objective, with an advantage for each token; for the
+value function (alignment/value.py) there are the numbers and finite differences of test_value.py and of this file.
+"""
+
+import asyncio
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from tiny import cpu_device, lively_model, tiny_config
@@ -15,6 +23,7 @@ from torch import Tensor
 
 from nanochat import losses
 from nanochat.alignment import preferences
+from nanochat.alignment.advantages import group_deviation, group_mean, leave_one_out
 from nanochat.attention import Segments
 from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
@@ -40,12 +49,17 @@ from nanochat.tasks.mixture import JudgedReply
 
 
 class Fixed:
-    """A model whose token losses are given: -log p of each target."""
+    """A model whose token losses are given, -log p of each target, and the numbers of its scalar head."""
 
-    def __init__(self, logp: Tensor):
+    def __init__(self, logp: Tensor, values: Tensor | None = None):
         self.logp = logp.requires_grad_()
+        self.values = torch.zeros_like(logp) if values is None else values.requires_grad_()
 
-    def __call__(self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str) -> Tensor:
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str = "", scalars: bool = False
+    ) -> Tensor:
+        if scalars:
+            return self.values
         assert reduction == "none"
         return torch.where(targets == IGNORE, 0.0, -self.logp)
 
@@ -181,32 +195,37 @@ def test_the_kl_penalty_is_in_the_loss(name, weights):
     assert (with_kl - plain).item() == pytest.approx(0.1 * kl)
 
 
-@pytest.mark.parametrize("name", [name for name, row in POLICY_LOSSES.items() if not row.has_values])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_gradients_are_finite_differences(name):
     """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
     generator = torch.Generator().manual_seed(4)
     old, sampler, reference = (LOGP.double() + 0.3 * torch.randn(1, 6, generator=generator) for _ in range(3))
+    values, old_values, returns = (torch.randn(1, 6, generator=generator).double() for _ in range(3))
     batch = two_samples()
-    batch = PolicyBatch(
-        replace(batch.rows, values=sampler), batch.advantages.double(), batch.sample_share.double(), old, reference
-    )
+    rows = replace(batch.rows, values=sampler)
+    gains, share = batch.advantages.double(), batch.sample_share.double()
+    batch = PolicyBatch(rows, gains, share, old, reference, old_values, returns)
     settings = {"kl": 0.0 if name == "distill" else 0.2, "importance_cap": 1.1, "clip_low": 0.5, "clip_high": 0.5}
-    model = Fixed(LOGP.double())
+    settings |= {"value_weight": 0.7, "value_clip": 0.9}
+    model = Fixed(LOGP.double(), values.clone())
     loss_of(name, model, batch, **settings)[0].backward()
+    gradients = [model.logp.grad, model.values.grad if POLICY_LOSSES[name].has_values else torch.zeros(1, 6)]
     weights = (LOGP.double() - old).exp().clamp(0.5, 1.5)  # of cispo, without a gradient
-    for place in range(6):
-        values = []
+    for which, place in itertools.product(range(2), range(6)):
+        found = []
         for step in (1e-6, -1e-6):
-            moved = LOGP.double().clone()
-            moved[0, place] += step
-            values.append(loss_of(name, Fixed(moved), batch, **settings)[0].item())
-        slope = (values[0] - values[1]) / 2e-6
-        if name == "cispo":  # the slope of its weight is not in the gradient
+            moved = [LOGP.double(), values.clone()]
+            moved[which][0, place] += step
+            found.append(loss_of(name, Fixed(*moved), batch, **settings)[0].item())
+        slope = (found[0] - found[1]) / 2e-6
+        if name == "cispo" and which == 0:  # the slope of its weight is not in the gradient
             moving = torch.where(weights == (LOGP.double() - old).exp(), weights, 0.0)
             importance = (old - sampler).exp().clamp(max=1.1)
             slope += (moving * importance * batch.advantages * LOGP.double())[0, place].item() * (place < 5)
-        assert model.logp.grad[0, place].item() == pytest.approx(slope, abs=1e-6), place
-    assert model.logp.grad.abs().max() > 0.05
+        assert gradients[which][0, place].item() == pytest.approx(slope, abs=1e-6), (which, place)
+    assert gradients[0].abs().max() > 0.05
+    # Of the five values some are clipped, others are not.
+    assert 0 < torch.count_nonzero(gradients[1]) < 5 or not POLICY_LOSSES[name].has_values
 
 
 def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
@@ -261,6 +280,8 @@ class TrlTrainer(SimpleNamespace):
     aux_loss_enabled = _entropy_bonus_enabled = False
     off_policy_mask_threshold = None
     top_entropy_quantile = 1.0
+    temperature = 1.0
+    iw_opd_gamma, iw_opd_epsilon = 0.0, 1e-8  # every token weighs the same
     current_gradient_accumulation_steps = 1
     use_vllm = vllm_importance_sampling_correction = True
     max_completion_length = 10
@@ -274,11 +295,13 @@ def test_losses_and_gradients_are_those_of_trl():
     """Four samples of 2 to 7 tokens: padded rows in trl, one packed row here."""
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="the extra `dev` brings trl").GRPOTrainer
     rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    distillation = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer").IWOPDTrainer
     generator = torch.Generator().manual_seed(7)
     lengths = torch.tensor([2, 7, 4, 5])
     mask = (torch.arange(7) < lengths[:, None]).float()
-    drawn = [torch.rand(4, 7, generator=generator) * mask for _ in range(4)]
-    logps, old, sampler, reference = (-2 * one for one in drawn)
+    drawn = [torch.rand(4, 7, generator=generator) * mask for _ in range(5)]
+    logps, old, sampler, reference = (-2 * one for one in drawn[:4])
+    of_tokens = drawn[4] - 0.5
     advantages = torch.tensor([1.5, -0.5, 0.25, -1.0])
     importance = torch.exp(old - sampler).clamp(max=1.5)
     inputs = {
@@ -295,19 +318,23 @@ def test_losses_and_gradients_are_those_of_trl():
     gains = packed(advantages[:, None].expand(4, 7))
     targets = torch.ones_like(numbers)
     rows = PackedBatch(targets, targets, Segments.from_numbers(numbers), numbers, packed(sampler))
-    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference))
+    unknown = torch.zeros_like(share)  # values and returns: TRL has none, and they weigh nothing here
+    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference), unknown, unknown)
 
-    def compare(name: str, theirs: Any, trainer: TrlTrainer, **settings: Any) -> tuple[Tensor, Tensor]:
+    def compare(name: str, loss_fn: Any, trainer: TrlTrainer, **settings: Any) -> tuple[Tensor, Tensor]:
         trainer.logps = logps.clone().requires_grad_()
         trainer._metrics = {"train": defaultdict(list)}
-        expected = theirs._compute_loss(trainer, None, inputs)
+        expected = loss_fn(trainer)
         expected.backward()
         model = Fixed(packed(logps))
-        total, divisor = loss_of(name, model, batch, **settings)
+        total, divisor = loss_of(name, model, settings.pop("batch", batch), **settings)
         (total / divisor).backward()
         torch.testing.assert_close(model.logp.grad, packed(trainer.logps.grad))
         assert model.logp.grad.abs().max() > 1e-3
         return (total / divisor).detach(), expected.detach()
+
+    def grpo(trainer: TrlTrainer, **other: Tensor | None) -> Tensor:
+        return trainers._compute_loss(trainer, None, inputs | other)
 
     for name, loss_type, level, low, high in (
         ("grpo", "grpo", "token", 0.2, 0.2),
@@ -316,14 +343,86 @@ def test_losses_and_gradients_are_those_of_trl():
         ("dapo", "dapo", "token", 0.2, 0.28),
         ("gspo", "grpo", "sequence", 3e-4, 4e-4),
         ("cispo", "cispo", "token", 1.0, 5.0),
+        ("ppo", "dapo", "token", 0.2, 0.2),
     ):
         trainer = TrlTrainer(
             loss_type=loss_type, importance_sampling_level=level, epsilon_low=low, epsilon_high=high, beta=0.1
         )
-        ours, theirs = compare(name, trainers, trainer, kl=0.1, importance_cap=1.5)
+        loss_fn, settings = grpo, {"kl": 0.1, "importance_cap": 1.5}
+        if name == "ppo":  # its advantages are of tokens
+            loss_fn = functools.partial(grpo, advantages=of_tokens)
+            settings |= {"batch": replace(batch, advantages=packed(of_tokens)), "value_weight": 0.0}
+        ours, theirs = compare(name, loss_fn, trainer, **settings)
         torch.testing.assert_close(ours, theirs, msg=name)
-    # Where the samples are the policy's own, the ratio of whole samples has the gradient of their log probability.
-    compare("rloo", rloo, TrlTrainer(epsilon_low=0.2, epsilon_high=0.2))
+
+    # These losses have other values than TRL's, and where the samples are the policy's own the same gradients: a ratio
+    # of 1, of a token or of a whole sample, has that of the log probability.
+    on_policy = replace(batch, old_logp=None)
+    compare("rloo", lambda one: rloo._compute_loss(one, None, inputs), TrlTrainer(epsilon_low=0.2, epsilon_high=0.2))
+    trainer = TrlTrainer(
+        loss_type="grpo", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2, beta=0.0, use_vllm=False
+    )
+    compare("reinforce", functools.partial(grpo, old_per_token_logps=None), trainer, batch=on_policy)
+
+    def student(trainer: TrlTrainer) -> Tensor:
+        """TRL's on-policy distillation, over a vocabulary of the sampled token and one other."""
+        logp = torch.where(mask > 0, trainer.logps, -1.0)
+        logits = torch.stack((logp, torch.log1p(-logp.exp())), dim=-1)
+        labels = torch.where(mask > 0, 0, -100)
+        return distillation._compute_iw_opd_loss(trainer, logits, torch.zeros_like(labels), labels, reference)
+
+    compare("distill", student, TrlTrainer(), batch=on_policy)
+
+
+@pytest.mark.slow
+def test_advantages_are_those_of_trl(monkeypatch):
+    """TRL computes them amid the sampling, which is replaced here.
+
+    Its GRPO trainer divides by the deviation of a sample, sqrt(G / (G - 1)) times ours, which is that of the group as
+    in the paper and in TRL's asynchronous trainer. Its `scale_rewards="batch"` compares with the group's mean, our
+    reinforce++ with that of the batch: these are different methods.
+    """
+    grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="the extra `dev` brings trl").GRPOTrainer
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    workers = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
+    rewards = np.array([[1.0, 0.0, 0.0, 0.5], [0.1, 0.1, 0.1, 0.1], [2.0, -1.0, 0.0, 3.0]])
+
+    def of(trainer_class: Any, **settings: Any) -> np.ndarray:
+        ids = [[1]] * rewards.size
+        texts = [""] * rewards.size
+        trainer = MagicMock(
+            environments=None, environment_factories=None, tools=[], pad_to_multiple_of=None, use_vllm=False, beta=0.0,
+            mask_truncated_completions=False, num_iterations=1, num_generations=4, reward_weights=torch.ones(1),
+            reward_func_names=["ours"], reward_clip_range=None, normalize_advantages=False,
+            multi_objective_aggregation="sum_then_normalize", _metrics={"train": defaultdict(list)},
+            _pending_extra_logs={}, _pending_metrics={}, **settings,
+        )  # fmt: skip
+        trainer.accelerator.configure_mock(device="cpu", process_index=0, gather=lambda x: x)
+        trainer.args.configure_mock(gradient_accumulation_steps=1, steps_per_generation=1)
+        trainer._tokenizer.pad_token_id = 0
+        trainer._generate.return_value = (ids, ids, None, texts, None, {}, None, None)
+        if trainer_class is rloo:
+            trainer._generate.return_value = (ids, ids, texts)
+        trainer._calculate_rewards.return_value = torch.from_numpy(rewards).view(-1, 1)
+        trainer._get_per_token_logps_and_entropies.return_value = (torch.zeros(rewards.size, 1), None, None)
+        found = trainer_class._generate_and_score_completions(trainer, [{"prompt": ""}] * rewards.size)
+        return found["advantages"].view(rewards.shape).numpy()
+
+    assert group_mean(rewards) == pytest.approx(of(grpo, scale_rewards="none"))
+    assert leave_one_out(rewards) == pytest.approx(of(rloo))
+    assert group_deviation(rewards) * 0.75**0.5 == pytest.approx(of(grpo, scale_rewards="group"), rel=1e-3)
+
+    monkeypatch.setattr(workers, "logger", MagicMock())
+    nothing = [None] * 4
+    rows = [[workers.TrainingSequence([], [], [], "")]] * 4
+    sampled = workers.RolloutGroup(nothing, {}, nothing, nothing, rows, [0] * 4, [0] * 4, 0, 0, nothing, nothing)
+    for group, ours in zip(rewards, group_deviation(rewards), strict=True):
+        function = MagicMock(return_value=list(group))
+        worker = MagicMock(
+            reward_funcs=[function], reward_func_names=["ours"], _env_reward_types=[], _provides_rollout_reward=False
+        )
+        theirs = asyncio.run(workers._AsyncRolloutLoop._score_group(worker, sampled))
+        assert ours == pytest.approx([sample.advantage for sample in theirs], rel=1e-5)
 
 
 # ---------------------------------------------------------------------- preference pairs
@@ -428,12 +527,13 @@ def test_gradients_of_preferences_are_finite_differences(name):
     row = losses.PAIR_LOSSES[name]
     batch = judged(batch) if row.is_unpaired else batch
     is_target = batch.rows.targets != IGNORE
+    settings = {"beta": 0.7, "sft_weight": 0.5, "baseline": 0.3, "label_smoothing": 0.1, "undesirable_weight": 0.6}
 
     def loss_of(logp: Tensor) -> Tensor:
         def model(*_: Any, **__: Any) -> Tensor:
             return torch.where(is_target, -logp, 0.0)
 
-        return row.bind(beta=0.7, sft_weight=0.5, baseline=0.3)(model, batch)[0]
+        return row.bind(**settings)(model, batch)[0]
 
     logp = fixed.logp.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(loss_of, (logp,))
@@ -449,6 +549,9 @@ def test_the_reward_loss_by_hand():
     wins = 1 / (1 + math.exp(-1))
     assert (loss.item(), count.item()) == pytest.approx((-math.log(wins), 1))
     assert scores.grad.flatten().tolist() == pytest.approx([wins - 1, 1 - wins, 0])
+    assert torch.autograd.gradcheck(
+        lambda moved: losses.reward_loss(lambda *_, **__: moved, batch)[0], scores.detach().double().requires_grad_()
+    )
     assert stats.tolist() == [1, 1, 2, 1.5, 0.5]
 
 
@@ -473,8 +576,8 @@ def trl_trainer(**settings: Any) -> Any:
     return SimpleNamespace(
         accelerator=accelerator, _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
         aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, calculate_KL=True, use_weighting=False,
-        model=SimpleNamespace(training=True), f_divergence_type="reverse_kl", loss_weights=[1.0], label_smoothing=0.0,
-        alpha=0.0, **settings,
+        model=SimpleNamespace(training=True), f_divergence_type="reverse_kl", loss_weights=[1.0], alpha=0.0,
+        args=SimpleNamespace(center_rewards_coefficient=None), **{"label_smoothing": 0.0, **settings},
     )  # fmt: skip
 
 
@@ -531,10 +634,14 @@ def test_losses_of_preferences_are_those_of_trl():
     labels = tokens.masked_fill(completion == 0, -100)
     logits = torch.nn.functional.pad(model(tokens[:, :-1]), (0, 0, 0, 1))
     sums, means = (cpo.get_batch_logps(logits, labels.clone(), average_log_prob=mean) for mean in (False, True))
+    gains = sums - frozen
+    smoothed = trl_trainer(beta=0.3, loss_type="sigmoid", label_smoothing=0.2)
     kto_trainer = trl_trainer(beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
     kto_trainer._compute_kl_logps = functools.partial(kto._compute_kl_logps, kto_trainer)
     theirs = {
         "dpo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["sigmoid"]), policy, paired, False),
+        # TRL's DPO has no label smoothing but in other losses; that of its CPO, of gains, is cDPO.
+        "cdpo": cpo.cpo_loss(smoothed, *gains.split(5))[0].mean(),
         "ipo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["ipo"]), policy, paired, False),
         "simpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="simpo", simpo_gamma=0.7), *means.split(5))[0].mean(),
         "cpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="sigmoid"), *sums.split(5))[0].mean(),
@@ -542,9 +649,12 @@ def test_losses_of_preferences_are_those_of_trl():
         "kto": kto._compute_loss(kto_trainer, policy, labelled, False),
     }
     device = cpu_device()
-    assert set(theirs) == set(losses.PAIR_LOSSES)
-    for name, row in losses.PAIR_LOSSES.items():
+    assert set(theirs) == {*losses.PAIR_LOSSES, "cdpo"}
+    for name, expected_loss in theirs.items():
+        row = losses.PAIR_LOSSES["dpo" if name == "cdpo" else name]
         settings: dict[str, Any] = {"beta": 0.3, "sft_weight": 0.0, "gamma": 0.7}
+        if name == "cdpo":
+            settings["label_smoothing"] = 0.2
         batches = preferences.pair_batches(examples, 32, 10, device)
         if row.is_unpaired:
             batches = preferences.judged_batches(examples, 32, 20, device)
@@ -554,11 +664,26 @@ def test_losses_of_preferences_are_those_of_trl():
         batches = preferences.compared(batches, reference if row.has_reference else None)
         parts = [row.bind(**settings)(model, batch) for batch in batches]
         ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
-        torch.testing.assert_close(ours, theirs[name], rtol=2e-5, atol=1e-6)
-        parts = torch.autograd.grad(theirs[name], list(model.parameters()), retain_graph=True, allow_unused=True)
+        torch.testing.assert_close(ours, expected_loss, rtol=2e-5, atol=1e-6)
+        parts = torch.autograd.grad(expected_loss, list(model.parameters()), retain_graph=True, allow_unused=True)
         expected = torch.cat([part.flatten() for part in parts if part is not None])
         torch.testing.assert_close(gradient(model, ours), expected, rtol=2e-4, atol=2e-6)
         assert expected.abs().max() > 1e-3
+
+
+def test_the_reward_loss_is_that_of_trl():
+    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    numbers = torch.arange(10)[None]  # of the replies to five questions, each with its one target
+    batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
+    scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    loss, count = losses.reward_loss(lambda *_, **__: scores, batch)
+    chosen_first = torch.cat((scores[0, 0::2], scores[0, 1::2]))[:, None]
+    inputs = {"attention_mask": numbers}
+    theirs = trainer.compute_loss(trl_trainer(), lambda **_: SimpleNamespace(logits=chosen_first), inputs)
+    torch.testing.assert_close(loss / count, theirs)
+    ours, expected = (torch.autograd.grad(one, scores)[0] for one in (loss / count, theirs))
+    torch.testing.assert_close(ours, expected)
+    assert expected.abs().max() > 0.05
 
 
 def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -699,11 +699,13 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_train_as_one_and_any_layout_continues(taught, stage):
+@pytest.mark.parametrize(
+    ("stage", "extra"), [*((stage, ()) for stage in STAGES), ("rl", ("--loss=ppo",))], ids=[*STAGES, "ppo"]
+)
+def test_ranks_train_as_one_and_any_layout_continues(taught, stage, extra):
     """Straight through on two sharded ranks; from the middle on two whole ones, and the rest on one process."""
     script, _ = STAGES[stage]
-    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
+    flags = (*flags_of(stage, taught), *extra, "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
     on_two = (script, *flags, "--model_tag=many", fewest_rows(stage))
     run_command(*on_two, "--parallel=fsdp")

@@ -25,7 +25,10 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_deviation(rewards: np.ndarray) -> np.ndarray:
-    """That, divided by the standard deviation of its question (source: Shao et al. 2024, DeepSeekMath: GRPO)."""
+    """That, divided by the standard deviation of its question (source: Shao et al. 2024, DeepSeekMath: GRPO).
+
+    It is that of the G replies as a population, not of a sample (TRL), whose advantages are sqrt((G - 1) / G) as large.
+    """
     # Dr. GRPO (Liu et al. 2025) leaves the division out: it gives questions that are nearly always right or nearly
     # always wrong a larger weight, as the second row above shows. In the demo Dr. GRPO learns stories as well (88.5%
     # against 86.5% after RL) and forgets less (docs/measurements.md).
