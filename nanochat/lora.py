@@ -6,6 +6,7 @@ the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
 
     attach(model, lora)      put adapters into a GPT and freeze all else
     without_adapters(model)  the same model with its adapters switched off: the reference of DPO and GRPO
+    merged_weights(model)    the weights of a model without adapters that computes the same: what other samplers get
     Adapters                 the adapters of a model as tensors, to be merged into weights
 
 The matrices that can have an adapter are those of GPTConfig.parts, by the names that Hugging Face and peft give them.
@@ -17,7 +18,7 @@ Legend: r rank, I inputs, O outputs of a matrix.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nf4 import NF4Linear, dequantize, quantize
-from nanochat.parallel.fsdp import fill, held_rows, local
+from nanochat.parallel.fsdp import fill, held_rows, local, whole
 from nanochat.shell.cli import UserError
 
 SCALAR_HEAD = "scalar_head.weight"
@@ -223,6 +224,25 @@ class Adapters:
                     f"{where} holds adapters for another model: {name} is {found.get(name, 'missing')}, this model's "
                     f"is {expected.get(name, 'missing')}; name the base that they were trained on"
                 )
+
+
+@torch.no_grad()
+def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights by name, one at a time, whole on each rank and with its adapters merged in fp32. All ranks call
+    it together."""
+    parameters = dict(model.named_parameters())
+    lora = settings_of(model)
+    if lora is None:
+        yield from ((name, whole(parameter)) for name, parameter in parameters.items())
+        return
+    tensors = {name: whole(parameters.pop(name)) for name in list(parameters) if ".adapters." in name}
+    adapters = Adapters(lora, tensors)
+    for name, parameter in parameters.items():
+        yield name, adapters.merged(name, whole(parameter), model.config)
+    for path, layer in model.named_modules():
+        if isinstance(layer, NF4Linear):
+            # To round a weight that is rounded already changes nothing: a block's largest value is one of the table.
+            yield f"{path}.weight", adapters.merged(f"{path}.weight", layer.dequantized(), model.config)
 
 
 def _parts_of(name: str, config: GPTConfig) -> dict[str, int]:

@@ -92,6 +92,10 @@ class NF4Linear(nn.Module):
         self.codes.copy_(codes)
         self.factors.copy_(factors)
 
+    def dequantized(self) -> Tensor:
+        """The whole weight (O, I), in fp32."""
+        return dequantize(self.codes, self.factors, (self.out_features, self.in_features), torch.float32)
+
     def forward(self, x: Tensor) -> Any:
         """x (..., I) -> (..., O), or what a StackedLinear returns."""
         y = _Product.apply(x, self.codes, self.factors, (self.out_features, self.in_features), self.is_stacked)

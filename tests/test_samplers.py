@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from test_lora import adapt
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from test_serve import error_of, serving, until
 from test_stages import RL, graded, lasting, metrics, pretrained, sha256, start, taught, tutored  # noqa: F401 (fixtures)
@@ -22,6 +23,7 @@ from nanochat import rollout
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
+from nanochat.lora import Lora
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
@@ -105,6 +107,24 @@ def test_a_server_samples_what_the_engine_samples(address, folder, temperature):
     if temperature:
         assert {reply.ending for reply in replies} == {"complete", "cut off", "broken"}
         assert any(0 in reply.mask for reply in replies), "none has called the calculator"
+
+
+@pytest.mark.parametrize("kind", ["plain", "nf4"])
+def test_a_server_samples_with_adapters_as_the_engine_does(address, folder, kind):
+    """The engine has them apart, the server merged: over weights as they are, or rounded to 4 bits. PPO's scalar head
+    stays here."""
+    model = adapt(policy(), Lora(4, 8.0, base_format=kind))
+    model.add_scalar_head()
+    prompts, settings = prompts_and_settings(1.3)
+    expected = rollout.engine_sampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+    sampler = open_http(address, model=model, folder=folder, patience=60.0)
+    sampler.hand_over(model)
+    replies = sampler(prompts, settings, 20)
+    assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
+    for reply, wanted in zip(replies, expected, strict=True):
+        assert reply.logp == pytest.approx(wanted.logp, abs=2e-5)
+    plain = rollout.engine_sampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+    assert [reply.tokens for reply in plain] != [reply.tokens for reply in expected]
 
 
 def test_each_reply_names_its_weights_and_old_folders_go(address, folder):
@@ -549,11 +569,10 @@ def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, ca
     """With new weights each time. A worker that is killed while it samples costs no reply."""
     prompts, settings = prompts_and_settings(1.3)
     sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
-    for seed, killed in ((0, None), (1, "before"), (2, "meanwhile")):
-        expected = rollout.engine_sampler(Engine(policy(seed), tiny_tokenizer(), cpu_device()), 8)(
-            prompts, settings, 20
-        )
-        sampler.hand_over(policy(seed))
+    models = (policy(0), policy(1), adapt(policy(2), Lora(4, 8.0)))
+    for model, killed in zip(models, (None, "before", "meanwhile"), strict=True):
+        expected = rollout.engine_sampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+        sampler.hand_over(model)
         if killed == "before":
             cluster.kill(sampler.workers[1])
         elif killed == "meanwhile":

@@ -16,7 +16,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from nanochat.device import Device
 from nanochat.engine import ending
 from nanochat.families import hf
 from nanochat.gpt import GPT
+from nanochat.lora import SCALAR_HEAD, merged_weights
 from nanochat.model_folder import FORMAT_VERSION
 from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
-from nanochat.parallel.fsdp import whole_weights
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
@@ -136,7 +136,10 @@ class HttpSampler:
         Raises Failed: on all ranks, when a server does not take them.
         """
         gather_values(None, self.device)  # all ranks have their replies
-        gathered = dict(whole_weights(model))  # whole on rank 0
+        gathered = {}  # whole, on rank 0
+        for name, weight in merged_weights(model):  # which all ranks gather, one at a time
+            if self.device.is_main and name != SCALAR_HEAD:  # PPO's, which no sampler reads
+                gathered[name] = weight.cpu().contiguous()
         before = self.weights
 
         def write_and_tell() -> str:
@@ -164,7 +167,8 @@ class HttpSampler:
         dtype = self.device.dtype
         if self.family is None:
             about = {"version": FORMAT_VERSION, "world_size": 0, "step": 0, "stage": "rl"}
-            about |= {"model": asdict(model.config), "tokenizer": self.tokenizer.fingerprint()}
+            about |= {"model": asdict(replace(model.config, scalar_head=False))}
+            about |= {"tokenizer": self.tokenizer.fingerprint()}
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
             files = checkpoint_manager.write_model(unfinished, weights, self.tokenizer, about)
         else:

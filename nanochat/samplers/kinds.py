@@ -5,12 +5,13 @@ http://HOST:8001[,http://...]       servers (http.py)
 ray:N                               N workers for each process, on a Ray cluster (ray.py)
 """
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from nanochat import lora, rollout
+from nanochat import rollout
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
@@ -48,6 +49,18 @@ class EngineSampler:
         return self.sample(prompts, settings, max_tokens)
 
 
+def require_sampler(name: str) -> None:
+    """Raises UserError: when `--sampler name` is of no kind, or needs a package that is missing."""
+    is_ray = re.fullmatch(r"ray:[1-9]\d{0,3}", name) is not None
+    if is_ray and importlib.util.find_spec("ray") is None:
+        raise UserError(f"--sampler {name} needs the package ray: pip install -e '.[ray]'")
+    are_servers = all(re.fullmatch(r"https?://[^/\s]\S*", address) for address in name.split(","))
+    if not (name == "engine" or is_ray or are_servers):
+        raise UserError(
+            f"--sampler {name}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas"
+        )
+
+
 def open_sampler(
     name: str,
     model: GPT,
@@ -64,18 +77,15 @@ def open_sampler(
 
     Raises UserError: when there is none of this name, or it does not answer.
     """
+    require_sampler(name)
     if name == "engine":
         return EngineSampler(Engine(model, tokenizer, device, graphs), rows, should_stop)
-    if lora.settings_of(model) is not None:
-        raise UserError(f"--sampler {name} takes whole weights, and --lora_rank trains adapters: leave one of them out")
     if name.startswith("http"):
         return HttpSampler(
             name.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
             key=os.environ.get("NANOCHAT_API_KEY", ""), should_stop=should_stop,
         )  # fmt: skip
-    if re.fullmatch(r"ray:[1-9]\d{0,3}", name):
-        return RaySampler(
-            int(name[4:]), model, tokenizer, device, rows=rows, patience=patience, graphs=graphs,
-            should_stop=should_stop,
-        )  # fmt: skip
-    raise UserError(f"--sampler {name}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas")
+    return RaySampler(
+        int(name.removeprefix("ray:")), model, tokenizer, device, rows=rows, patience=patience, graphs=graphs,
+        should_stop=should_stop,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.parallel.fsdp import whole
+from nanochat.lora import merged_weights
 from nanochat.rollout import Reply, engine_sampler
 from nanochat.sampling import SamplingParams
 from nanochat.shell.cli import Failed, Interrupted, UserError
@@ -79,7 +79,7 @@ class Worker:
 class RaySampler:
     """Samples by `count` workers; see `rollout.Sampler`. `rows` is how many replies each generates at once.
 
-    Raises UserError: when Ray is not installed, or there is no cluster.
+    Raises UserError: when there is no cluster.
     """
 
     def __init__(
@@ -94,11 +94,9 @@ class RaySampler:
         graphs: Literal["auto", "on", "off"],
         should_stop: Callable[[], bool] = lambda: False,
     ):
-        try:
-            import ray
-            from ray import exceptions
-        except ImportError as error:
-            raise UserError("--sampler ray:N needs the package ray: pip install -e '.[ray]'") from error
+        import ray
+        from ray import exceptions
+
         self.ray = ray
         self.errors = exceptions
         if not ray.is_initialized():
@@ -132,7 +130,7 @@ class RaySampler:
         Raises Failed: when the workers do not take them.
         """
         dtype = self.device.dtype
-        weights = {name: whole(weight.detach()).to("cpu", dtype) for name, weight in model.named_parameters()}
+        weights = {name: weight.to("cpu", dtype) for name, weight in merged_weights(model)}
         self.weights = self.ray.put(weights)
         self.version += 1
         self._run([self._update] * self.count)
