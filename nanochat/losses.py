@@ -131,6 +131,10 @@ class PolicyLoss:
     overlong: float = 0.0  # last share of max_tokens in which the reward falls
     has_values: bool = False  # a scalar head learns what each token promises, and the advantages are of tokens
 
+    @property
+    def has_clip(self) -> bool:
+        return self.objective is not log_objective
+
     def override(self, **settings: float | None) -> "PolicyLoss":
         """With other numbers than the method's own; None keeps its own."""
         return replace(self, **{name: value for name, value in settings.items() if value is not None})
@@ -362,7 +366,7 @@ def _add_policy_stats(
     # Where the clip stops a token: it has moved beyond it in the direction of its advantage.
     raised = (change > method.clip_high) & (advantages > 0)
     lowered = (change < -method.clip_low) & (advantages < 0)
-    clipped = raised | lowered if method.objective is not log_objective else none
+    clipped = raised | lowered if method.has_clip else none
     stats += torch.stack([(value * is_target).sum() for value in (is_target, entropy, kl, gap, clipped)])
 
 

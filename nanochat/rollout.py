@@ -31,6 +31,7 @@ from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted, UserError
 from nanochat.shell.screen import bar
 from nanochat.tasks.environment import Environment
+from nanochat.tasks.mixture import Mixture
 from nanochat.tasks.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 
@@ -79,6 +80,18 @@ def engine_sampler(engine: Engine, rows: int, should_stop: Callable[[], bool] = 
 
 
 # ---------------------------------------------------------------------- episodes
+
+
+def draw_questions(mixture: Mixture, tokenizer: Tokenizer, numbers: range, context: int) -> list[tuple[Task, Example]]:
+    """Questions by number, the same on every rank, without those that leave a context no room for a reply."""
+    questions = []
+    for number in numbers:
+        task, index = mixture.draw(number)
+        example = task.example(index)
+        environment = task.environment(example)
+        if len(render_prompt(tokenizer, environment.start(), tools=environment.tools)) < context:
+            questions.append((task, example))
+    return questions
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_
 import functools
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from nanochat.run.flags import ChatFlags
 from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range
 from nanochat.shell.log import print0
 from nanochat.shell.screen import phase, track
 
@@ -70,6 +70,11 @@ class Config(ChatFlags):
     graphs: Literal["auto", "on", "off"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
+    @property
+    def updates(self) -> int:
+        """How often a step changes the weights."""
+        return self.updates_per_step * self.minibatches
+
 
 def main(config: Config) -> None:
     phase("loading torch")
@@ -79,31 +84,22 @@ def main(config: Config) -> None:
     from nanochat import losses, rollout, scaling
     from nanochat.alignment import rewards, value
     from nanochat.alignment.advantages import overlong_penalty
-    from nanochat.conversation import render_prompt
-    from nanochat.engine import Slots, seed_of
     from nanochat.model_folder import weights_sha256
-    from nanochat.run.memory import full_rows
+    from nanochat.run import rl
     from nanochat.run.stage import Run, begin, open_optimizer
     from nanochat.samplers.ahead import Ahead
     from nanochat.samplers.kinds import open_sampler
-    from nanochat.tasks.mixture import Mixture, default_rl_tasks, open_mixture
-    from nanochat.tasks.registry import parse_tasks, require_grades
+    from nanochat.sampling import seed_of
+    from nanochat.tasks.mixture import FIRST_EXAMPLES, Mixture, default_rl_tasks, open_mixture
     from nanochat.tasks.task import Example, Task
     from nanochat.train import StepStats, train_step
 
-    # ------------------------------------------------------------------ loss
+    # ------------------------------------------------------------------ loss, rewards
     method = losses.find(losses.POLICY_LOSSES, config.loss).override(
         clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills, overlong=config.overlong
     )
-    distills = method.advantages is None
-    if distills != (config.teacher is not None):
-        raise UserError("--loss distill and --teacher SOURCE need each other: set both, or neither")
-    if distills and config.kl:
-        raise UserError(f"--kl {config.kl:g}: --loss distill is the KL to the teacher, leave --kl out")
-    if config.kl_in == "reward" and not config.kl:
-        raise UserError("--kl_in reward: there is no penalty without --kl")
-    if config.staleness and method.refills:
-        raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
+    reward_parts = rewards.parse_rewards(config.reward)
+    rl.check_flags(config, method, reward_parts)
     estimates, of_values = value.settings(config, method.has_values)
     importance_cap = config.importance_cap
     if importance_cap is None:
@@ -114,9 +110,6 @@ def main(config: Config) -> None:
         importance_cap=importance_cap, **of_values,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
-    updates_each = config.updates_per_step * config.minibatches
-    if updates_each == 1 and (config.clip_low, config.clip_high) != (None, None):
-        print0("--clip_low and --clip_high do nothing with one update a step: set --minibatches or --updates_per_step")
 
     # ------------------------------------------------------------------ model, data, optimizer
     start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, with_scalar_head=method.has_values)
@@ -125,9 +118,7 @@ def main(config: Config) -> None:
     reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
-    reward_parts = rewards.open_rewards(config.reward, device)
-    if not distills and rewards.TASK.name in [part.name for part in reward_parts]:
-        require_grades(parse_tasks(tasks))
+    reward_parts = rewards.load_models(reward_parts, device)
     train, held_out = (
         open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
         for split in ("train", "test")
@@ -141,34 +132,11 @@ def main(config: Config) -> None:
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
     def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
-        """`count` questions from number `first` on, without those that the context cannot hold."""
-        questions = []
-        for number in range(first, first + count):
-            task, index = mixture.draw(number)
-            example = task.example(index)
-            environment = task.environment(example)
-            if len(render_prompt(start.tokenizer, environment.start(), tools=environment.tools)) < row_tokens:
-                questions.append((task, example))
-        return questions
+        return rollout.draw_questions(mixture, start.tokenizer, range(first, first + count), row_tokens)
 
-    rewards.check(reward_parts, draw(train, 0, 2), config.hang_seconds)
+    rl.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), reward_parts, row_tokens)
     if start.ledger is not None:
-        rows = full_rows(config.device_batch_size, row_tokens, device)
-        rows = replace(rows, values=rows.targets.float())
-        batch = losses.PolicyBatch(rows, rows.targets.float(), rows.targets.float())
-        if updates_each > 1:
-            batch = replace(batch, old_logp=rollout.logp_of(model, rows))
-        if reference is not None:
-            batch = replace(batch, reference_logp=rollout.logp_of(reference, rows))
-        if method.has_values:
-            batch = replace(batch, old_values=rows.values, returns=rows.values)
-        start.ledger.report(model, optimizer, [batch, batch], loss_fn, max_grad_norm=config.largest_norm)
-        replies = min(config.rollout_rows, math.ceil(examples * config.num_samples / device.world_size))
-        cache = replies * Slots.bytes_per_slot(model.config, device.dtype)
-        print0(
-            f"sampling comes on top: a cache of at most {cache / 2**20:,.1f} MiB for {replies} replies at once, and in "
-            "bf16 a copy of the weights"
-        )
+        rl.report_memory(config, start, optimizer, loss_fn, method)
         return
 
     # ------------------------------------------------------------------ train
@@ -255,7 +223,7 @@ def main(config: Config) -> None:
             # are those before the first update.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
-            old = policy if updates_each > 1 else None  # with one update the samples are the present policy's own
+            old = policy if config.updates > 1 else None  # with one update the samples are the present policy's own
             parts = samples.split(config.minibatches)
             minibatches = [rollout.policy_batches(part, shape, device, old, frozen) for part in parts]
 
@@ -271,14 +239,12 @@ def main(config: Config) -> None:
             # ---- learn
             policy_stats = torch.zeros(len(losses.POLICY_STATS), device=device.torch_device)
             lr = 1 - step / steps
-            updates = [
-                train_step(
+            updates = []
+            for batches in minibatches * config.updates_per_step:
+                updates.append(train_step(
                     policy, optimizer, track(batches, "micro-batch"), functools.partial(loss_fn, stats=policy_stats),
                     device=device, lr=lr, max_grad_norm=config.largest_norm,
-                )
-                for _ in range(config.updates_per_step)
-                for batches in minibatches
-            ]  # fmt: skip
+                ))  # fmt: skip
             stats = StepStats.of_updates(updates)
             run.add(stats, sum(len(ids) for ids in samples.ids))
 

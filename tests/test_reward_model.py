@@ -83,4 +83,4 @@ def test_a_reward_model_is_a_reward(start, tmp_path):  # noqa: F811
     call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
     assert load_model("auto", "cpu")[2]["folder"].endswith("rl/d1/step_000001")
     with pytest.raises(UserError, match="is no reward model: python -m scripts.chat_rm"):
-        rewards.open_rewards("rm:dpo", cpu_device())
+        rewards.load_models(rewards.parse_rewards("rm:dpo"), cpu_device())

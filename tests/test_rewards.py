@@ -16,7 +16,7 @@ from tiny import complaint, cpu_device, run_ranks
 
 from nanochat import rollout
 from nanochat.alignment import rewards
-from nanochat.alignment.rewards import Episode, Reward, open_rewards, score
+from nanochat.alignment.rewards import Episode, Reward, load_models, parse_rewards, score
 from nanochat.device import Device
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted
@@ -86,7 +86,7 @@ def mine(tmp_path_factory) -> Path:
 
 
 def values(mine: Path, entry: str, count: int = 2, **options: Any) -> list[float]:
-    (reward,) = open_rewards(entry.replace("mine.py", str(mine)), cpu_device())
+    (reward,) = parse_rewards(entry.replace("mine.py", str(mine)))
     return score(reward, [EPISODE] * count, **{"seconds": 5.0, **options})
 
 
@@ -129,11 +129,11 @@ def test_a_function_that_waits_can_be_stopped(mine, name):
 
 
 def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
-    parts = open_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits", cpu_device())
+    parts = parse_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits")
     assert [(part.name, part.weight) for part in parts] == [("task", 0.5), ("length", -0.1), ("waits", 1.0)]
     assert set(rewards.fingerprints(f"task,{mine}:length:-0.1")) == {f"--reward {mine}:length"}
     monkeypatch.setitem(rewards.KINDS, "rm", lambda source, _: lambda episodes: [float(len(source))] * len(episodes))
-    (model,) = open_rewards("rm:sft:2", cpu_device())
+    (model,) = load_models(parse_rewards("rm:sft:2"), cpu_device())
     assert (model.name, model.weight, score(model, [EPISODE], 1.0)) == ("rm", 2.0, [3.0])
     (tmp_path / "broken.py").write_text("def score(episodes:\n    pass\n")
     (tmp_path / "raises.py").write_text("import nosuchmodule\n")
@@ -144,7 +144,7 @@ def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
         f"{mine}:length,{mine}:length:2": "length twice", f"{tmp_path}/broken.py:score": "broken.py:1 `def score",
         f"{tmp_path}/raises.py:f": "nosuchmodule",
     }.items():  # fmt: skip
-        assert word in complaint(lambda text=text: open_rewards(text, cpu_device()))
+        assert word in complaint(lambda text=text: parse_rewards(text))
 
 
 def test_prompts_need_no_answer(mine, tmp_path):
@@ -169,7 +169,7 @@ def test_prompts_need_no_answer(mine, tmp_path):
     own = Reward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
     rewards.check([own], [(task, examples[0]), (task, examples[4])], 1.0)
     assert [(one.reply, one.answer, one.task) for one in seen] == [("", None, "prompts"), ("a", "a", "prompts")]
-    (fails,) = open_rewards(f"{mine}:too_few", cpu_device())
+    (fails,) = parse_rewards(f"{mine}:too_few")
     assert "before training" in complaint(lambda: rewards.check([fails], [(task, examples[0])] * 2, 1.0))
 
 
@@ -241,7 +241,7 @@ def test_the_functions_of_the_page_run(tmp_path):
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     episode = replace(EPISODE, reply="It is 7.", fields={"solution": "7"})
-    brief, solved = open_rewards(f"{tmp_path}/mine.py:is_brief,{tmp_path}/mine.py:has_solution", cpu_device())
+    brief, solved = parse_rewards(f"{tmp_path}/mine.py:is_brief,{tmp_path}/mine.py:has_solution")
     episodes = [episode, replace(episode, reply="x" * 80)]
     assert score(brief, episodes, 1.0) == score(solved, episodes, 1.0) == [1.0, 0.0]
     fields = re.findall(r"^\| `(\w+)` \|", english.partition("## An environment")[0], re.MULTILINE)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from nanochat.data.packing import pack_pairs
 from nanochat.engine import Engine
 from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
+from nanochat.run import stage as stages
 from nanochat.run.faults import Faults
 from nanochat.run.stage import CompilerClock, OneShape, Run
 from nanochat.shell import paths
@@ -645,12 +647,16 @@ def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypa
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_questions_that_do_not_fit_are_left_out(start, tmp_path):
+def test_questions_that_do_not_fit_are_left_out(start, tmp_path, capsys):
     for split in ("train", "test"):
         rows = [{"question": "word " * 400, "answer": "#### 1"}, {"question": "1?", "answer": "#### 1"}]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     call("chat_rl", *RL, "--source=base", f"--tasks=gsm8k={tmp_path}", "--examples_per_step=1", "--num_iterations=4")
     assert {0.0} < {line["response_tokens"] for line in metrics(start, "rl")}  # of two questions one never fits
+    long = json.dumps({"question": "word " * 400, "answer": "#### 1"})
+    (tmp_path / "train.jsonl").write_text(long)
+    code, err = mistake(capsys, "chat_rl", *RL, "--source=base", f"--tasks=gsm8k={tmp_path}")
+    assert code == 1 and "all longer than the context of 128 tokens" in err
 
 
 # ---------------------------------------------------------------------- several ranks, users' commands
@@ -776,13 +782,8 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_dpo --source=base --loss=ipo --label_smoothing=0.1", "--label_smoothing 0.1"),
         ("chat_dpo --source=base --loss=kto --sft_weight=1", "--sft_weight 1.0: --loss kto has none, dpo, ipo, "),
         ("chat_rl", "no sft checkpoint"),
-        ("chat_rl --source=base --tasks=smoltalk", "no right answer to grade"),
         ("chat_rl --source=base --num_samples=1", "--num_samples"),
         ("chat_rl --source=base --temperature=0", "--temperature"),
-        ("chat_rl --source=base --kl_in=reward", "--kl_in reward"),
-        ("chat_rl --source=base --loss=distill", "--teacher"),
-        ("chat_rl --source=base --loss=distill --teacher=base --kl=0.1", "leave --kl out"),
-        ("chat_rl --source=base --loss=nosuch", "grpo, dapo"),
         ("chat_rl --source=base --top_k=-1", "--top_k"),
         ("chat_sft --source=base --learning_rate=1e-4 --lr_scale=0.5", "leave --lr_scale out"),
         ("chat_rl --source=base --learning_rate=1e-4 --table_lr_scale=1", "leave --table_lr_scale out"),
@@ -799,6 +800,51 @@ def test_a_mistake_costs_one_line(start, capsys, command, says):
     script, *flags = command.split()
     code, err = mistake(capsys, script, *flags, "--device=cpu")
     assert code in (1, 2) and says in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--loss=nosuch", "grpo, "),
+        ("--loss=distill", "--teacher"),
+        ("--loss=distill --teacher=base --kl=0.1", "leave --kl out"),
+        ("--kl_in=reward", "--kl_in reward"),
+        ("--loss=dapo --staleness=1", "--refills 0"),
+        ("--gae_lambda=0.9", "--gae_lambda: --loss grpo has no value function"),
+        ("--minibatches=4 --examples_per_step=3", "--minibatches 4"),
+        ("--reward=mine.py:short", "no file mine.py"),
+        ("--reward=length", "--reward length: it is none of task"),
+        ("--tasks=smoltalk", "no right answer to grade"),
+        ("--tasks=nosuch", "no such task"),
+        ("--sampler=llama", "--sampler llama: engine, "),
+        ("--sampler=http://127.0.0.1:9,127.0.0.1:8", "--sampler http://127.0.0.1:9,127.0.0.1:8"),
+        ("--sampler=ray:0", "--sampler ray:0"),
+    ],
+)
+def test_rl_refuses_flags_before_it_loads_a_model(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(stages, "begin", None)
+    code, err = mistake(capsys, "chat_rl", *flags.split(), "--device=cpu")
+    assert code == 1 and says in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--loss=rloo --clip_low=0.1", "--loss rloo has no clip"),
+        ("--clip_high=0.3", "do nothing with one update a step"),
+        ("--loss=reinforce --minibatches=3", "3 updates a step: --loss reinforce has no clip"),
+        ("--loss=cispo --minibatches=2 --updates_per_step=2", "4 updates a step: --loss cispo has no clip"),
+        ("--loss=cispo --clip_high=3 --minibatches=2 --examples_per_step=2", "2 updates a step"),
+        ("--clip_low=0.1 --minibatches=2", ""),
+        ("--loss=gspo --updates_per_step=2", ""),
+    ],
+)
+def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(stages, "begin", lambda *_, **__: sys.exit(3))
+    with pytest.raises(SystemExit):
+        call("chat_rl", *flags.split())
+    *hints, loss = capsys.readouterr().out.splitlines()
+    assert loss.startswith("loss: ") and len(hints) == bool(says) and says in "".join(hints)
 
 
 def test_resume_keeps_to_its_flags(start, capsys):

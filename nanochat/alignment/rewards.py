@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.alignment.reward_model import load_reward_model
@@ -67,13 +67,14 @@ class Reward:
     name: str  # in the log
     weight: float = 1.0
     function: Function | None = None  # None: the task's own
+    source: str = ""  # of a kind in KINDS, which `load_models` opens
 
 
 TASK = Reward("task")
 
 
-def open_rewards(text: str, device: Device) -> list[Reward]:
-    """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],KIND:SOURCE[:WEIGHT],...`.
+def parse_rewards(text: str) -> list[Reward]:
+    """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],KIND:SOURCE[:WEIGHT],...`; `load_models` completes them.
 
     Raises UserError: for anything else, and where a file cannot be loaded.
     """
@@ -89,7 +90,7 @@ def open_rewards(text: str, device: Device) -> list[Reward]:
                 raise UserError(f"--reward {what}: this is no function")
             reward = Reward(what.rpartition(":")[2], weight, function)
         elif kind in KINDS and source:
-            reward = Reward(kind, weight, KINDS[kind](source, device))
+            reward = Reward(kind, weight, source=source)
         else:
             forms = ["task", "FILE.py:FUNCTION", *(f"{kind}:SOURCE" for kind in KINDS)]
             raise UserError(f"--reward {entry}: it is none of {', '.join(forms)}, each with :WEIGHT or without")
@@ -99,6 +100,14 @@ def open_rewards(text: str, device: Device) -> list[Reward]:
     if not rewards:
         raise UserError("--reward is empty: task, or FILE.py:FUNCTION")
     return rewards
+
+
+def load_models(rewards: Sequence[Reward], device: Device) -> list[Reward]:
+    """The same rewards, those of models with their functions. Raises UserError: when there is no such model."""
+    return [
+        replace(reward, function=KINDS[reward.name](reward.source, device)) if reward.source else reward
+        for reward in rewards
+    ]
 
 
 def _weighted(entry: str) -> tuple[str, float]:
