@@ -158,6 +158,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
+    last_kl = math.nan  # to the reference or the teacher, of the last step that was logged
     if run.loader_states:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
@@ -251,6 +252,8 @@ def main(config: Config) -> None:
             # ---- log
             if run.should_log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
+                rl.check_gap(means["sampler_gap"], config.staleness)
+                last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
@@ -259,7 +262,10 @@ def main(config: Config) -> None:
                 if run.should_evaluate and samples.ids:
                     text = start.tokenizer.decode(samples.ids[0])
                     run.logger.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")
-    run.finish(f"held-out reward {reward_before:.3f} -> {reward_after:.3f}")
+    outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
+    if config.teacher is not None:
+        outcome += f", KL to the teacher {last_kl:.3f} nats a token"
+    run.finish(outcome)
 
 
 if __name__ == "__main__":

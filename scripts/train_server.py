@@ -2,7 +2,7 @@
 
 python -m scripts.train_server --source sft
 
-python -m scripts.train_server --source hf:ORG/NAME --host 0.0.0.0 --api_key tml-alice,tml-bob
+python -m scripts.train_server --source hf:ORG/NAME --host 0.0.0.0 --api_key tml-alice8302,tml-bob5129
 """
 
 import contextlib
@@ -76,7 +76,10 @@ def choose_keys(config: Config) -> tuple[str, ...]:
     keys = tuple(key.strip() for key in text.split(",") if key.strip())
     for key in keys:
         if not key.startswith(KEY_PREFIX) or len(key) < 8 or not all(33 <= ord(character) < 127 for character in key):
-            raise UserError(f"--api_key: each key is {KEY_PREFIX} and 4 or more ASCII characters without spaces")
+            shown = f"{key[:5]}... ({len(key)} characters)"  # the rest is a secret
+            raise UserError(
+                f"--api_key: {shown} is none: a key is {KEY_PREFIX} and 4 or more ASCII characters without spaces"
+            )
     if not keys and not is_loopback(config.host):
         return (KEY_PREFIX + secrets.token_urlsafe(24),)
     return keys

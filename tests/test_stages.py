@@ -31,6 +31,7 @@ from nanochat.data.packing import pack_pairs
 from nanochat.engine import Engine
 from nanochat.kernels.torch_ import TorchKernels
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
+from nanochat.run import rl
 from nanochat.run import stage as stages
 from nanochat.run.faults import Faults
 from nanochat.run.stage import CompilerClock, OneShape, Run
@@ -605,13 +606,14 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_student_comes_nearer_to_its_teacher(start):
+def test_a_student_comes_nearer_to_its_teacher(start, capsys):
     """On chats that nobody grades; the teacher has learned for longer."""
     flags = (*RL, "--source=base", "--source_tag=d1", "--tasks=identity")
     call("chat_sft", *SFT, "--source=base", "--tasks=identity", "--num_iterations=10")
     call("chat_rl", *flags, "--loss=distill", "--teacher=sft", "--num_iterations=12", "--num_samples=8")
     kl = [line["kl"] for line in metrics(start, "rl")]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
+    assert f"KL to the teacher {kl[-1]:.3f} nats" in capsys.readouterr().out
 
 
 def test_a_teacher_reads_the_tokens_of_its_student(start, capsys, tmp_path):
@@ -619,7 +621,7 @@ def test_a_teacher_reads_the_tokens_of_its_student(start, capsys, tmp_path):
     model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size))
     teacher = save_checkpoint(tmp_path / "other", 1, model, tokenizer, {"stage": "base"})
     code, err = mistake(capsys, "chat_rl", *RL, "--source=base", "--loss=distill", f"--teacher={teacher}")
-    assert code == 1 and "its tokenizer is not that of" in err
+    assert code == 1 and "has another tokenizer" in err and "chat_cli --in --out" in err
 
 
 def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
@@ -832,6 +834,8 @@ def test_rl_refuses_flags_before_it_loads_a_model(monkeypatch, capsys, flags, sa
     [
         ("--loss=rloo --clip_low=0.1", "--loss rloo has no clip"),
         ("--clip_high=0.3", "do nothing with one update a step"),
+        ("--importance_cap=0.5", "--importance_cap 0.5 is below 1"),
+        ("--top_k=1", "nearly equal"),
         ("--loss=reinforce --minibatches=3", "3 updates a step: --loss reinforce has no clip"),
         ("--loss=cispo --minibatches=2 --updates_per_step=2", "4 updates a step: --loss cispo has no clip"),
         ("--loss=cispo --clip_high=3 --minibatches=2 --examples_per_step=2", "2 updates a step"),
@@ -845,6 +849,12 @@ def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says)
         call("chat_rl", *flags.split())
     *hints, loss = capsys.readouterr().out.splitlines()
     assert loss.startswith("loss: ") and len(hints) == bool(says) and says in "".join(hints)
+
+
+def test_a_sampler_that_drifts_from_the_trainer_is_reported(capsys):
+    for gap, staleness, is_reported in ((0.09, 0, False), (2.0, 0, True), (math.nan, 0, True), (0.4, 1, False)):
+        rl.check_gap(gap, staleness)
+        assert bool(capsys.readouterr().err) == is_reported
 
 
 def test_resume_keeps_to_its_flags(start, capsys):

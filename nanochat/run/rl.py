@@ -13,9 +13,10 @@ from nanochat.losses import PolicyBatch, PolicyLoss, clipped_objective
 from nanochat.optim import Optimizer
 from nanochat.run.memory import full_rows
 from nanochat.run.stage import Start
+from nanochat.samplers.agreement import LARGEST_DIFFERENCE
 from nanochat.samplers.kinds import require_sampler
 from nanochat.shell.cli import UserError
-from nanochat.shell.log import print0
+from nanochat.shell.log import print0, warn
 from nanochat.tasks.registry import parse_tasks, require_grades
 from nanochat.tasks.task import Example, Task
 
@@ -44,6 +45,11 @@ def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) 
     if flags.tasks and not distills and any(part.name == rewards.TASK.name for part in reward_parts):
         require_grades(parse_tasks(flags.tasks))
 
+    if flags.importance_cap and flags.importance_cap < 1:
+        print0(f"--importance_cap {flags.importance_cap:g} is below 1: it makes all tokens count less, 2 is usual")
+    if flags.top_k == 1 or flags.temperature < 0.1:
+        print0("the samples of a question will be nearly equal, and teach nothing: raise --top_k or --temperature")
+
     is_clip_set = (flags.clip_low, flags.clip_high) != (None, None)
     if is_clip_set and not method.has_clip:
         print0(f"--clip_low and --clip_high do nothing: --loss {flags.loss} has no clip")
@@ -68,6 +74,19 @@ def check_questions(
     if flags.max_tokens > context:
         print0(f"--max_tokens {flags.max_tokens:,}: a reply ends at the context of {context:,} tokens all the same")
     rewards.check(reward_parts, questions[:2], flags.hang_seconds)
+
+
+def check_gap(gap: float, staleness: int) -> None:
+    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
+
+    `gap` is the mean difference in nats a token; older weights have a larger one.
+    """
+    largest = LARGEST_DIFFERENCE * (1 + 4 * staleness)
+    if not gap <= largest:
+        warn(
+            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:g}: "
+            "it has other weights, or log probabilities of another temperature; what is learned from them is wrong"
+        )
 
 
 def report_memory(

@@ -147,7 +147,10 @@ def begin(
             rope_scaling=config.rope_scaling, without_weights=config.dry_run,
         )  # fmt: skip
         if its_tokenizer.fingerprint() != tokenizer.fingerprint():
-            raise UserError(f"--teacher {teacher}: its tokenizer is not that of {source}, which it must be")
+            raise UserError(
+                f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_cli --in --out) "
+                "and train on them (chat_sft --tasks), as docs/rl.md shows"
+            )
         if reference.config.sequence_len < model.config.sequence_len:
             raise UserError(
                 f"--teacher {teacher}: its context is {reference.config.sequence_len} tokens, the student's "
