@@ -132,6 +132,7 @@ def test_each_reply_names_its_weights_and_old_folders_go(address, folder):
     sampler = open_http(address, model=first, folder=folder)
     prompts, settings = prompts_and_settings(0.0)
     by_weights = []
+    (folder / "weights" / "fp_of_a_killed_trainer").mkdir(parents=True)
     for model in (first, second, first):
         sampler.hand_over(model)
         assert [path.name for path in (folder / "weights").iterdir()] == [sampler.weights.name]
@@ -141,6 +142,9 @@ def test_each_reply_names_its_weights_and_old_folders_go(address, folder):
     other = open_http(address, model=second, folder=folder / "other")
     other.hand_over(second)
     assert [reply.tokens for reply in sampler(prompts, settings, 10)] == by_weights[0]
+    assert sampler.weights.is_dir()
+    del sampler
+    assert not (folder / "weights").exists()
 
 
 def test_weights_are_taken_from_the_base_folder_by_a_server_for_rl_alone(address, folder, tmp_path):
@@ -171,7 +175,7 @@ def test_weights_of_another_model_are_refused(address, folder, change):
     if change == "tokenizer":
         tokens = tiny_tokenizer().tokens
         sampler.tokenizer = type(sampler.tokenizer)([*tokens[:-1], b"zzz"])
-    assert f"another {change}" in failure(lambda: sampler.hand_over(model))
+    assert f"another {change}" in complaint(lambda: sampler.hand_over(model))
 
 
 # ---------------------------------------------------------------------- servers that fail
@@ -205,7 +209,7 @@ class FakeServer:
 
 
 @contextmanager
-def served(fake: FakeServer) -> Iterator[str]:
+def served(fake: FakeServer, port: int = 0) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.do_POST()
@@ -231,7 +235,7 @@ def served(fake: FakeServer) -> Iterator[str]:
         def handle_error(self, *_: Any) -> None:  # a client that has given up
             pass
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -255,6 +259,7 @@ def fake_address(fake) -> Iterator[str]:
 def sampler(fake, fake_address, folder, monkeypatch) -> Iterator[HttpSampler]:
     """With weights handed over, and a fault-free server until the test changes that."""
     monkeypatch.setattr(http_sampler, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(http_sampler, "RETURN_SECONDS", 0.02)
     fake.fault = lambda number, reply: None
     fake.requests.clear()
     monkeypatch.setattr(http_sampler, "check_agreement", lambda *_: None)
@@ -305,7 +310,7 @@ def test_a_wrong_reply_is_one_line(sampler, fake, fault, message):
 
 
 @pytest.mark.parametrize("status", [0, 429, 503])
-def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, status):
+def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, status, capsys):
     prompts, settings = prompts_and_settings(1.0)
     expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
     fake.requests.clear()
@@ -315,6 +320,9 @@ def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, stat
     assert len(seeds) > len(settings) and set(seeds) == {one.seed for one in settings}
     # One that broke off may have restarted, with the weights that it was started with.
     assert ("/update_weights_from_disk" in [route for route, _ in fake.requests]) == (status == 0)
+    printed = capsys.readouterr()
+    assert ("is lost (" in printed.err) == ("is back" in printed.out) == (status == 0)
+    assert printed.err.count("asked again for up to 1 s") == printed.out.count("is back")
 
 
 def test_a_server_with_other_weights_gets_them_again_and_not_for_ever(sampler, fake):
@@ -342,27 +350,89 @@ def test_without_a_reply_for_long_the_sampler_gives_up(sampler, fake, how):
     fake.fault = fault
     prompts, settings = prompts_and_settings(1.0)
     began = time.monotonic()
-    assert "no reply for 1 s (--sampler_patience)" in failure(lambda: sampler(prompts, settings, 8))
+    message = failure(lambda: sampler(prompts, settings, 8))
+    assert "no reply for 1 s (--sampler_patience): start it again" in message
     assert time.monotonic() - began < 2.4
 
 
-def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_address, folder):
+def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_address, folder, capsys):
+    """It gets neither requests nor weights, and both again when it is back."""
     model = policy()
     prompts, settings = prompts_and_settings(1.0)
+
+    def sample() -> tuple[list[list[int]], str, str]:
+        capsys.readouterr()
+        replies = sampler(prompts, settings, 8)
+        return [reply.tokens for reply in replies], *capsys.readouterr()
+
+    other = FakeServer()
+    with served(other) as second:
+        sampler = open_http(fake_address, second, model=model, folder=folder / "two", patience=30.0)
+        sampler.hand_over(model)
+        expected = sample()[0]
+        assert 3 <= sum(route == "/v1/completions" for route, _ in other.requests) <= 6
+    tokens, out, error = sample()
+    assert tokens == expected and "is back" not in out
+    assert error.startswith(f"warning: sampler: {second} is lost (") and error.count("\n") == 1
+    assert error.endswith("its requests go to the others\n")
+    sampler.hand_over(policy(seed=1))
+    assert sample() == (expected, "", "")
+    other.requests.clear()
+    with served(other, int(second.rpartition(":")[2])):
+        sampler(prompts * 4, settings * 4, 8)
+        assert capsys.readouterr() == (f"sampler: {second} is back\n", "")
+        sampler.hand_over(model)
+        assert sample() == (expected, "", "")
+    routes = [route for route, _ in other.requests]
+    assert routes[:3] == ["/v1/models", "/update_weights_from_disk", "/v1/completions"]
+    assert other.weights == sampler.weights.name
+
+
+def test_a_server_that_hangs_costs_its_patience_once(sampler, fake_address, folder, capsys):
+    model = policy()
+    prompts, settings = prompts_and_settings(1.0)
+    hanging = FakeServer()
+    hanging.fault = lambda number, reply: time.sleep(2.5)
+    expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
+    with served(hanging) as second:
+        sampler = open_http(fake_address, second, model=model, folder=folder / "two", patience=1.0)
+        sampler.hand_over(model)
+        assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
+    assert f"{second} is lost (ReadTimeout): its requests go to the others" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_the_weights_ends_the_run_though_another_takes_them(sampler, fake_address, folder):
+    model = policy()
     other = FakeServer()
     with served(other) as second:
         sampler = open_http(fake_address, second, model=model, folder=folder / "two")
         sampler.hand_over(model)
-        expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
-        assert 3 <= sum(route == "/v1/completions" for route, _ in other.requests) <= 6
-    assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
+        answer = other.reply
+        other.reply = lambda route, body: (403, {}) if route.startswith("/update") else answer(route, body)
+        assert f"{second} does not take the weights" in failure(lambda: sampler.hand_over(model))
 
 
-def test_other_log_probabilities_are_noticed_before_the_first_step(fake_address, folder):
+def test_without_a_server_that_takes_the_weights_the_sampler_gives_up(sampler, fake, fake_address, folder):
+    sampler.servers[0].address = "http://127.0.0.1:9"
+    assert "no reply for 1 s (--sampler_patience): start it again" in failure(lambda: sampler.hand_over(policy()))
+
+
+def test_a_server_of_another_kind_is_one_line(sampler, fake, fake_address, folder, monkeypatch):
+    monkeypatch.setattr(fake, "reply", lambda route, body: (404, {}))
+    message = complaint(lambda: open_http(fake_address, model=policy(), folder=folder))
+    assert (
+        message == f"--sampler {fake_address}: status 404; it has no /v1/models, and so is no server with OpenAI's "
+        "API, as chat_web --for_rl is"
+    )
+
+
+def test_other_log_probabilities_are_noticed_before_anything_is_saved(start, fake_address, capsys):  # noqa: F811
     """Those of the fake server are made up."""
-    model = policy()
-    sampler = open_http(fake_address, model=model, folder=folder / "other")
-    assert "nats a token" in failure(lambda: sampler.hand_over(model))
+    with pytest.raises(SystemExit):
+        call("chat_rl", *RL, "--source=base", "--source_tag=d1", "--model_tag=wrong", f"--sampler={fake_address}")
+    error = capsys.readouterr().err
+    assert "nats a token" in error and error.count("\n") == 1
+    assert not list(start.glob("checkpoints/rl/wrong/step_*"))
 
 
 def test_what_other_servers_are_told(sampler, folder):
@@ -424,6 +494,7 @@ def test_a_run_with_a_server_has_the_bits_of_one_without(taught, staleness):  # 
     with serving_source("sft") as address:
         call("chat_rl", *flags, "--model_tag=served", f"--sampler={address}")
     assert sha256(taught, "rl", 3, "served") == sha256(taught, "rl", 3, "alone")
+    assert not (taught / "runs/rl/served/weights").exists()
     logged = lasting(taught, "rl", "served"), lasting(taught, "rl", "alone")
     for line in [*logged[0], *logged[1]]:
         is_fresh = staleness == 0 or line["step"] == 0
@@ -457,7 +528,8 @@ def test_a_server_that_dies_costs_no_step(taught, capsys, monkeypatch):  # noqa:
             call("chat_rl", *killed, "--sampler_patience=1")
         error = capsys.readouterr().err
         assert leaving.value.code == 1 and "--resume" in error and "--sampler_patience" in error
-        assert error.count("\n") == 1 and "step_000001" in error
+        assert "step_000001" in error
+        assert [line.partition(": ")[0] for line in error.splitlines()] == ["warning", "error"]
         call("chat_rl", *killed, "--resume")
     assert sha256(taught, "rl", 3, "killed") == sha256(taught, "rl", 3, "alone")
 

@@ -5,16 +5,19 @@
 
 A sampler that is wrong makes a policy wrong without any error, so every reply is checked: its number of tokens, their
 range, the tokens of the prompt as the server has read them, and the weights where the server names them. What a server
-refuses for a while (429, 503) or loses, because it dies or restarts, is asked for again, by the same seed and of the
-next server. After `patience` seconds without a single reply the run saves and ends.
+refuses for a while (429, 503) is asked for again, by the same seed and of the next server. A server that is lost,
+because it dies or restarts, gets no requests until it answers again, and then the weights first. After `patience`
+seconds without a single reply the run saves and ends.
 """
 
 import asyncio
 import contextlib
 import itertools
+import json
 import math
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,10 +39,12 @@ from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
 from nanochat.shell import storage
 from nanochat.shell.cli import Failed, Interrupted, UserError
+from nanochat.shell.log import print0, warn
 from nanochat.shell.screen import bar
 from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop
+RETURN_SECONDS = 1.0  # between two looks at whether a lost server answers again
 CONNECT_SECONDS = 10.0
 LONGEST_PAUSE = 10.0  # seconds before a request is sent again
 STALE_REPLIES = 3  # with other weights than those handed over, before that is no restart but a mistake
@@ -55,6 +60,7 @@ class Server:
     model: str  # its name for the model
     at_once: int  # requests that it gets at the same time
     needs_weights: bool = True  # it has none yet, or may have lost them
+    is_lost: bool = False  # it does not answer, and gets no requests
 
 
 class TryAgain(Exception):
@@ -92,7 +98,10 @@ class HttpSampler:
         self.should_stop = should_stop
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.is_checked = False
+        self.trouble = ""  # the last one of what is under way
         self.weights = Path()  # the folder last handed over, which is named as the weights are
+        if device.is_main:  # no copy of the weights outlives the run
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.servers = [self._find(address.rstrip("/"), rows) for address in addresses]
         kinds = {server.kind for server in self.servers}
         if len(kinds) > 1:
@@ -115,8 +124,12 @@ class HttpSampler:
             listed = response.json()["data"][0]
             kind, name = str(listed["owned_by"]), str(listed["id"])
         except httpx2.HTTPStatusError as error:
-            hint = "set NANOCHAT_API_KEY to its key" if error.response.status_code == 401 else "look at its log"
-            raise UserError(f"--sampler {address}: status {error.response.status_code}; {hint}") from error
+            status = error.response.status_code
+            hints = {
+                401: "set NANOCHAT_API_KEY to its key",
+                404: "it has no /v1/models, and so is no server with OpenAI's API, as chat_web --for_rl is",
+            }
+            raise UserError(f"--sampler {address}: status {status}; {hints.get(status, 'look at its log')}") from error
         except httpx2.TransportError as error:
             raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
         except (ValueError, LookupError, TypeError) as error:
@@ -133,31 +146,34 @@ class HttpSampler:
     def hand_over(self, model: GPT) -> None:
         """Sample with the model's present weights from now on. All ranks call it together, while none samples.
 
-        Raises Failed: on all ranks, when a server does not take them.
+        Raises Failed: on all ranks, when a server refuses them, or none takes them. Raises UserError: the first time,
+        when the run has nothing to save yet; also when a server computes something else than the trainer.
         """
         gather_values(None, self.device)  # all ranks have their replies
         gathered = {}  # whole, on rank 0
         for name, weight in merged_weights(model):  # which all ranks gather, one at a time
             if self.device.is_main and name != SCALAR_HEAD:  # PPO's, which no sampler reads
                 gathered[name] = weight.cpu().contiguous()
-        before = self.weights
 
         def write_and_tell() -> str:
             self.weights = self._write(model, gathered)
             asyncio.run(self._tell_all())
-            return str(self.weights)
+            return json.dumps([str(self.weights), [server.needs_weights for server in self.servers]])
 
         try:
-            self.weights = Path(str(decide_on_rank_zero(self.device, write_and_tell)))
-        except UserError as error:
-            raise Failed(str(error)) from error
-        for server in self.servers:
-            server.needs_weights = False
-        if self.device.is_main and before not in (Path(), self.weights):
-            shutil.rmtree(before, ignore_errors=True)
-        if not self.is_checked:
-            check_agreement(self, model, self.tokenizer, self.device)
-            self.is_checked = True
+            weights, need = json.loads(str(decide_on_rank_zero(self.device, write_and_tell)))
+            self.weights = Path(weights)
+            for server, needs_weights in zip(self.servers, need, strict=True):
+                server.needs_weights = needs_weights
+            if not self.is_checked:
+                check_agreement(self, model, self.tokenizer, self.device)
+        except (UserError, Failed) as error:
+            raise (Failed if self.is_checked else UserError)(str(error)) from error
+        self.is_checked = True
+        if self.device.is_main:  # those of the step before, and of a trainer that was killed
+            for earlier in self.folder.glob("fp_*"):
+                if earlier != self.weights:
+                    shutil.rmtree(earlier, ignore_errors=True)
 
     def _write(self, model: GPT, gathered: dict[str, torch.Tensor]) -> Path:
         """A folder with the weights in the dtype of the products, as this process's own engine would sample with."""
@@ -181,24 +197,82 @@ class HttpSampler:
         return final
 
     async def _tell_all(self) -> None:
+        """Make all servers load the weights that are not lost, and one at least."""
+        self.trouble = "no server takes the weights"
+        for server in self.servers:
+            server.needs_weights = True
         began = time.monotonic()
-        async with httpx2.AsyncClient(headers=self.headers, timeout=self.patience) as client:
-            for server in self.servers:
-                while True:
-                    try:
-                        await self._tell(client, server)
-                        break
-                    except (httpx2.TransportError, TryAgain) as error:
-                        if time.monotonic() - began > self.patience:
-                            raise Failed(self._given_up(f"{server.address}: {_words(error)}")) from error
-                        await asyncio.sleep(1.0)
+        async with self._client() as client:
+
+            async def tell(server: Server) -> None:
+                try:
+                    await self._tell(client, server)
+                except httpx2.TransportError as error:
+                    self._lose(server, error)
+                except TryAgain as error:
+                    self.trouble = f"{server.address}: {error}"
+
+            while True:
+                if all(server.is_lost for server in self.servers):
+                    await self._find_lost(client)
+                waiting = [server for server in self.servers if server.needs_weights and not server.is_lost]
+                await asyncio.gather(*(tell(server) for server in waiting))
+                is_late = time.monotonic() - began > self.patience
+                has_any = any(not server.needs_weights for server in self.servers)
+                has_all = all(server.is_lost or not server.needs_weights for server in self.servers)
+                if has_any and (has_all or is_late):
+                    return  # the others get them before their next request
+                if is_late:
+                    raise Failed(self._given_up())
+                if self.should_stop():
+                    return  # whoever samples next sees it, too
+                await asyncio.sleep(RETURN_SECONDS)
 
     async def _tell(self, client: httpx2.AsyncClient, server: Server) -> None:
         """Make a server load the weights."""
         for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
-            response = await client.post(server.address + route, json=body, timeout=self.patience)
+            response = await client.post(server.address + route, json=body)
             _require(server, response, f"does not take the weights in {self.weights}")
         server.needs_weights = False
+
+    # ------------------------------------------------------------------ servers that are lost
+
+    def _lose(self, server: Server, error: httpx2.TransportError) -> None:
+        self.trouble = f"{server.address}: {_words(error)}"
+        server.needs_weights = True  # it may come back with those that it was started with
+        if server.is_lost:
+            return
+        server.is_lost = True
+        what = "its requests go to the others"
+        if all(one.is_lost for one in self.servers):
+            what = f"it is asked again for up to {self.patience:g} s (--sampler_patience)"
+        # On rank 0 alone: every rank asks all servers.
+        warn(f"sampler: {server.address} is lost ({_words(error)}): {what}")
+
+    async def _find_lost(self, client: httpx2.AsyncClient) -> None:
+        """Look once whether lost servers answer again."""
+        for server in self.servers:
+            if not server.is_lost:
+                continue
+            try:
+                response = await client.get(f"{server.address}/v1/models", timeout=CONNECT_SECONDS)
+            except httpx2.TransportError as error:
+                self.trouble = f"{server.address}: {_words(error)}"
+                continue
+            if response.is_success:
+                server.is_lost = False
+                print0(f"sampler: {server.address} is back")
+
+    def _client(self) -> httpx2.AsyncClient:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx2.Timeout(self.patience, connect=CONNECT_SECONDS)
+        return httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout)
+
+    def _given_up(self) -> str:
+        return (
+            f"--sampler {self.trouble}; no reply for {self.patience:g} s (--sampler_patience): start it again, or name "
+            "another one"
+        )
 
     # ------------------------------------------------------------------ replies
 
@@ -212,21 +286,29 @@ class HttpSampler:
     ) -> list[Reply]:
         gates = [asyncio.Semaphore(server.at_once) for server in self.servers]
         locks = [asyncio.Lock() for _ in self.servers]  # one at a time loads its weights
-        trouble = ""  # the last one
+        self.trouble = "no server replies"
+        last_reply = time.monotonic()
+        left: set[int] = set()  # servers whose requests have gone to others
 
         async def ask(number: int, client: httpx2.AsyncClient) -> Reply:
-            nonlocal trouble
+            nonlocal last_reply
             stale = 0
             # Neighbours are samples of one question: they go to servers in turn, and so do the turns of one request.
             for attempt in itertools.count():
-                place = (number + self.device.rank + attempt) % len(self.servers)
+                living = [place for place, server in enumerate(self.servers) if not server.is_lost]
+                if not living:
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                place = living[(number + self.device.rank + attempt) % len(living)]
                 server = self.servers[place]
                 try:
                     async with gates[place]:
                         if server.needs_weights:
                             async with locks[place]:
-                                if server.needs_weights:
+                                if server.needs_weights and not server.is_lost:
                                     await self._tell(client, server)
+                        if server.is_lost:  # since this request waits for its turn
+                            continue
                         body = self._request(server, prompts[number], settings[number], max_tokens)
                         response = await client.post(f"{server.address}/v1/completions", json=body)
                         _require(server, response, "refuses a request")
@@ -235,26 +317,30 @@ class HttpSampler:
                             return reply
                     stale += 1
                     server.needs_weights = True
-                    trouble = f"{server.address} samples with the weights {weights}, not {self.weights.name}"
+                    self.trouble = f"{server.address} samples with the weights {weights}, not {self.weights.name}"
                     if stale > STALE_REPLIES:
-                        raise Failed(f"--sampler {trouble}: does another trainer use it?")
+                        raise Failed(f"--sampler {self.trouble}: does another trainer use it?")
                 except httpx2.TransportError as error:
-                    # It may come back with the weights that it was started with.
-                    server.needs_weights = True
-                    trouble = f"{server.address}: {_words(error)}"
-                    await asyncio.sleep(_pause(attempt))
+                    self._lose(server, error)
+                    # It may have been silent for `patience`: the others begin with as much, once.
+                    if place not in left and not all(one.is_lost for one in self.servers):
+                        left.add(place)
+                        last_reply = time.monotonic()
                 except TryAgain as error:
-                    trouble = f"{server.address}: {error}"
+                    self.trouble = f"{server.address}: {error}"
                     await asyncio.sleep(max(error.pause, _pause(attempt)))
             raise AssertionError("unreachable")
 
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx2.Timeout(self.patience, connect=CONNECT_SECONDS)
-        async with httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout) as client:
+        async def find_lost(client: httpx2.AsyncClient) -> None:
+            while True:
+                await self._find_lost(client)
+                await asyncio.sleep(RETURN_SECONDS)
+
+        async with self._client() as client:
+            finding = asyncio.create_task(find_lost(client))
             tasks = [asyncio.create_task(ask(number, client)) for number in range(len(prompts))]
             try:
                 with bar("replies", len(tasks)) as progress:
-                    last_reply = time.monotonic()
                     pending = set(tasks)
                     while pending:
                         done, pending = await asyncio.wait(
@@ -266,16 +352,14 @@ class HttpSampler:
                             last_reply = time.monotonic()
                         if self.should_stop():
                             raise Interrupted
-                        if time.monotonic() - last_reply > self.patience:
-                            raise Failed(self._given_up(trouble or "no server replies"))
+                        # A request's own time ends first.
+                        if time.monotonic() - last_reply > self.patience + LOOK_SECONDS:
+                            raise Failed(self._given_up())
             finally:
-                for task in tasks:
+                for task in (finding, *tasks):
                     task.cancel()  # a server that is left gives the slot to another request
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(finding, *tasks, return_exceptions=True)
         return [task.result() for task in tasks]
-
-    def _given_up(self, trouble: str) -> str:
-        return f"--sampler {trouble}; no reply for {self.patience:g} s (--sampler_patience)"
 
     def _request(
         self, server: Server, prompt: Sequence[int], params: SamplingParams, max_tokens: int
