@@ -162,7 +162,7 @@ def test_what_load_model_cannot_find_is_named(base_folder, folder):
     with pytest.raises(UserError, match="no step -1"):
         load_model("base", DEVICE, step=-1)
     for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
-        with pytest.raises(UserError, match="neither a stage .*base, mid, sft, dpo, rl.* nor a checkpoint"):
+        with pytest.raises(UserError, match="neither a stage .*base, mid, sft, rm, dpo, rl.* nor a checkpoint"):
             load_model(source, DEVICE)
     with pytest.raises(UserError, match="there is no manifest.json in it"):
         load_model(str(folder), DEVICE)

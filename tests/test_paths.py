@@ -61,7 +61,7 @@ def test_fifty_ways_out_are_refused():
 @pytest.mark.parametrize("stage", ["", "..", "base/", "BASE", "pretrain", "../base"])
 def test_unknown_stages_are_refused(stage):
     for folder in (paths.checkpoint_dir, paths.run_dir):
-        with pytest.raises(UserError, match="base, mid, sft, dpo, rl"):
+        with pytest.raises(UserError, match="base, mid, sft, rm, dpo, rl"):
             folder(stage, "d4")
 
 

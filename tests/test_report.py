@@ -18,7 +18,7 @@ from nanochat.report import page as report_page
 from nanochat.report import summary as report
 from nanochat.shell import cli, provenance
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import STAGES
+from nanochat.shell.paths import SCRIPTS, STAGES
 from scripts import report as script
 
 TAG = "made-up"
@@ -343,6 +343,16 @@ def test_each_plot_has_a_line_for_each_stage(whole):
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
 
 
+def test_a_reward_model_and_the_metrics_of_rl_are_drawn(base):
+    write(base, "rm", "metrics.jsonl", metrics(5, 5.0, val_accuracy=lambda step: 0.5 + step / 10))
+    names = ("pass_at_k", "no_signal", "entropy", "clipped", "truncated", "sampling_seconds", "training_seconds")
+    write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **dict.fromkeys(names, 0.5), **{"reward/short": -0.25}))
+    html = report_page.to_html(report.collect(TAG))
+    assert ' id="loss-rm"' in html and "Preference accuracy: rm 0.50 → 0.90" in html
+    assert all(f' id="{name}-rl"' in html for name in (*names, "reward/short"))
+    assert "Reward: short" in html and "--rm: light-dark(" in html
+
+
 def test_the_dots_are_at_the_accuracies(whole):
     """Each stage's dots: x from 0 to 280 for an accuracy of 0 to 1, and a row for each task, 30 below the other."""
     for stage, accuracies in {"base": [0.685], "mid": [0.2, 0.1], "rl": [0.9, 0.45]}.items():
@@ -411,7 +421,7 @@ def test_what_a_model_writes_stays_text(base, payload):
     page = Page(report_page.to_html(summary))
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
-    assert page.text.rstrip().endswith("Left out: no run of mid, dpo, rl.")  # nothing is closed early
+    assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")  # nothing is closed early
 
     rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
     assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
@@ -477,7 +487,7 @@ def test_numbers_that_nobody_can_draw_stop_nothing(base):
     assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SCRIPTS)
 def test_any_stage_may_be_alone(base, stage):
     write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
     summary = report.collect(TAG)

@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 from nanochat.shell.log import duration
-from nanochat.shell.paths import STAGES
+from nanochat.shell.paths import SCRIPTS
 
 
 @dataclass
@@ -294,13 +294,21 @@ PLOTS = (
     Plot("lr", "Learning rate", "the peak is above", "peak", smooth=False),
     Plot("tok_per_sec", "Throughput", "tokens a second; the median is above", "median"),
     Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=False),
+    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", "ends", smooth=False),
+    Plot("pass_at_k", "Best reply to a question", "mean reward; of rewards of 0 and 1 this is pass@k", "ends"),
+    Plot("no_signal", "Questions without signal", "share to which all replies are equally good", "last"),
+    Plot("entropy", "Entropy", "nats a token", "ends"),
     Plot("kl", "KL to the reference", "nats a token", "last"),
+    Plot("clipped", "Clipped tokens", "share that the clip stops", "last"),
     Plot("response_tokens", "Length of replies", "tokens", "last"),
+    Plot("truncated", "Replies cut off", "share", "last"),
+    Plot("sampling_seconds", "Seconds of a step", "line: sampling, with its median; dots: training", "median",
+         dots="training_seconds"),
 )  # fmt: skip
 LOSS = Plot("loss", "Loss", "", "ends", from_zero=False)
 
 # What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
-COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*STAGES, "text", "quiet", "line"])}
+COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*SCRIPTS, "text", "quiet", "line"])}
 STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 8, "axes.titlesize": 8,
     "axes.titlecolor": COLOURS["text"], "axes.labelweight": "bold", "axes.axisbelow": True, "axes.grid": True,
@@ -380,7 +388,15 @@ def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
     earlier = against.stages if against else []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
-        shown = [plot for plot in PLOTS if any(stage.curve(plot.metric) for stage in stages)]
+        # Rewards that are a sum of parts, whose names are the user's.
+        parts = sorted(
+            {name for stage in stages for line in stage.metrics for name in line if name.startswith("reward/")}
+        )
+        plots_of_parts = [
+            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight", "ends") for name in parts
+        ]
+        wanted = [*PLOTS, *plots_of_parts]
+        shown = [plot for plot in wanted if any(stage.curve(plot.metric) for stage in stages)]
         plots = {plot: _curves(plot, stages, earlier) for plot in shown}
         losses = [_curves(LOSS, [stage], earlier, 2.6) for stage in stages if stage.curve("loss")]
     return _render("report.html", summary, against, plots=plots, losses=losses, tasks=list(chances(stages).items()))
@@ -400,7 +416,7 @@ def _render(template: str, summary: RunSummary, against: RunSummary | None, **pl
     speaker, chat = conversation(summary)
     text = environment.get_template(template).render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
-        questions=questions(summary), stage_names=list(STAGES), header=header(summary), speaker=speaker, chat=chat,
+        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), speaker=speaker, chat=chat,
         against=against, differences=comparison(summary, against) if against else None, **plots,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from nanochat.conversation import parts_of, text_of
 from nanochat.shell.cli import UserError
-from nanochat.shell.paths import STAGES, base_dir, run_dir
+from nanochat.shell.paths import SCRIPTS, base_dir, run_dir
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
@@ -115,7 +115,7 @@ class Stage:
 
         Of steps that no command has recorded, because it was killed or is not over, the training seconds count.
         """
-        script = STAGES[self.name]
+        script = SCRIPTS[self.name]
         trained = [one for one in commands if (one.stage, one.script) == (self.name, script)]
         total = 0.0
         covered = 0  # steps
@@ -143,16 +143,16 @@ class RunSummary:
         """How long the run itself took, by stage, in the order of the pipeline; evaluations of it count elsewhere."""
         seconds: dict[str, float] = {}
         for command in self.commands:
-            if command.stage not in STAGES:  # such as the tokenizer
+            if command.stage not in SCRIPTS:  # such as the tokenizer
                 seconds[command.stage] = seconds.get(command.stage, 0.0) + command.seconds
-        for name in STAGES:
+        for name in SCRIPTS:
             stage = next((stage for stage in self.stages if stage.name == name), Stage(name))
             seconds[name] = stage.run_seconds(self.commands)
         return {name: total for name, total in seconds.items() if total}
 
     def evaluation_seconds(self, stage: str | None = None) -> float:
         """How long the evaluations took, of one stage or of all."""
-        evaluations = [one for one in self.commands if one.stage in STAGES and one.script != STAGES[one.stage]]
+        evaluations = [one for one in self.commands if one.stage in SCRIPTS and one.script != SCRIPTS[one.stage]]
         return sum(one.seconds for one in evaluations if stage in (None, one.stage))
 
     def fact(self, name: str) -> list[Any]:
@@ -171,7 +171,7 @@ def newest_tag() -> str:
     Raises UserError: when there is no run.
     """
     runs = base_dir() / "runs"
-    files = [file for stage in STAGES for file in runs.glob(f"{stage}/*/*.json*")]
+    files = [file for stage in SCRIPTS for file in runs.glob(f"{stage}/*/*.json*")]
     if not files:
         raise UserError(f"there is no run in {runs} to report: make one with `python -m scripts.base_train`")
     return max(files, key=lambda file: file.stat().st_mtime).parent.name
@@ -184,7 +184,7 @@ def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
     """
     runs = base_dir() / "runs"
     notes: list[str] = []
-    read = [_read_stage(name, run_dir(name, tag), notes) for name in STAGES]
+    read = [_read_stage(name, run_dir(name, tag), notes) for name in SCRIPTS]
     stages = [stage for stage in read if stage.metrics or stage.evaluation or stage.scores]
     finished = _parsed(runs / "commands.jsonl", lambda line: Command(**line), notes)
     if not stages and tag not in [command.tag for command in finished]:

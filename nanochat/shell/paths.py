@@ -16,10 +16,12 @@ from typing import IO
 from nanochat.shell.cli import UserError
 from nanochat.shell.untrusted import require_file
 
-# Each stage and the script that makes its checkpoints.
-STAGES = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "dpo": "chat_dpo", "rl": "chat_rl"}
-# The same with reward models, which judge replies and write none: they are no stage of a chat model.
-SCRIPTS = {**STAGES, "rm": "chat_rm"}
+# Each stage and the script that makes its checkpoints, in the order in which they are trained.
+SCRIPTS = {
+    "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_rm", "dpo": "chat_dpo", "rl": "chat_rl",
+}  # fmt: skip
+# Those of a chat model: reward models judge replies and write none.
+STAGES = {stage: script for stage, script in SCRIPTS.items() if stage != "rm"}
 
 
 def base_dir() -> Path:
