@@ -140,7 +140,7 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
-    fingerprints = {"what --tasks names": train.fingerprint(), **rewards.fingerprints(config.reward)}
+    fingerprints = {"what --tasks names": train.fingerprint(), **rewards.fingerprints(reward_parts)}
     if reference is not None and start.reference_source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)

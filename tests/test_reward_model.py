@@ -6,15 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import base  # noqa: F401
-from test_stages import CPU, DPO, RL, RM, call, losses, metrics, pairs_file, pretrained, start  # noqa: F401
-from tiny import cpu_device, lively_model, tiny_config
+from test_stages import CPU, DPO, RL, RM, call, losses, metrics, mistake, pairs_file, pretrained, start  # noqa: F401
+from tiny import complaint, cpu_device, lively_model, tiny_config
 
 from nanochat.alignment import rewards
 from nanochat.alignment.reward_model import load_reward_model
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render
 from nanochat.gpt import GPT
-from nanochat.shell.cli import UserError
 
 
 def chat(question: str, reply: str) -> list[dict]:
@@ -75,12 +74,27 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, traine
 
 
 @pytest.mark.slow
-def test_a_reward_model_is_a_reward(start, tmp_path):  # noqa: F811
+def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
+    """By a stage, which is the tag written last, or a tag; two add up. A resumed run has the one it began with."""
     call("chat_rm", *RM, "--source=base", "--num_iterations=2")
-    call("chat_rl", *RL, "--source=base", "--num_iterations=1", "--reward=rm:rm", "--eval_every=0")
+    rl = (*RL, "--source=base", "--source_tag=d1", "--eval_every=0", "--save_every=1")
+    call("chat_rl", *rl, "--num_iterations=1", "--reward=rm:rm")
+    assert "reward rm:rm: rm/d1/step_000002" in capsys.readouterr().out.splitlines()
     (line,) = metrics(start, "rl")
     assert line["reward"] != 0
+
+    call("chat_rm", *RM, "--source=base", "--source_tag=d1", "--num_iterations=3", "--model_tag=other")
+    code, err = mistake(capsys, "chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm", "--resume")
+    assert code == 1 and "with --reward rm:rm/d1/step_000002, not rm:rm/other/step_000003: use its flags" in err
+    call("chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm/d1", "--resume")
+    call("chat_rl", *rl, "--num_iterations=1", "--reward=rm:rm/d1:0.5,rm:rm/other", "--model_tag=both")
+    (line,) = metrics(start, "rl", "both")
+    assert line["reward"] == pytest.approx(0.5 * line["reward/d1"] + line["reward/other"]) and line["reward/d1"] != 0
+
     call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
-    assert load_model("auto", "cpu")[2]["folder"].endswith("rl/d1/step_000001")
-    with pytest.raises(UserError, match="is no reward model: python -m scripts.chat_rm"):
-        rewards.load_models(rewards.parse_rewards("rm:dpo"), cpu_device())
+    assert load_model("auto", "cpu")[2]["folder"].endswith("rl/both/step_000001")
+    for source, word in {
+        "rm:dpo": "is no reward model: python -m scripts.chat_rm", "rm:rm/gone": "--reward rm rm/d1",
+        "rm:/gone": "--reward rm /gone is neither",
+    }.items():  # fmt: skip
+        assert word in complaint(lambda source=source: rewards.load_models(rewards.parse_rewards(source), cpu_device()))

@@ -131,10 +131,9 @@ def test_a_function_that_waits_can_be_stopped(mine, name):
 def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
     parts = parse_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits")
     assert [(part.name, part.weight) for part in parts] == [("task", 0.5), ("length", -0.1), ("waits", 1.0)]
-    assert set(rewards.fingerprints(f"task,{mine}:length:-0.1")) == {f"--reward {mine}:length"}
-    monkeypatch.setitem(rewards.KINDS, "rm", lambda source, _: lambda episodes: [float(len(source))] * len(episodes))
-    (model,) = load_models(parse_rewards("rm:sft:2"), cpu_device())
-    assert (model.name, model.weight, score(model, [EPISODE], 1.0)) == ("rm", 2.0, [3.0])
+    sums = rewards.fingerprints(parts)
+    assert sums.pop("--reward") == f"task:0.5,{mine}:length:-0.1,{mine}:waits"
+    assert set(sums) == {f"--reward {mine}:length", f"--reward {mine}:waits"} and all(map(len, sums.values()))
     (tmp_path / "broken.py").write_text("def score(episodes:\n    pass\n")
     (tmp_path / "raises.py").write_text("import nosuchmodule\n")
     for text, word in {
@@ -145,6 +144,28 @@ def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
         f"{tmp_path}/raises.py:f": "nosuchmodule",
     }.items():  # fmt: skip
         assert word in complaint(lambda text=text: parse_rewards(text))
+
+
+def test_a_models_reward_has_the_name_of_its_folder(monkeypatch, capsys):
+    """Its tag in the log, and its step for a resumed run, also where --reward names the tag written last."""
+    folders = {"rm": Path("/c/rm/new/step_000002"), "rm/old": Path("/c/rm/old/step_000001")}
+    monkeypatch.setattr(rewards, "find_source", lambda source, device, flag: folders[source])
+    monkeypatch.setattr(rewards, "weights_sha256", lambda folder: f"sum of {folder.parent.name}")
+    monkeypatch.setitem(
+        rewards.KINDS, "rm", lambda folder, _: lambda episodes: [float(folder.name[-1])] * len(episodes)
+    )
+    new, old = parts = load_models(parse_rewards("rm:rm:2,rm:rm/old"), cpu_device())
+    assert capsys.readouterr().out == "reward rm:rm: rm/new/step_000002\nreward rm:rm/old: rm/old/step_000001\n"
+    assert (new.name, new.weight, score(new, [EPISODE], 1.0)) == ("rm", 2.0, [2.0])
+    assert (old.name, old.weight, score(old, [EPISODE], 1.0)) == ("old", 1.0, [1.0])
+    assert rewards.fingerprints(parts) == {
+        "--reward": "rm:rm/new/step_000002:2,rm:rm/old/step_000001",
+        "--reward rm:rm/new/step_000002": "sum of new", "--reward rm:rm/old/step_000001": "sum of old",
+    }  # fmt: skip
+    folders["rm"] = folders["rm/old"]
+    assert load_models(parse_rewards("rm:rm,rm:rm/old"), cpu_device())
+    folders["rm/new"] = folders["rm/old"]
+    assert "old twice" in complaint(lambda: load_models(parse_rewards("rm:rm/new,rm:rm/old"), cpu_device()))
 
 
 def test_prompts_need_no_answer(mine, tmp_path):

@@ -7,6 +7,7 @@ Legend: S replies, N rows, T tokens a row.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,18 +34,18 @@ def to_rate(replies: Replies) -> Replies:
 
 
 def load_reward_model(
-    source: str, device: str | Device | None = None
+    source: str | Path, device: str | Device | None = None, verified: bool = False
 ) -> Callable[[Sequence[Sequence[Message]]], list[float]]:
     """A function that rates conversations by a reward model's checkpoint: higher is better, and 0 has no meaning.
 
-    `source` and `device` are those of `load_model`. A conversation that is longer than the model's context is rated by
-    its beginning.
+    `source`, `device` and `verified` are those of `load_model`. A conversation that is longer than the model's context
+    is rated by its beginning.
 
     Raises UserError: when there is no such checkpoint, or it is no reward model.
     """
     if not isinstance(device, Device):
         device = devices.init(device or "auto")
-    model, tokenizer, _ = load_model(source, device)
+    model, tokenizer, _ = load_model(source, device, verified=verified)
     if model.scalar_head is None:
         raise UserError(f"{source} is no reward model: python -m scripts.chat_rm trains one")
     row_tokens = model.config.sequence_len

@@ -3,7 +3,7 @@
     --reward task                             what the task or its environment gives, such as 1 if right: the default
     --reward mine.py:is_short                 a function of your own in its place
     --reward task:0.8,mine.py:is_short:0.2    the sum of both, by weight; a weight may be negative
-    --reward rm:rm                            the score of a reward model (scripts/chat_rm): a stage or a folder
+    --reward rm:rm                            the score of a reward model (scripts/chat_rm): a stage, rm/TAG or a folder
 
 A function gets a list of episodes and returns as many numbers. It may be `async`, for requests to other services:
 
@@ -21,14 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanochat.alignment.reward_model import load_reward_model
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
+from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
 from nanochat.shell import user_code
 from nanochat.shell.cli import Failed, Interrupted, UserError
+from nanochat.shell.log import print0
 from nanochat.tasks.task import Example, Task
 
 
@@ -49,10 +52,10 @@ class Episode:
 LARGEST = 1e9  # reward or weight: sums and squares of them are finite in fp32
 Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
 
-# What KIND:SOURCE in --reward opens: a function from SOURCE and the device to a reward function.
-KINDS: dict[str, Callable[[str, Device], Function]] = {
-    # rm:SOURCE, a reward model of scripts/chat_rm: a stage, a checkpoint's folder.
-    "rm": lambda source, device: of_conversations(load_reward_model(source, device)),
+# What KIND:SOURCE in --reward opens: a function from the folder of SOURCE and the device to a reward function.
+KINDS: dict[str, Callable[[Path, Device], Function]] = {
+    # rm:SOURCE, a reward model of scripts/chat_rm: a stage, a tag of it, a checkpoint's folder.
+    "rm": lambda folder, device: of_conversations(load_reward_model(folder, device, verified=True)),
 }
 
 
@@ -67,10 +70,11 @@ class Reward:
     name: str  # in the log
     weight: float = 1.0
     function: Function | None = None  # None: the task's own
-    source: str = ""  # of a kind in KINDS, which `load_models` opens
+    place: str = ""  # what --reward names; of a model, once it is loaded, with its tag and step
+    sha256: str = ""  # of the file or the model's weights
 
 
-TASK = Reward("task")
+TASK = Reward("task", place="task")
 
 
 def parse_rewards(text: str) -> list[Reward]:
@@ -83,31 +87,49 @@ def parse_rewards(text: str) -> list[Reward]:
         what, weight = _weighted(entry)
         kind, _, source = what.partition(":")
         if what == TASK.name:
-            reward = Reward(what, weight)
+            reward = replace(TASK, weight=weight)
         elif user_code.PLACE.fullmatch(what):
             function = user_code.load("--reward", what)
             if not callable(function):
                 raise UserError(f"--reward {what}: this is no function")
-            reward = Reward(what.rpartition(":")[2], weight, function)
+            reward = Reward(what.rpartition(":")[2], weight, function, what, user_code.fingerprint(what))
         elif kind in KINDS and source:
-            reward = Reward(kind, weight, source=source)
+            reward = Reward(what, weight, place=what)
         else:
             forms = ["task", "FILE.py:FUNCTION", *(f"{kind}:SOURCE" for kind in KINDS)]
             raise UserError(f"--reward {entry}: it is none of {', '.join(forms)}, each with :WEIGHT or without")
-        if any(other.name == reward.name for other in rewards):
-            raise UserError(f"--reward names {reward.name} twice: leave one out, or give it another name")
         rewards.append(reward)
     if not rewards:
         raise UserError("--reward is empty: task, or FILE.py:FUNCTION")
+    _require_names(rewards)
     return rewards
 
 
 def load_models(rewards: Sequence[Reward], device: Device) -> list[Reward]:
-    """The same rewards, those of models with their functions. Raises UserError: when there is no such model."""
-    return [
-        replace(reward, function=KINDS[reward.name](reward.source, device)) if reward.source else reward
-        for reward in rewards
-    ]
+    """The same rewards, those of models with their functions; all ranks call this together.
+
+    `rm:rm` is called rm in the log, any other by its tag. Raises UserError: when there is no such model.
+    """
+    loaded = [_load(reward, device) if reward.place.partition(":")[0] in KINDS else reward for reward in rewards]
+    _require_names(loaded)
+    return loaded
+
+
+def _load(reward: Reward, device: Device) -> Reward:
+    kind, _, source = reward.place.partition(":")
+    folder = find_source(source, device=device, flag=f"--reward {kind}")
+    found = short_name(folder)
+    print0(f"reward {reward.place}: {found}")
+    name = kind if source == kind else tag_of(folder)
+    function = KINDS[kind](folder, device)
+    return replace(reward, name=name, function=function, place=f"{kind}:{found}", sha256=weights_sha256(folder))
+
+
+def _require_names(rewards: Sequence[Reward]) -> None:
+    names = [reward.name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--reward names {name} twice: leave one out, or give it another name")
 
 
 def _weighted(entry: str) -> tuple[str, float]:
@@ -123,10 +145,15 @@ def _weighted(entry: str) -> tuple[str, float]:
     return what, weight
 
 
-def fingerprints(text: str) -> dict[str, str]:
-    """The sha256 of each file that --reward names: a resumed run must find the same."""
-    places = [_weighted(entry.strip())[0] for entry in text.split(",")]
-    return {f"--reward {place}": user_code.fingerprint(place) for place in places if user_code.PLACE.fullmatch(place)}
+def fingerprints(rewards: Sequence[Reward]) -> dict[str, str]:
+    """What a resumed run must find the same: what --reward names, and the sha256 of each file and model.
+
+    A model is named by tag and step, in place of the flag's value: `rm:rm` may be another one now, and a run resumes
+    when the flag then names the one that it had.
+    """
+    entries = [reward.place if reward.weight == 1 else f"{reward.place}:{reward.weight:g}" for reward in rewards]
+    sums = {f"--reward {reward.place}": reward.sha256 for reward in rewards if reward.sha256}
+    return {"--reward": ",".join(entries), **sums}
 
 
 def score(
