@@ -29,6 +29,7 @@ from nanochat.losses import clipped_objective, weighted_log_objective
 from nanochat.model_folder import load_adapters
 from nanochat.serve.listener import listening, make_server
 from nanochat.train_service import app as service_app
+from nanochat.train_service import service as service_module
 from nanochat.train_service.app import create_app
 from nanochat.train_service.losses import TOKEN_LOSSES
 from nanochat.train_service.service import Limits, Service
@@ -104,8 +105,9 @@ def batch_of(loss: str) -> list[Any]:
     """Data for a loss, with ratios on both sides of a clip."""
     if loss == "cross_entropy":
         return [datum(ids, weights=numbers(ids, place)) for place, ids in enumerate(IDS)]
+    masks = [{"sequence_ratio_mask": [0] + [1] * (len(ids) - 2)} if loss == "gspo" else {} for ids in IDS]
     return [
-        datum(ids, logprobs=np.array(numbers(ids, place)) / 2 - 6, advantages=numbers(ids, place + 10))
+        datum(ids, logprobs=np.array(numbers(ids, place)) / 2 - 6, advantages=numbers(ids, place + 10), **masks[place])
         for place, ids in enumerate(IDS)
     ]
 
@@ -143,12 +145,18 @@ def direct_loss(model: Any, loss: str, data: list[Any], **settings: float) -> to
                 "ppo": torch.minimum(ratio * A, ratio.clamp(low, high) * A),
                 "cispo": ratio.detach().clamp(low, high) * logp * A,
                 "dro": logp * A - 0.5 * settings.get("beta", 0.05) * (logp - q) ** 2,
+                # From the second token on; with s^T = the product of r, at a token s r / r without its gradient.
+                "gspo": torch.minimum(
+                    (s := ratio[1:].detach().prod() ** (1 / len(ratio[1:])) * ratio / ratio.detach()) * A,
+                    s.clamp(low, high) * A,
+                ),
             }[loss].sum()
         )
     return total
 
 
-SETTINGS = {"ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}, "dro": {"beta": 0.3}}
+CLIP = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}
+SETTINGS = {"ppo": CLIP, "gspo": CLIP, "dro": {"beta": 0.3}}
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
@@ -193,14 +201,64 @@ def test_losses_are_made_of_the_same_pieces_as_those_of_rl():
 def test_gradients_of_losses_are_finite_differences(loss):
     generator = torch.Generator().manual_seed(1)
     row = TOKEN_LOSSES[loss]
-    logp = torch.randn(4, dtype=torch.float64, generator=generator, requires_grad=True)
-    inputs = [torch.randn(4, dtype=torch.float64, generator=generator) for _ in row.inputs]
+    logp = torch.randn(2, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    inputs = [torch.randn(2, 4, dtype=torch.float64, generator=generator) for _ in row.inputs]
     if loss == "cispo":  # its ratio has no gradient, which finite differences would see
         ratio = torch.exp(logp.detach() - inputs[0]).clamp(0.8, 1.2)
         row.function(logp, *inputs, **row.settings).sum().backward()
         assert logp.grad is not None and torch.equal(logp.grad, -ratio * inputs[1])
         return
+    if loss == "gspo":  # its sample's ratio has none: the loss of a token is one of its own ratio, as in PPO
+        inputs[2].zero_()  # no token is in the sample's ratio, which is 1
+        row.function(logp, *inputs, **row.settings).sum().backward()
+        assert logp.grad is not None and torch.equal(logp.grad, -inputs[1])
+        return
     assert torch.autograd.gradcheck(lambda x: row.function(x, *inputs, **row.settings), (logp,))
+
+
+def test_weights_multiply_every_loss(client):
+    data = batch_of("dro")
+    training = lora_client(client)
+    whole = training.forward(data, "dro").result().loss_fn_outputs
+    for one in data:
+        one.loss_fn_inputs["weights"] = tinker.TensorData.from_numpy(
+            np.arange(one.model_input.length, dtype=np.float32)
+        )
+    result = training.forward(data, "dro").result()
+    total = 0.0
+    for left, right in zip(whole, result.loss_fn_outputs, strict=True):
+        expected = left["elementwise_loss"].to_numpy() * np.arange(len(left["logprobs"].tolist()))
+        np.testing.assert_allclose(right["elementwise_loss"].to_numpy(), expected, rtol=1e-6)
+        total += expected.sum()
+    assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_several_targets_a_token(client, service, base, is_sparse):
+    """Distillation from a teacher's likeliest tokens: cross_entropy with their probabilities as weights."""
+    data = []
+    expected = torch.zeros(())
+    model = base.adapted(Trained(4, seed=7))
+    for place, ids in enumerate(IDS):
+        generator = torch.Generator().manual_seed(place)
+        targets = torch.randint(1, 90, (len(ids), 3), generator=generator)
+        weights = torch.rand(len(ids), 3, generator=generator)
+        if is_sparse:  # the client sends a matrix with many zeros in another form
+            targets[1:] = weights[1:] = 0
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(tinker.Datum(tinker.ModelInput.from_ints(ids), inputs))
+        assert (data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None) == is_sparse
+        logp = model(torch.tensor([ids])).log_softmax(-1)[0].gather(1, targets)
+        expected = expected - (logp * weights).sum()
+    expected.backward()
+    training = lora_client(client)
+    result = training.forward_backward(data, "cross_entropy").result()
+    assert result.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
+    np.testing.assert_allclose(result.loss_fn_outputs[-1]["logprobs"].to_numpy(), logp.detach(), atol=1e-5)
+    live = service.models[training.model_id].live
+    for name, parameter in live.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_loss_of_the_clients_own(client, service, base):
@@ -497,6 +555,49 @@ def test_the_base_and_saved_weights_are_sampled_from(client, trained, service):
     assert abs(saved[1] - of_base[1]) > 1e-4
 
 
+def test_a_prompt_may_fill_the_context_and_a_sample_may_be_empty(client, trained):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    ids = (IDS[0] * CONTEXT)[: CONTEXT + 1]
+    scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(ids[:CONTEXT])).result()
+    output = trained.forward([datum(ids)], "cross_entropy").result().loss_fn_outputs[0]
+    np.testing.assert_allclose(scored[1:], output["logprobs"].to_numpy()[:-1], atol=1e-5)
+    with pytest.raises(tinker.BadRequestError, match="prompt: 1 to 64 tokens"):
+        sampler.compute_logprobs(tinker.ModelInput.from_ints(ids)).result()
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    (empty,) = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=0), topk_sample_logprobs=2).result().sequences
+    assert not empty.tokens and not empty.logprobs and empty.stop_reason == "length"
+
+
+def test_a_sample_that_fails_costs_none_of_those_decoded_with_it(trained, service, monkeypatch):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    together: list[int] = []
+    started = threading.Event()
+    sample = service_module.sample
+
+    def failing(engine: Any, jobs: Any, slots: int) -> list[bytes]:
+        together.append(len(jobs))
+        if any(job.max_tokens == 13 for job in jobs):
+            raise RuntimeError("a fault of this one alone")
+        results = sample(engine, jobs, slots)
+        started.wait(10)  # until the others are in the queue
+        return results
+
+    monkeypatch.setattr(service_module, "sample", failing)
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    first = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=1))
+    while not together:
+        time.sleep(0.01)
+    rest = [sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=limit, stop=[])) for limit in (3, 13, 4)]
+    while len(service.queue) < len(rest):
+        time.sleep(0.01)
+    started.set()
+    first.result()
+    assert [len(rest[place].result().sequences[0].tokens) for place in (0, 2)] == [3, 4]
+    with pytest.raises(tinker.RequestFailedError, match="failed on this request"):
+        rest[1].result()
+    assert together == [1, 3, 1, 1, 1]
+
+
 # ---------------------------------------------------------------------- mistakes, keys and limits
 
 
@@ -587,9 +688,17 @@ def test_200_malformed_requests_are_refused_in_one_line(client, address, service
                 mistake(answer)
         assert http.post("forward_backward", content=good).status_code == 415
         far = datum([5, 6, 7], weights=[1, 1])
+        pair = datum([5, 6])
+        pair.loss_fn_inputs["target_tokens"] = tinker.TensorData([5, 6], "int64", [1, 2])
+        matrix = datum([5, 6])
+        matrix.loss_fn_inputs["target_tokens"] = tinker.TensorData([5], "int64", [1, 2], [0, 1], [2])
         cases = [
             (body_of([far], "ppo", 61), "loss_fn_inputs"),
-            (body_of(batch_of("ppo"), "gspo", 61), "gspo"),
+            (body_of(batch_of("ppo"), "stable_reinforce", 61), "stable_reinforce"),
+            (body_of(batch_of("ppo"), "gspo", 61), "sequence_ratio_mask"),
+            (body_of([matrix, matrix], "cross_entropy", 61), "sparse matrix"),
+            (body_of([pair, datum([5, 6])], "cross_entropy", 61), "[1, 2]"),
+            (body_of([pair], "importance_sampling", 61), "loss_fn_inputs"),
             (body_of(batch_of("ppo"), "ppo", 61, clip=1.0), "clip"),
             (body_of(batch_of("dro"), "dro", 61, beta=-1.0), "beta"),
             (body_of([datum([5, 10**6])], "cross_entropy", 61), "target_tokens"),
@@ -621,6 +730,46 @@ def test_a_refused_request_does_not_hold_up_the_next(client):
     with pytest.raises(tinker.BadRequestError, match=NAME):
         client.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
     train(training, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 1e30}, {"learning_rate": 1e-3, "eps": 0.0}], ids=["rate", "eps"])
+def test_a_step_to_weights_that_are_not_finite_is_refused_and_so_is_all_that_follows(client, service, wrong):
+    training = lora_client(client)
+    path = training.save_state("good").result().path
+    training.forward_backward([datum(IDS[0])], "cross_entropy").result()
+    for request in (
+        lambda: training.optim_step(tinker.AdamParams(**wrong)),
+        lambda: training.forward([datum(IDS[0])], "cross_entropy"),
+        lambda: training.save_state("bad"),
+        lambda: training.save_weights_and_get_sampling_client(),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match="learning_rate or eps"):
+            request().result()
+    training._load_state_impl(path, False, None).result()
+    train(training, 1)
+    # Logits that are not finite: the sample says so.
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    sampler.compute_logprobs(prompt).result()
+    engine = next(reversed(service.engines.values()))
+    with torch.no_grad():
+        engine.model.head_adapter.lora_B.fill_(torch.nan)
+    for request in (sampler.compute_logprobs(prompt), sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2))):
+        with pytest.raises(tinker.RequestFailedError, match="not finite"):
+            request.result()
+
+
+def test_a_mistake_names_its_field_and_no_pattern(client, address):
+    training = lora_client(client)
+    with pytest.raises(tinker.BadRequestError, match="lora_config.rank: "):
+        lora_client(client, rank=0)
+    with pytest.raises(tinker.BadRequestError, match="path: 1 to 100 letters"):
+        training.save_state("höhe 1").result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    with pytest.raises(tinker.BadRequestError, match="sampling_params.top_p: "):
+        sampler.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=1, top_p=2.0)).result()
+    with pytest.raises(tinker.BadRequestError, match="adam_params.beta2: "):
+        training.optim_step(tinker.AdamParams(beta2=1.0)).result()
 
 
 def test_a_client_sees_what_its_own_key_has_made(base, tmp_path, monkeypatch):

@@ -524,12 +524,6 @@ class UpdateWeightsBody(Strict):
 # ---------------------------------------------------------------------- from bytes to a body
 
 Body = TypeVar("Body", bound=Strict)
-MODELS = (
-    *(ChatBody, CompletionBody, ChatMessage, EarlierReply, ContentPart, StreamOptions, ResponseFormat, JsonSchema),
-    *(Tool, Function, NamedTool, ToolCall, CalledFunction),
-    *(TokenizeBody, DetokenizeBody, UpdateWeightsBody),
-)
-FIELDS = {name for model in MODELS for name in model.model_fields}
 
 
 def read_body(body_type: type[Body], content: bytes) -> Body:
@@ -559,7 +553,8 @@ def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiErro
     if mistake["type"] == "extra_forbidden":
         name = _shortened(str(mistake["loc"][-1]))
         return ApiError(400, f"{name}: this server has no such field", param=name, code="unknown_parameter")
-    names = FIELDS | set(body_type.model_fields)
+    schema = body_type.model_json_schema()
+    names = {name for model in (schema, *schema.get("$defs", {}).values()) for name in model.get("properties", ())}
     path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in names]  # without names of types
     param = ".".join(path) or None
     message = mistake["msg"].removeprefix("Value error, ")

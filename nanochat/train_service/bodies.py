@@ -8,22 +8,29 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, Strict, Unsupported
 from nanochat.tokenizer import Tokenizer
+from nanochat.train_service.jobs import is_name
 from nanochat.train_service.losses import find_loss
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.tenants import MAX_RANK, Trained
-from nanochat.train_service.wire import ForwardBackward
+from nanochat.train_service.wire import MAX_TOPK, ForwardBackward
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}$")]
+
+def _checked_name(name: str) -> str:
+    if not is_name(name):
+        raise ValueError("1 to 100 letters (a-z, A-Z), digits and _ . = + -, of which the last four not in front")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
 Number = Annotated[int, Field(ge=0, lt=10**9)]
 Rate = Annotated[float, Field(ge=0)]
 Metadata = dict[str, Any] | None
 MAX_SAMPLES = 1024  # of one request
-MAX_TOPK = 100
 
 
 class ClientConfigBody(Strict):
@@ -177,8 +184,11 @@ class SampleBody(Strict):
         prompt = [token for chunk in self.prompt.chunks for token in chunk.tokens]
         require_tokens(prompt, vocab_size, "prompt")
         room = context - len(prompt)
-        if not prompt or room < 1:
-            raise ApiError(400, f"prompt: 1 to {context - 1} tokens, and this one has {len(prompt)}", param="prompt")
+        # Where the prompt's logprobs are wanted it may fill the context: the sample is then empty.
+        is_scored = bool(self.prompt_logprobs or self.topk_prompt_logprobs)
+        longest = context if is_scored else context - 1
+        if not 1 <= len(prompt) <= longest:
+            raise ApiError(400, f"prompt: 1 to {longest} tokens, and this one has {len(prompt)}", param="prompt")
         last = self.prompt_logprobs_last_n or 0
         if last >= len(prompt):
             message = f"prompt_logprobs_last_n {last}: less than the {len(prompt)} tokens of the prompt"
@@ -229,23 +239,27 @@ def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None
     loss, _ = find_loss(request.loss, request.settings)
     if not request.data:
         raise ApiError(400, "the request has no data", param="data")
-    known = {"target_tokens", *loss.inputs}
+    needed = {"target_tokens", *loss.inputs}
+    several: tuple[int, ...] = ()  # of each token, in all data alike
     for place, datum in enumerate(request.data):
         length = len(datum.tokens)
         where = f"datum {place}: "
         if not 1 <= length <= context:
             raise ApiError(400, f"{where}1 to {context} tokens, and this one has {length}", param="model_input")
-        # Only cross_entropy has a default: every token counts as much.
-        missing = known - set(datum.inputs) - {"weights"}
-        if missing or set(datum.inputs) - known:
+        if set(datum.inputs) - {"weights"} != needed:
             found = ", ".join(sorted(name[:50] for name in datum.inputs)) or "none"
-            message = f"{where}{request.loss} takes {', '.join(sorted(known))}, and loss_fn_inputs has {found}"
+            needs = ", ".join(sorted(needed))
+            message = f"{where}{request.loss} takes {needs} and, if wanted, weights; loss_fn_inputs has {found}"
             raise ApiError(400, message, param="loss_fn_inputs")
+        shape = datum.inputs["target_tokens"].shape
+        if place == 0 and request.loss == "cross_entropy" and len(shape) == 2 and 1 <= shape[1] <= MAX_TOPK:
+            several = shape[1:]
+        expected = (length, *several)
         for name, values in datum.inputs.items():
-            if values.shape != (length,):
-                message = f"{where}{name} has the shape {list(values.shape)[:8]}, and model_input {length} tokens"
+            if values.shape != expected:
+                message = f"{where}{name} has the shape {list(values.shape)[:8]}, and not {list(expected)}"
                 raise ApiError(400, message, param=name)
             if not np.isfinite(values).all():
                 raise ApiError(400, f"{where}{name} has a number that is not finite", param=name)
         require_tokens(datum.tokens, vocab_size, f"{where}model_input")
-        require_tokens(datum.inputs["target_tokens"], vocab_size, f"{where}target_tokens")
+        require_tokens(datum.inputs["target_tokens"].ravel(), vocab_size, f"{where}target_tokens")

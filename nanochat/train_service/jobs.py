@@ -1,6 +1,7 @@
 """What the service keeps in memory: the limits, the requests in the queue with their results, and the models."""
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,6 +14,11 @@ from nanochat.shell.cli import UserError, out_of_memory
 from nanochat.train_service.log import RequestLog
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.tenants import Trained, TrainedModel
+
+
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so: it is a folder, and part of an address."""
+    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,23 @@
 """The losses that a client names in forward_backward, each a function of token-level tensors.
 
-    L(logp, inputs) -> loss of each token (N, T), whose sum is what backward runs from
+    L(logp, inputs) -> loss of each token (N, T), which its weight multiplies; backward runs from the sum
 
 Sums, not means, and no weighting by length: what a batch is divided by is the client's to decide, in its weights, its
-advantages or its learning rate. With p the probability of a token, q that at sampling, r = p / q and A its advantage:
+advantages or its learning rate. Without `weights` each is 1. With p the probability of a token, q that at sampling,
+r = p / q, A its advantage and s the geometric mean of r over a sample:
 
     loss                   of a token
-    cross_entropy          -w log p
+    cross_entropy          -log p
     importance_sampling    -r A
     ppo                    -min(r A, clip(r) A)
     cispo                  -clip(r) A log p, with no gradient through r
     dro                    -(A log p - beta / 2 (log p - log q)^2)
+    gspo                   -min(s A, clip(s) A), with the gradient of s that of the token's own r
 
-Legend: N rows, T tokens a row.
+cross_entropy takes several targets a token as well, (N, T, K): with a teacher's probabilities as their weights it is
+distillation from its K likeliest tokens.
+
+Legend: N rows, T tokens a row, K targets a token.
 """
 
 import math
@@ -36,8 +41,8 @@ class TokenLoss:
     source: str  # authors, year, title
 
 
-def cross_entropy(logp: Tensor, weights: Tensor) -> Tensor:
-    return -weights * logp
+def cross_entropy(logp: Tensor) -> Tensor:
+    return -logp
 
 
 def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> Tensor:
@@ -67,17 +72,40 @@ def dro(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, beta: float) -> T
     return -(logp * advantages - beta / 2 * (logp - old_logp).square())
 
 
+def gspo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    sequence_ratio_mask: Tensor,
+    *,
+    clip_low_threshold: float,
+    clip_high_threshold: float,
+) -> Tensor:
+    # The mask is 1 at the tokens that were sampled. Every token has the sample's ratio and its own gradient: the
+    # difference of log p and the same number without a gradient is 0.
+    is_sampled = (sequence_ratio_mask != 0).to(logp.dtype)
+    total = ((logp - old_logp).detach() * is_sampled).sum(dim=1, keepdim=True)
+    ratio = torch.exp(total / is_sampled.sum(dim=1, keepdim=True).clamp(min=1) + logp - logp.detach())
+    return -clipped_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
+
+
 POLICY_INPUTS = ("logprobs", "advantages")
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 TOKEN_LOSSES = {
-    "cross_entropy": TokenLoss(cross_entropy, ("weights",), {}, "Shannon 1948, A Mathematical Theory of Communication"),
+    "cross_entropy": TokenLoss(cross_entropy, (), {}, "Shannon 1948, A Mathematical Theory of Communication"),
     "importance_sampling": TokenLoss(
         importance_sampling, POLICY_INPUTS, {}, "Williams 1992, Simple Statistical Gradient-Following Algorithms"
     ),
     "ppo": TokenLoss(ppo, POLICY_INPUTS, CLIP, "Schulman et al. 2017, Proximal Policy Optimization Algorithms"),
     "cispo": TokenLoss(cispo, POLICY_INPUTS, CLIP, "MiniMax 2025, MiniMax-M1"),
     "dro": TokenLoss(dro, POLICY_INPUTS, {"beta": 0.05}, "Richemond et al. 2024, Offline Regularised RL (DRO)"),
+    "gspo": TokenLoss(
+        gspo,
+        (*POLICY_INPUTS, "sequence_ratio_mask"),
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},  # the paper's
+        "Zheng et al. 2025, Group Sequence Policy Optimization",
+    ),
 }
 
 

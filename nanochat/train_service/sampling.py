@@ -17,10 +17,12 @@ from nanochat.device import Device
 from nanochat.engine import Engine, NewToken, Row, Slots
 from nanochat.gpt import GPT
 from nanochat.sampling import SamplingParams
+from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples
 
 SCORED_AT_ONCE = 256  # tokens of a prompt whose logits are in memory at once
+NOT_FINITE = "sample: these weights give logits that are not finite; load weights of an earlier step"
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,19 @@ def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:
 
 
 def _finished(sample: _Sample, topk: int) -> Sampled:
-    numbers = np.array(sample.numbers, dtype=np.float64).reshape(len(sample.tokens), -1)
-    likeliest = None
     k = sample.job.topk
+    if not sample.tokens:
+        return Sampled([], [], False, Likeliest(np.zeros((0, k)), np.zeros((0, k))) if k else None)
+    numbers = np.array(sample.numbers, dtype=np.float64)
+    likeliest = None
     if k:
         # The decoder computed as many as any of its rows wanted: the logprobs in front, then the ids.
         found = (numbers.shape[1] - 1) // 2
         ids = numbers[:, 1 + found : 1 + found + k]
         likeliest = Likeliest(ids, numbers[:, 1 : 1 + min(k, found)])
-    logprobs = numbers[:, 0].tolist() if sample.tokens else []
-    return Sampled(sample.tokens, logprobs, sample.is_stopped, likeliest)
+    if np.isnan(numbers[:, 0]).any():
+        raise UserError(NOT_FINITE)
+    return Sampled(sample.tokens, numbers[:, 0].tolist(), sample.is_stopped, likeliest)
 
 
 @torch.inference_mode()
@@ -140,4 +145,6 @@ def score_prompt(model: GPT, job: SampleJob) -> tuple[np.ndarray | None, Likelie
             best = table.topk(k, dim=-1)
             ids[part] = best.indices.cpu().numpy()
             values[part] = best.values.cpu().numpy()
+    if np.isnan(logprobs[first:]).any():
+        raise UserError(NOT_FINITE)
     return logprobs if job.prompt_logprobs else None, Likeliest(ids, values) if k else None

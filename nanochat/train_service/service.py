@@ -29,7 +29,7 @@ from nanochat.shell import paths, storage
 from nanochat.shell.cli import UserError
 from nanochat.shell.log import warn
 from nanochat.train_service import wire
-from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished
+from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished, is_name
 from nanochat.train_service.log import REFUSED, Entry, RequestLog
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
@@ -242,7 +242,7 @@ class Service:
         parts = uri.removeprefix(SCHEME).split("/")
         if uri.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
             model = self.find_model(owner, parts[0])
-            if _is_name(parts[2]):
+            if is_name(parts[2]):
                 folder = self.folder / "models" / model.id / parts[1] / parts[2]
                 found = model_folder.steps(folder)
                 if found:
@@ -323,16 +323,21 @@ class Service:
                 continue
             try:
                 result = first.run()
-            except Exception as error:
+            except Exception as error:  # of whatever kind: this thread serves all clients
                 result = failure(error)
             self._settle(first, result)
 
     def _sample(self, jobs: Sequence[Job]) -> None:
+        """Decode samples of the same weights together."""
         wanted = [job.sample for job in jobs if job.sample is not None]
         try:
             results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
-        except Exception as error:
-            results = [failure(error)] * len(jobs)
+        except Exception as error:  # of whatever kind, it must end neither this thread nor a request of someone else
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._sample([job])
+                return
+            results = [failure(error)]
         for job, result in zip(jobs, results, strict=True):
             self._settle(job, result)
 
@@ -374,7 +379,7 @@ class Service:
         """Run a request of the log."""
         try:
             result = self._compute(model, entry)
-        except Exception as error:
+        except Exception as error:  # of whatever kind: a number whose request failed is used up all the same
             result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
@@ -430,17 +435,18 @@ class Service:
     def _snapshot(self, model: Model) -> bool:
         """Write a model to the disk, and empty its log; returns whether all of it is on the disk now."""
         # Gradients are in no snapshot: between forward_backward and optim_step there is none.
-        if model.live is None or model.live.has_gradients or model.live.lost_gradients:
+        live = model.live
+        if live is None or live.has_gradients or live.lost_gradients or live.is_broken:
             return False
         if model.done > model.log.covered:
             try:
-                model.live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
+                live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
             except (OSError, UserError) as error:  # what it would have covered is in the log still
                 warn(f"no snapshot of {model.id}: {error}")
                 return False
             with self.lock:  # nothing is appended meanwhile
                 model.log.end_snapshot()
-            model.saved_steps = model.live.steps
+            model.saved_steps = live.steps
             model.results = {}
         return True
 
@@ -472,10 +478,6 @@ class Service:
             if content["owner"] == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
-
-
-def _is_name(name: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
 
 
 def _iso(seconds: float) -> str:

@@ -143,8 +143,9 @@ class _Rows:
 
     places: list[int]  # of each row's datum in the request
     tokens: Tensor  # (N, T)
-    targets: Tensor  # (N, T), IGNORE after a sequence's end
-    inputs: list[Tensor]  # of the loss, (N, T) each, 0 after a sequence's end
+    targets: Tensor  # (N, T, K), IGNORE after a sequence's end; K is 1 but for the distillation of several
+    weights: Tensor  # (N, T, K), 0 after a sequence's end
+    inputs: list[Tensor]  # of the loss, (N, T, K) each, 0 after a sequence's end
 
 
 class TrainedModel:
@@ -159,6 +160,7 @@ class TrainedModel:
         self.steps = 0
         self.has_gradients = False
         self.lost_gradients = False  # some of those since the last step: a forward_backward has failed half-way
+        self.is_broken = False  # a step has made weights that are not finite
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
@@ -178,10 +180,11 @@ class TrainedModel:
 
         With `has_backward` the gradients of the sum are added to those since the last step.
         """
+        self._require_finite()
         token_loss, settings = find_loss(loss, settings)
         try:
             return self._forward(data, token_loss, settings, has_backward)
-        except BaseException:
+        except BaseException:  # whatever it was, some micro-batches have added their gradients and others have not
             self.lost_gradients |= has_backward
             raise
 
@@ -192,8 +195,11 @@ class TrainedModel:
         total = 0.0
         for rows in self._micro_batches(data, token_loss):
             with torch.set_grad_enabled(has_backward):
-                logp = -self.model(rows.tokens, rows.targets, reduction="none")  # (N, T)
-                losses = token_loss.function(logp, *rows.inputs, **settings) * (rows.targets != IGNORE)
+                # One target a token at a time, so that the logits of all tokens are never in memory.
+                hidden = self.model.hidden(rows.tokens)
+                targets = rows.targets.unbind(-1)
+                logp = torch.stack([-self.model._read_out(hidden, one, "none") for one in targets], dim=-1)
+                losses = token_loss.function(logp, *rows.inputs, **settings) * rows.weights  # (N, T, K)
                 loss_sum = losses.sum()
             if has_backward:
                 loss_sum.backward()
@@ -202,8 +208,8 @@ class TrainedModel:
             total += float(loss_sum.detach())
             tables = (logp.detach().float().cpu().numpy(), losses.detach().float().cpu().numpy())
             for row, place in enumerate(rows.places):
-                length = len(data[place].tokens)
-                logprobs, own_losses = (table[row, :length].copy() for table in tables)
+                shape = data[place].inputs["target_tokens"].shape
+                logprobs, own_losses = (table[row, : shape[0]].reshape(shape) for table in tables)
                 results[place] = {"logprobs": logprobs, "elementwise_loss": own_losses}
         return results, {"loss:sum": total}
 
@@ -215,18 +221,22 @@ class TrainedModel:
             longest = len(data[order[0]].tokens)
             count = max(1, self.batch_tokens // longest)
             places, order = order[:count], order[count:]
-            tokens = torch.zeros(len(places), longest, dtype=torch.long)
-            targets = torch.full((len(places), longest), IGNORE, dtype=torch.long)
-            inputs = [torch.zeros(len(places), longest) for _ in loss.inputs]
+            shape = (len(places), longest, data[0].inputs["target_tokens"][0].size)
+            tokens = torch.zeros(shape[:2], dtype=torch.long)
+            targets = torch.full(shape, IGNORE, dtype=torch.long)
+            weights = torch.zeros(shape)
+            inputs = [torch.zeros(shape) for _ in loss.inputs]
             for row, place in enumerate(places):
                 datum = data[place]
                 length = len(datum.tokens)
+                tables = {name: torch.from_numpy(values).view(length, -1) for name, values in datum.inputs.items()}
                 tokens[row, :length] = torch.from_numpy(datum.tokens)
-                targets[row, :length] = torch.from_numpy(datum.inputs["target_tokens"])
+                targets[row, :length] = tables["target_tokens"]
+                weights[row, :length] = tables.get("weights", torch.ones(()))
                 for name, table in zip(loss.inputs, inputs, strict=True):
-                    table[row, :length] = torch.from_numpy(datum.inputs[name]) if name in datum.inputs else 1.0
+                    table[row, :length] = tables[name]
             move = self.device.to_device
-            yield _Rows(places, move(tokens), move(targets), [move(table) for table in inputs])
+            yield _Rows(places, move(tokens), move(targets), move(weights), [move(table) for table in inputs])
 
     # ---- a step
 
@@ -235,7 +245,9 @@ class TrainedModel:
         """One step of AdamW from the gradients since the last one; returns their norm.
 
         Raises UserError: when there are none, or they are not finite; then nothing changes but that they are dropped.
+        Also when its settings make weights that are not finite.
         """
+        self._require_finite()
         if self.lost_gradients:
             self._drop_gradients()
             raise UserError("optim_step: a forward_backward since the last one failed, so all gradients are dropped")
@@ -254,7 +266,16 @@ class TrainedModel:
         if not finite.item():
             raise UserError("optim_step: the gradients were not finite, so they are dropped and no weight has changed")
         self.steps += 1
+        squares = [one.square().sum() for one in self.model.parameters() if one.requires_grad]
+        self.is_broken = not math.isfinite(torch.stack(squares).sum())
+        self._require_finite()
         return {"grad_norm:mean": float(norm), "step:max": float(self.steps)}
+
+    def _require_finite(self) -> None:
+        """Raises UserError: for weights of which nothing but a saved state can be loaded any more."""
+        if self.is_broken:
+            raise UserError("optim_step has made weights that are not finite, by its learning_rate or eps: create a "
+                            "training client from a saved state, or a new one")  # fmt: skip
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -265,7 +286,11 @@ class TrainedModel:
     # ---- on the disk
 
     def save(self, folder: Path, with_optimizer: bool) -> None:
-        """Write a checkpoint of this project, the only step in its folder."""
+        """Write a checkpoint of this project, the only step in its folder.
+
+        Raises UserError: when the weights are not finite.
+        """
+        self._require_finite()
         facts = ("stage", "tasks", "sampling", "pretraining")
         meta: dict[str, Any] = {name: self.base.meta[name] for name in facts if name in self.base.meta}
         if self.trained.rank:
@@ -291,6 +316,7 @@ class TrainedModel:
         meta = model_folder.verify(step_folder)
         load_weights(self.model, step_folder)
         self._drop_gradients()
+        self.is_broken = False
         self.steps = 0
         self._start_optimizer()
         if with_optimizer:

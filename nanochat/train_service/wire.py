@@ -16,10 +16,12 @@ from nanochat.shell.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
 MASKED_LOGPROB = -99999.0  # of a place without a token in a table of the likeliest ones
+MAX_TOPK = 100  # likeliest tokens of a place, as targets and in results
 
 # A star marks a repeated field. Enumerations and sizes are `int` here: they look the same on the wire.
 _MESSAGES = {
-    "Tensor": "1 bytes dense, 2 Opaque sparse_csr, 3 int dtype, 4 int* shape",
+    "Tensor": "1 bytes dense, 2 SparseCsr sparse_csr, 3 int dtype, 4 int* shape",
+    "SparseCsr": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
     "NamedTensor": "1 string key, 2 Tensor value",
     # forward_backward's request
     "EncodedText": "1 bytes tokens",
@@ -125,12 +127,28 @@ def _tensor(message: Any, what: str) -> np.ndarray:
     if dtype is None:
         raise UserError(f"{what} has a dtype that is neither float32 nor int64")
     if message.HasField("sparse_csr"):
-        raise UserError(f"{what} is a matrix, and the losses here take one target a token")
+        return _dense(message.sparse_csr, tuple(message.shape), dtype, what)
     values = _array(message.dense, dtype, what)
     shape = tuple(message.shape) or (len(values),)
     if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != len(values):
         raise UserError(f"{what} has {len(values)} values, which do not fill its shape {list(shape)[:8]}")
     return values.reshape(shape)
+
+
+def _dense(message: Any, shape: tuple[int, ...], dtype: str, what: str) -> np.ndarray:
+    """A matrix in compressed rows: the client sends one so where zeros are most of it."""
+    values = _array(message.values, dtype, what)
+    starts = _array(message.crow_indices, "<i8", what)
+    columns = _array(message.col_indices, "<i8", what)
+    if len(shape) != 2 or not 0 <= shape[0] == len(starts) - 1 or not 0 <= shape[1] <= MAX_TOPK:
+        raise UserError(f"{what} is a sparse matrix of the shape {list(shape)[:8]}: at most {MAX_TOPK} columns")
+    counts = np.diff(starts)
+    is_whole = len(columns) == len(values) and starts[0] == 0 and (counts >= 0).all() and starts[-1] == len(values)
+    if not is_whole or not ((columns >= 0) & (columns < shape[1])).all():
+        raise UserError(f"{what} is no sparse matrix: its rows and columns do not fit its values")
+    matrix = np.zeros(shape, dtype)
+    matrix[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return matrix
 
 
 def _array(content: bytes, dtype: str, what: str) -> np.ndarray:
