@@ -383,8 +383,8 @@ class HttpSampler:
             body = response.json()
             choices = body["choices"]
             choice = choices[0]
-            tokens = choice["token_ids"]
-            logprobs = choice["logprobs"]["token_logprobs"]
+            tokens = list(choice["token_ids"])
+            logprobs = list(choice["logprobs"]["token_logprobs"])
             read = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or list(prompt)
             prompt_tokens = (body.get("usage") or {}).get("prompt_tokens", len(prompt))
             weights = (body.get("metadata") or {}).get("weight_version") or ""
@@ -401,8 +401,8 @@ class HttpSampler:
         elif not 0 < len(tokens) <= max_tokens or len(logprobs) != len(tokens):
             wrong = f"{len(tokens)} tokens with {len(logprobs)} logprobs, of at most {max_tokens}"
         elif prompt_tokens != len(prompt) or read != list(prompt):
-            wrong = f"a prompt of {len(prompt)} tokens was read as {prompt_tokens}: it has another tokenization"
-        elif not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
+            wrong = f"it has read other tokens than the {len(prompt)} of the prompt: it has another tokenization"
+        elif not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
         elif not all(logp is None or (isinstance(logp, int | float) and logp <= 1e-3) for logp in logprobs):
             wrong = "logprobs that are no logarithms of probabilities"
