@@ -690,6 +690,8 @@ def test_200_malformed_requests_are_refused_in_one_line(client, address, service
         far = datum([5, 6, 7], weights=[1, 1])
         pair = datum([5, 6])
         pair.loss_fn_inputs["target_tokens"] = tinker.TensorData([5, 6], "int64", [1, 2])
+        halves = datum([5, 6])
+        halves.loss_fn_inputs["target_tokens"] = tinker.TensorData([5.5], "float32", [1])
         matrix = datum([5, 6])
         matrix.loss_fn_inputs["target_tokens"] = tinker.TensorData([5], "int64", [1, 2], [0, 1], [2])
         cases = [
@@ -697,6 +699,7 @@ def test_200_malformed_requests_are_refused_in_one_line(client, address, service
             (body_of(batch_of("ppo"), "stable_reinforce", 61), "stable_reinforce"),
             (body_of(batch_of("ppo"), "gspo", 61), "sequence_ratio_mask"),
             (body_of([matrix, matrix], "cross_entropy", 61), "sparse matrix"),
+            (body_of([halves], "cross_entropy", 61), "no whole numbers"),
             (body_of([pair, datum([5, 6])], "cross_entropy", 61), "[1, 2]"),
             (body_of([pair], "importance_sampling", 61), "loss_fn_inputs"),
             (body_of(batch_of("ppo"), "ppo", 61, clip=1.0), "clip"),

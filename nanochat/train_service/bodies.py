@@ -262,4 +262,7 @@ def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None
             if not np.isfinite(values).all():
                 raise ApiError(400, f"{where}{name} has a number that is not finite", param=name)
         require_tokens(datum.tokens, vocab_size, f"{where}model_input")
-        require_tokens(datum.inputs["target_tokens"].ravel(), vocab_size, f"{where}target_tokens")
+        targets = datum.inputs["target_tokens"].ravel()
+        if not (targets == np.floor(targets)).all():
+            raise ApiError(400, f"{where}target_tokens are no whole numbers", param="target_tokens")
+        require_tokens(targets, vocab_size, f"{where}target_tokens")
