@@ -74,7 +74,7 @@ def find_source(
     model_tag: str | None = None,
     step: int | None = None,
     device: Device | None = None,
-    flag: str = "--source",
+    flag: str = "--source ",
 ) -> Path:
     """The folder of a checkpoint, all of whose files were read and are whole.
 
@@ -83,7 +83,7 @@ def find_source(
     checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
     modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
-    `flag` is the one that named it, for the messages.
+    `flag` stands before the source in the messages.
 
     Raises UserError: when there is none.
     """
@@ -101,7 +101,7 @@ def find_source(
     return found
 
 
-def _find_source(source: str, model_tag: str | None, step: int | None, flag: str = "--source") -> Path:
+def _find_source(source: str, model_tag: str | None, step: int | None, flag: str = "--source ") -> Path:
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
         source = "base"
@@ -111,7 +111,7 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
     short = re.fullmatch(rf"({'|'.join(paths.SCRIPTS)})/([^/]+)(?:/step_(\d+))?", source)
     if short is not None and not Path(source).exists():
         if model_tag is not None or step is not None:
-            raise UserError(f"{flag} {source} names a tag: leave out the flags for a tag and a step")
+            raise UserError(f"{flag}{source} names a tag: leave out the flags for a tag and a step")
         source, model_tag = short[1], short[2]
         step = int(short[3]) if short[3] else None
     if source in paths.SCRIPTS:
@@ -121,13 +121,13 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
     if not is_foreign(chosen) and not (chosen / "manifest.json").is_file():
         why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
         raise UserError(
-            f"{flag} {source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
+            f"{flag}{source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
             f"checkpoint's folder (.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or "
             "hf:ORG/NAME"
         )
     if model_tag is not None or step is not None:
         raise UserError(
-            f"{flag} {source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
+            f"{flag}{source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
     if is_foreign(chosen):
         # Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found.
@@ -156,7 +156,7 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: st
         return chosen
     found = newest(folder)
     if found is None:
-        others = [f"{flag} {stage}/{path.name}" for path in folders if path != folder]
+        others = [f"{flag}{stage}/{path.name}" for path in folders if path != folder]
         hint = f", or name another tag: {' or '.join(others[:5])}" if others else ""
         raise UserError(
             f"there is no {stage} checkpoint in {folder} that is whole: train one with "
@@ -386,7 +386,7 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
 
     Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
     """
-    folder = _find_source(source, None, None, flag="--adapter")
+    folder = _find_source(source, None, None, flag="--adapter ")
     with damage_of(folder):
         if peft.is_folder(folder):
             read = peft.read(folder, config)

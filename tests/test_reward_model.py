@@ -94,7 +94,7 @@ def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
     call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
     assert load_model("auto", "cpu")[2]["folder"].endswith("rl/both/step_000001")
     for source, word in {
-        "rm:dpo": "is no reward model: python -m scripts.chat_rm", "rm:rm/gone": "--reward rm rm/d1",
-        "rm:/gone": "--reward rm /gone is neither",
+        "rm:dpo": "is no reward model: python -m scripts.chat_rm", "rm:rm/gone": "--reward rm:rm/d1",
+        "rm:/gone": "--reward rm:/gone is neither",
     }.items():  # fmt: skip
         assert word in complaint(lambda source=source: rewards.load_models(rewards.parse_rewards(source), cpu_device()))

@@ -117,7 +117,7 @@ def load_models(rewards: Sequence[Reward], device: Device) -> list[Reward]:
 
 def _load(reward: Reward, device: Device) -> Reward:
     kind, _, source = reward.place.partition(":")
-    folder = find_source(source, device=device, flag=f"--reward {kind}")
+    folder = find_source(source, device=device, flag=f"--reward {kind}:")
     found = short_name(folder)
     print0(f"reward {reward.place}: {found}")
     name = kind if source == kind else tag_of(folder)

@@ -138,7 +138,7 @@ def begin(
     reference: Any = None
     reference_source = source
     if teacher is not None:
-        reference_source = model_folder.find_source(teacher, None, None, device, flag="--teacher")
+        reference_source = model_folder.find_source(teacher, None, None, device, flag="--teacher ")
     if with_reference and teacher is None and settings is not None:
         reference = lora.without_adapters(model)
     elif with_reference or teacher is not None:
