@@ -389,11 +389,13 @@ def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
         # Rewards that are a sum of parts, whose names are the user's.
-        parts = sorted(
-            {name for stage in stages for line in stage.metrics for name in line if name.startswith("reward/")}
-        )
+        logged: set[str] = set()
+        for stage in stages:
+            logged.update(*stage.metrics)
         plots_of_parts = [
-            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight", "ends") for name in parts
+            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight", "ends")
+            for name in sorted(logged)
+            if name.startswith("reward/")
         ]
         wanted = [*PLOTS, *plots_of_parts]
         shown = [plot for plot in wanted if any(stage.curve(plot.metric) for stage in stages)]

@@ -81,6 +81,7 @@ def check_gap(gap: float, staleness: int) -> None:
 
     `gap` is the mean difference in nats a token; older weights have a larger one.
     """
+    # How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
     largest = LARGEST_DIFFERENCE * (1 + 4 * staleness)
     if not gap <= largest:
         warn(

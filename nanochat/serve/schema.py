@@ -554,7 +554,9 @@ def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiErro
         name = _shortened(str(mistake["loc"][-1]))
         return ApiError(400, f"{name}: this server has no such field", param=name, code="unknown_parameter")
     schema = body_type.model_json_schema()
-    names = {name for model in (schema, *schema.get("$defs", {}).values()) for name in model.get("properties", ())}
+    names: set[str] = set()
+    for model in (schema, *schema.get("$defs", {}).values()):
+        names.update(model.get("properties", ()))
     path = [str(part) for part in mistake["loc"] if isinstance(part, int) or part in names]  # without names of types
     param = ".".join(path) or None
     message = mistake["msg"].removeprefix("Value error, ")
