@@ -1,4 +1,4 @@
-"""Measure this machine: the speed of training next to a bare matrix product, or the speed of serving.
+"""Measure this machine: the speed of training next to a bare matrix product, or of serving; compare measurements.
 
 python -m scripts.bench train
 
@@ -8,37 +8,50 @@ python -m scripts.bench train --depth 12 --max_seq_len 2048 --vocab_size 32768 -
 
 python -m scripts.bench train --source hf:Qwen/Qwen3-0.6B --against transformers
 
+python -m scripts.bench compare before.json after.json
+
+python -m scripts.bench sweep --sweep_rows 1 4 16 --sweep_tokens 128 512 --sweep_threads 1 2
+
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine alone, then over HTTP with
 clients that wait for their replies. With `--against transformers` both sides have the same weights, the same tokens
-and AdamW or greedy decoding, and take turns in this process.
+and AdamW or greedy decoding, and take turns in this process. `compare` reads two files of `--json`, and prints each
+ratio with its noise. `sweep` is `train` for every combination of sizes and threads, with a plot. docs/bench.md explains
+how to read them.
 """
 
 import contextlib
+import io
+import itertools
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, run
-from nanochat.shell.log import print0
+from nanochat.shell import provenance
+from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, check_ranges, out_of_memory, run
+from nanochat.shell.log import print0, warn
 
 Made = TypeVar("Made")
 
 PRODUCT = 1024  # width and height of the matrix in the bare product
+PRODUCT_FLOPS = 1e11  # at least, in one measurement of it
 LEARNING_RATE = 1e-5  # of a model that has learned: the losses of both sides stay comparable
-TRIALS = 3  # of each batch in `serve`, after one that warms up
+TRIALS = 5  # of each batch in `serve`, after one that warms up
 
 
 @dataclass(frozen=True)
 class Config:
-    what: tyro.conf.Positional[Literal["train", "serve"]]  # what to measure
+    what: tyro.conf.Positional[Literal["train", "serve", "sweep", "compare"]]  # what to measure
+    files: tyro.conf.Positional[tuple[str, ...]] = ()  # compare: two files of --json, the earlier one first
     depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
     # Instead of a new model: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
@@ -53,9 +66,14 @@ class Config:
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
+    threads: Annotated[int | None, Range(1, 4096)] = None  # of the processor; default: as many as torch takes
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once
     prompt_tokens: Positive = 16  # serve: of each request
     new_tokens: Positive = 128  # serve: of each request
+    sweep_rows: tuple[int, ...] = ()  # sweep: values of --device_batch_size
+    sweep_tokens: tuple[int, ...] = ()  # sweep: values of --max_seq_len
+    sweep_threads: tuple[int, ...] = ()  # sweep: values of --threads
+    plot: str = "sweep.svg"  # sweep: the file of the plot, .svg, .png or .pdf
     json: str | None = None  # also write the metrics to this file
 
 
@@ -64,9 +82,22 @@ def main(config: Config) -> None:
         raise UserError(f"--json {config.json}: there is no folder {Path(config.json).parent}")
     if config.against and (not config.source or config.document_tokens):
         raise UserError("--against transformers: with --source, a model of another family, and no --document_tokens")
-    metrics = train(config) if config.what == "train" else serve(config)
+    if len(config.files) != (2 if config.what == "compare" else 0):
+        raise UserError("`compare` takes two files, such as `compare before.json after.json`; the others take none")
+    if config.what == "compare":
+        compare(config)
+        return
+    measure = {"train": train, "serve": serve, "sweep": sweep}[config.what]
+    metrics = {"what": config.what, "commit": provenance.commit(), "config": asdict(config), **measure(config)}
     if config.json:
         Path(config.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+
+
+def compare(config: Config) -> None:
+    from nanochat.report import benchmark
+
+    before, after = map(benchmark.load, config.files)
+    benchmark.compare(before, after)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -81,6 +112,7 @@ def train(config: Config) -> dict[str, Any]:
 
     # ------------------------------------------------------------------ a model and a batch
     device = devices.init(config.device, config.dtype)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     rows = config.device_batch_size
     tokens = config.max_seq_len
     batch_tokens = rows * tokens
@@ -115,7 +147,7 @@ def train(config: Config) -> dict[str, Any]:
     a = torch.randn(batch_tokens, PRODUCT, device=device.torch_device, dtype=device.dtype)
     b = torch.randn(PRODUCT, PRODUCT, device=device.torch_device, dtype=device.dtype)
     out = torch.empty_like(a)
-    repeats = max(1, int(1e11 / (2 * batch_tokens * PRODUCT**2)))
+    repeats = max(1, int(PRODUCT_FLOPS / (2 * batch_tokens * PRODUCT**2)))
     product_flops = 2 * batch_tokens * PRODUCT**2 * repeats
 
     def product() -> None:
@@ -150,6 +182,11 @@ def train(config: Config) -> dict[str, Any]:
     step_seconds = statistics.median(seconds["step"])
     step_rate = scaling.flops_per_token(model_config) * batch_tokens / step_seconds
     product_rate = product_flops / statistics.median(seconds["product"])
+    # Of each round by itself: a machine that is busy for a while slows the step and the product of a round down.
+    shares = [
+        100 * step_rate * step_seconds / step / (product_flops / product)
+        for step, product in zip(seconds["step"], seconds["product"], strict=True)
+    ]
     dtype = str(device.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
     print0(f"device: {device.name} ({device.kind}, {dtype}), torch {torch.__version__}, {threads} threads")
@@ -163,7 +200,7 @@ def train(config: Config) -> dict[str, Any]:
     )
     print0(
         f"product ({batch_tokens} x {PRODUCT} x {PRODUCT}): {product_rate / 1e9:,.0f} GFLOP/s; "
-        f"the step reaches {step_rate / product_rate:.0%} of it"
+        f"the step reaches {statistics.median(shares):.0f}% of it"
     )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
     ratio = None
@@ -179,7 +216,14 @@ def train(config: Config) -> dict[str, Any]:
         "device": str(device),
         "versions": device.versions(),
         "kernels": str(device.kernels),
-        "config": asdict(config),
+        "threads": threads,
+        "measurements": {
+            "step": in_unit("tokens/s", [batch_tokens / one for one in seconds["step"]]),
+            "share of the bare product": in_unit("%", shares),
+            "bare product": in_unit("GFLOP/s", [product_flops / one / 1e9 for one in seconds["product"]]),
+            "warm-up": in_unit("s", [warm_up]),
+            "peak memory": in_unit("MiB", [device.peak_memory() / 2**20]),
+        },
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
         "losses": losses if config.against else None,
@@ -189,7 +233,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def serve(config: Config) -> dict[str, Any]:
-    import multiprocessing
+    import torch
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
@@ -202,7 +246,11 @@ def serve(config: Config) -> dict[str, Any]:
     device = devices.init(config.device, config.dtype)
     engine, their_generate = on_a_thread(partial(engines, config, device))
     prompt = list(range(300, 300 + config.prompt_tokens))
-    metrics: dict[str, Any] = {"device": str(device), "versions": device.versions(), "engine": {}, "http": {}}
+    measurements: dict[str, Any] = {}
+    metrics = {
+        "device": str(device), "versions": device.versions(), "kernels": str(device.kernels),
+        "threads": torch.get_num_threads(), "measurements": measurements, "engine": {}, "http": {},
+    }  # fmt: skip
     depth = engine.model.config.n_layer
     print0(f"{device}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
@@ -230,6 +278,9 @@ def serve(config: Config) -> dict[str, Any]:
         seconds = on_a_thread(partial(take_turns, batch))
         rate = batch * config.new_tokens / min(seconds["engine"])
         metrics["engine"][batch] = {"tokens_per_second": rate}
+        for name, values in seconds.items():
+            rates = [batch * config.new_tokens / one for one in values]
+            measurements[f"{name}, batch {batch}"] = in_unit("tokens/s", rates)
         line = f"engine, batch {batch:>3}: {rate:>8,.0f} tokens/s"
         if config.against:
             theirs = batch * config.new_tokens / min(seconds["transformers"])
@@ -245,13 +296,79 @@ def serve(config: Config) -> dict[str, Any]:
         for batch in config.batches:
             clients.apply(closed_loop, ("127.0.0.1", port, body, batch, batch))  # warm up
             trials = []
-            for _ in range(3):
+            for _ in range(TRIALS):
                 trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)))
             best = max(trials, key=LoadStats.tokens_per_second)
+            measurements[f"HTTP, {batch} clients"] = in_unit("tokens/s", [one.tokens_per_second() for one in trials])
+            for name in ("first_token", "between_tokens"):
+                times = [getattr(one, name) for one in trials]
+                if all(times):  # a reply of one token has no gap between two
+                    medians = [1e3 * statistics.median(of_trial) for of_trial in times]
+                    measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
             metrics["http"][batch] = {"tokens_per_second": best.tokens_per_second(), **asdict(best)}
             share = best.tokens_per_second() / metrics["engine"][batch]["tokens_per_second"]
             print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of what the engine makes alone")
     return metrics
+
+
+def sweep(config: Config) -> dict[str, Any]:
+    from nanochat.report import benchmark
+
+    if Path(config.plot).suffix not in benchmark.PLOT_SUFFIXES or not Path(config.plot).parent.is_dir():
+        raise UserError(f"--plot {config.plot}: name a {', '.join(benchmark.PLOT_SUFFIXES)} in a folder that exists")
+    axes = {
+        "device_batch_size": config.sweep_rows,
+        "max_seq_len": config.sweep_tokens,
+        "threads": config.sweep_threads,
+    }
+    used = {name: values for name, values in axes.items() if values}
+    if not used:
+        raise UserError("name what to vary: --sweep_rows 1 4 16, --sweep_tokens 128 512 or --sweep_threads 1 2")
+
+    # ------------------------------------------------------------------ measure each combination
+    combinations = [dict(zip(used, values, strict=True)) for values in itertools.product(*used.values())]
+    configs = [replace(config, what="train", **combination) for combination in combinations]
+    for point in configs:
+        check_ranges(point)
+    points: list[benchmark.Point] = []
+    metrics: dict[str, Any] = {}  # of the last one
+    for point in configs:
+        # Each in a process of its own: peak memory, compiled code and threads belong to a process.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            try:
+                metrics = process.submit(quietly_train, point).result()
+            except (RuntimeError, MemoryError) as error:  # one that the system killed raises BrokenProcessPool
+                if not out_of_memory(error) and not isinstance(error, BrokenProcessPool):
+                    raise
+                size = f"{point.device_batch_size} rows of {point.max_seq_len} tokens"
+                warn(f"{size} are left out: they do not fit in memory ({type(error).__name__})")
+                continue
+        measured = metrics["measurements"]
+        points.append(
+            benchmark.Point(
+                point.device_batch_size, point.max_seq_len, metrics["threads"], measured["step"]["values"],
+                measured["share of the bare product"]["values"], metrics["peak_memory_bytes"],
+            )
+        )  # fmt: skip
+        print0(f"{points[-1]}: {statistics.median(points[-1].rates):,.0f} tokens/s")
+    if not points:
+        raise UserError("nothing of this fits in memory: lower --sweep_rows, --sweep_tokens or --depth")
+
+    # ------------------------------------------------------------------ report
+    benchmark.print_sweep(points)
+    benchmark.draw_sweep(points, config.plot)
+    shared = {name: metrics[name] for name in ("device", "versions", "kernels", "threads")}
+    return shared | {"measurements": {str(point): in_unit("tokens/s", point.rates) for point in points}}
+
+
+def quietly_train(config: Config) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(config)
+
+
+def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
+    """A measurement as `compare` reads it (report/benchmark.py)."""
+    return {"unit": unit, "values": values}
 
 
 def engines(config: Config, device: Any) -> tuple[Any, Any]:

@@ -928,8 +928,9 @@ def test_a_mistake_of_a_real_process(base, tokenizer):
     assert result.stderr.startswith("error: --depth") and result.stderr.count("\n") == 1
 
 
-def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path) -> None:
+def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path, monkeypatch) -> None:
     """One file says on what a speed was measured."""
+    monkeypatch.setattr(importlib.import_module("scripts.bench"), "PRODUCT_FLOPS", 1e8)
     flags = "--device=cpu --depth=1 --head_dim=32 --max_seq_len=16 --vocab_size=64 --device_batch_size=1 --steps=1"
     file = tmp_path / "bench.json"
     call("bench", "train", *flags.split(), "--compile=off", f"--json={file}")

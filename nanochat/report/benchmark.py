@@ -1,0 +1,232 @@
+"""The files of `python -m scripts.bench --json`: two of them compared, with the noise of each ratio; a sweep drawn.
+
+Such a file holds every single measurement, because a median alone does not show how far it can be trusted:
+
+    {"what": "train", "device": ..., "config": {...}, "measurements": {
+        "step": {"unit": "tokens/s", "values": [11020.1, 11180.4, ...]}, ...}}
+
+docs/bench.md explains how to read what is printed here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from nanochat.shell.cli import UserError
+from nanochat.shell.log import print0, print_table, warn
+from nanochat.shell.untrusted import read_json
+
+PRODUCT_NAME = "bare product"  # the measurement that shows how fast the machine itself was
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+NOT_SETTINGS = {"what", "files", "json", "plot"}  # flags of bench that change no measurement
+
+# By unit: what a ratio below 1 is, and what one above 1 is.
+WORDS = {
+    "tokens/s": ("slower", "faster"), "GFLOP/s": ("slower", "faster"), "ms": ("faster", "slower"),
+    "s": ("faster", "slower"), "%": ("lower", "higher"), "MiB": ("less", "more"),
+}  # fmt: skip
+NOISE = "within the noise"
+ONCE = "measured once"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `bench --json` wrote."""
+
+    path: str
+    what: str  # "train", "serve" or "sweep"
+    settings: dict[str, Any]  # flags, device and versions, by name
+    measurements: dict[str, tuple[str, list[float]]]  # name -> unit, values
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measurement after over before: of their medians, with the interval in which the true ratio probably is."""
+
+    value: float
+    low: float | None = None  # None: one side was measured once
+    high: float | None = None
+
+    def verdict(self, unit: str) -> str:
+        """`faster`, `slower` and the like where 1 is outside of the interval."""
+        if self.low is None or self.high is None:
+            return ONCE
+        below, above = WORDS.get(unit, ("less", "more"))
+        if self.high < 1:
+            return below
+        return above if self.low > 1 else NOISE
+
+
+# ---------------------------------------------------------------------- compare
+
+
+def load(path: str) -> Benchmark:
+    """Raises UserError: when it is no file of bench's, or one without its single measurements."""
+    try:
+        content = read_json(Path(path))
+        what = content["what"]
+        measurements = {}
+        for name, measured in content["measurements"].items():
+            values = [float(value) for value in measured["values"]]
+            if not values or not all(math.isfinite(value) and value > 0 for value in values):
+                raise ValueError(f"{name} has a value that is no positive number")
+            measurements[str(name)] = (str(measured["unit"]), values)
+        flags = {name: value for name, value in content["config"].items() if name not in NOT_SETTINGS}
+        settings = flags | {"device": content["device"], "kernels": content["kernels"], **content["versions"]}
+        settings["threads"] = content["threads"]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: name two files of `python -m scripts.bench --json`") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path} is no file of today's `bench --json` ({reason}): measure again") from error
+    return Benchmark(path, str(what), settings, measurements)
+
+
+def ratio_of(before: Sequence[float], after: Sequence[float]) -> Ratio:
+    """The ratio of the medians, with a 95% interval.
+
+    Many measurements are resampled in blocks of neighbours. A few give the widest ratio of any two of them.
+    Source: Künsch 1989, The Jackknife and the Bootstrap for General Stationary Observations.
+    """
+    value = median(after) / median(before)
+    fewest = min(len(before), len(after))
+    if fewest == 1:
+        return Ratio(value)
+    if fewest < FEW:
+        return Ratio(value, min(after) / max(before), max(after) / min(before))
+    generator = np.random.default_rng(0)  # the same files give the same interval
+    ratios = _resampled_medians(after, generator) / _resampled_medians(before, generator)
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    return Ratio(value, low, high)
+
+
+def _resampled_medians(values: Sequence[float], generator: np.random.Generator) -> np.ndarray:
+    """Medians (RESAMPLES,) of what the measurements might have been."""
+    # A neighbour on the machine slows several steps in a row. If each step were drawn by itself, such a streak would
+    # average out, and the interval would be too narrow. So streaks are drawn: 20 steps as 5 blocks of 4 neighbours.
+    count = len(values)
+    block = round(math.sqrt(count))
+    starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / block), 1))
+    places = (starts + np.arange(block)) % count  # past the last measurement comes the first
+    return np.median(np.asarray(values)[places.reshape(RESAMPLES, -1)[:, :count]], axis=1)
+
+
+def differences(before: Benchmark, after: Benchmark) -> list[str]:
+    """The settings that the two were not measured with alike: `depth 4 and 6`."""
+    found = []
+    for name in dict.fromkeys([*before.settings, *after.settings]):
+        values = [side.settings.get(name) for side in (before, after)]
+        if values[0] != values[1]:
+            found.append(f"{name} {values[0]} and {values[1]}")
+    return found
+
+
+def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
+    """Print a row for each measurement that both have, and warn of what makes them hard to compare.
+
+    Raises UserError: when they are of two kinds, or have no measurement in common.
+    """
+    if before.what != after.what:
+        sides = f"{before.path} is of `bench {before.what}` and {after.path} of `bench {after.what}`"
+        raise UserError(f"{sides}: compare two files of one kind")
+    shared = [name for name, (unit, _) in before.measurements.items() if after.measurements.get(name, ("",))[0] == unit]
+    if not shared:
+        raise UserError(f"{before.path} and {after.path} have no measurement in common: measure both with equal flags")
+    different = differences(before, after)
+    if different:
+        warn(f"not measured alike: {'; '.join(different)}")
+    ratios = {}
+    rows = []
+    for name in shared:
+        unit, values = before.measurements[name]
+        _, later = after.measurements[name]
+        ratio = ratios[name] = ratio_of(values, later)
+        interval = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+        numbers = [short(median(values)), short(median(later)), f"{ratio.value:.3f}"]
+        rows.append([f"{name}, {unit}", *numbers, interval, f"{min(len(values), len(later))}", ratio.verdict(unit)])
+    print_table(["", "before", "after", "ratio", "95% interval", "times", "after is"], rows)
+    machine = ratios.get(PRODUCT_NAME, Ratio(1.0)).verdict("GFLOP/s")
+    if machine not in (NOISE, ONCE):
+        warn(
+            f"the machine itself was {machine} in {after.path} (bare product): go by the step's share of it, "
+            "or measure both again in turn"
+        )
+    return ratios
+
+
+def short(value: float) -> str:
+    """`12,345` from 1,000 on, three digits below."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+# ---------------------------------------------------------------------- sweep
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement of a sweep."""
+
+    rows: int
+    row_tokens: int
+    threads: int
+    rates: list[float]  # tokens/s, of every step
+    shares: list[float]  # of the bare product, in %
+    peak_memory: int  # bytes
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.row_tokens} tokens, {self.threads} threads"
+
+
+def print_sweep(points: Sequence[Point]) -> None:
+    """A row a point: the median, and between which rates the middle half of its steps is."""
+    lines = []
+    for point in points:
+        low, high = np.quantile(point.rates, [0.25, 0.75])
+        sizes = [f"{point.rows}", f"{point.row_tokens}", f"{point.threads}"]
+        rates = [f"{median(point.rates):,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median(point.shares):.0f}%"]
+        lines.append([*sizes, *rates, f"{point.peak_memory / 2**20:,.0f}"])
+    print_table(["rows", "tokens", "threads", "tokens/s", "middle half", "of the product", "peak MiB"], lines)
+
+
+def draw_sweep(points: Sequence[Point], path: str) -> None:
+    """The rates of a sweep, with the middle half of the steps, as a plot in a file."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    # What took the most values is the x axis, what took the second most are the lines, and the third the panels.
+    names = {"rows": "rows", "row_tokens": "tokens a row", "threads": "threads"}
+    values = {name: sorted({getattr(point, name) for point in points}) for name in names}
+    across, line, panel = sorted(names, key=lambda name: -len(values[name]))
+    figure = Figure(figsize=(1 + 4 * len(values[panel]), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(values[panel]), sharey=True, squeeze=False)[0]
+    for axes, of_panel in zip(panels, values[panel], strict=True):
+        for of_line in values[line]:
+            drawn = [one for one in points if getattr(one, panel) == of_panel and getattr(one, line) == of_line]
+            if not drawn:  # it did not fit in memory
+                continue
+            drawn.sort(key=lambda point: getattr(point, across))
+            x = [getattr(point, across) for point in drawn]
+            low, middle, high = np.array([np.quantile(point.rates, [0.25, 0.5, 0.75]) for point in drawn]).T
+            label = f"{of_line:,} {names[line]}"
+            axes.errorbar(x, middle, [middle - low, high - middle], marker="o", capsize=3, label=label)
+        axes.set_title(f"{of_panel:,} {names[panel]}", fontsize=10)
+        axes.set_xlabel(names[across])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(values[across]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens/s")
+    panels[0].set_ylim(bottom=0)
+    panels[-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    print0(f"wrote {path}")

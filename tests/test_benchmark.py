@@ -1,0 +1,188 @@
+"""Two files of `scripts.bench --json` compared, each ratio with its noise; a sweep with its plot."""
+
+import itertools
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanochat.report import benchmark
+from nanochat.report.benchmark import NOISE, Point, Ratio, ratio_of
+from nanochat.shell.cli import UserError
+from scripts import bench
+
+TINY: dict[str, Any] = {
+    "device": "cpu", "depth": 1, "head_dim": 32, "max_seq_len": 16, "vocab_size": 64, "device_batch_size": 1,
+    "compile": "off",
+}  # fmt: skip
+
+
+def noisy(middle: float, seed: int, count: int = 20, spread: float = 0.01) -> list[float]:
+    return (middle * (1 + spread * np.random.default_rng(seed).standard_normal(count))).tolist()
+
+
+def content(step: float, product: float = 200.0, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    """What `bench train --json` writes."""
+    measurements = {
+        "step": {"unit": "tokens/s", "values": noisy(step, seed)},
+        "bare product": {"unit": "GFLOP/s", "values": noisy(product, seed + 1)},
+        "warm-up": {"unit": "s", "values": [3.0]},
+    }
+    return {
+        "what": "train", "device": "1 x a chip (cpu, float32)", "kernels": "cpu", "threads": 2,
+        "versions": {"torch": "2.13"}, "config": {"what": "train", "depth": 4, "json": f"{seed}.json"},
+        "measurements": measurements, **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes contents or texts to files; returns their paths."""
+
+    def written(*contents) -> list[str]:
+        paths = [tmp_path / f"{number}.json" for number in range(len(contents))]
+        for path, one in zip(paths, contents, strict=True):
+            path.write_text(one if isinstance(one, str) else json.dumps(one))
+        return [str(path) for path in paths]
+
+    return written
+
+
+# ---------------------------------------------------------------------- a ratio and its noise
+
+
+def test_a_gain_beyond_the_noise_is_found_and_one_within_it_is_not():
+    gain = ratio_of(noisy(1000, 1), noisy(1100, 2))
+    assert gain.low is not None and gain.high is not None and 1.08 < gain.low < 1.1 < gain.high < 1.12
+    assert (gain.verdict("tokens/s"), gain.verdict("ms"), gain.verdict("MiB")) == ("faster", "slower", "more")
+    assert ratio_of(noisy(1100, 2), noisy(1000, 1)).verdict("tokens/s") == "slower"
+    assert ratio_of(noisy(1000, 1, spread=0.1), noisy(1010, 2, spread=0.1)).verdict("tokens/s") == NOISE
+    assert ratio_of(noisy(1000, 1), noisy(1000, 1)) == ratio_of(noisy(1000, 1), noisy(1000, 1))  # nothing is by chance
+
+
+def test_a_slow_streak_makes_the_interval_wider():
+    """The same measurements, once in turn and once as two streaks: the machine changed in between."""
+    fast_and_slow = noisy(1000, 1, count=10) + noisy(900, 2, count=10)
+    in_turn = list(itertools.chain.from_iterable(zip(fast_and_slow[:10], fast_and_slow[10:], strict=True)))
+    streaks, turns = (ratio_of(noisy(1000, 3), values) for values in (fast_and_slow, in_turn))
+    assert streaks.value == turns.value
+    assert streaks.high - streaks.low > 1.2 * (turns.high - turns.low)  # pyright: ignore[reportOptionalOperand]
+
+
+def test_few_measurements_give_the_widest_ratio():
+    assert ratio_of([10, 8, 9], [12, 11, 10]) == Ratio(11 / 9, 10 / 10, 12 / 8)
+    assert ratio_of([10], [12, 12]) == Ratio(1.2) and Ratio(1.2).verdict("s") == "measured once"
+
+
+# ---------------------------------------------------------------------- two files
+
+
+def test_each_measurement_has_its_row(write, capsys):
+    files = write(content(1000), content(1100, seed=7, commit="another"))
+    bench.main(bench.Config("compare", tuple(files)))
+    out, err = capsys.readouterr()
+    rows = {re.split(r"\s{2,}", line)[0]: line for line in out.splitlines()}
+    assert rows["step, tokens/s"].endswith("faster") and " 1.1" in rows["step, tokens/s"]
+    assert rows["bare product, GFLOP/s"].endswith(NOISE) and rows["warm-up, s"].endswith("measured once")
+    assert err == ""  # the commit and the name of the file are meant to differ
+
+
+def test_what_makes_a_comparison_doubtful_is_a_warning(write, capsys):
+    slower_machine = content(900, product=180, seed=7, device="1 x another chip", threads=1)
+    slower_machine["config"]["depth"] = 6
+    before, after = map(benchmark.load, write(content(1000), slower_machine))
+    benchmark.compare(before, after)
+    alike, machine = capsys.readouterr().err.splitlines()
+    assert all(text in alike for text in ("depth 4 and 6", "another chip", "threads 2 and 1"))
+    assert "slower" in machine and "share" in machine
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "not JSON",
+        "[1, 2]",
+        json.dumps({"tokens_per_second": 5}),
+        content(1000, measurements={"step": {"unit": "tokens/s", "values": []}}),
+        content(1000, measurements={"step": {"unit": "tokens/s", "values": [0.0, float("nan")]}}),
+        content(1000, measurements={"step": {"unit": "tokens/s", "values": "fast"}}),
+        content(1000, what="serve"),
+        content(1000, measurements={"step": {"unit": "s", "values": [1.0]}}),
+    ],
+    ids=["no JSON", "a list", "older", "nothing measured", "no number", "a text", "another kind", "another unit"],
+)
+def test_a_file_that_cannot_be_compared_is_one_line(write, other):
+    files = tuple(write(content(1000), other))
+    with pytest.raises(UserError, match=r"1\.json") as raised:
+        bench.main(bench.Config("compare", files))
+    assert "\n" not in str(raised.value)
+
+
+def test_files_that_are_missing_or_too_many(tmp_path):
+    for files in ((), ("a.json",), ("a.json", "b.json", "c.json")):
+        with pytest.raises(UserError, match="two files"):
+            bench.main(bench.Config("compare", files))
+    with pytest.raises(UserError, match="take none"):
+        bench.main(bench.Config("train", ("a.json",)))
+    for path in (tmp_path, tmp_path / "nosuch.json"):
+        with pytest.raises(UserError, match="bench --json"):
+            benchmark.load(str(path))
+
+
+def test_a_file_of_bench_is_compared_with_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
+    file = str(tmp_path / "bench.json")
+    bench.main(bench.Config("train", **TINY, steps=3, json=file))
+    measured = benchmark.load(file).measurements
+    assert [len(values) for _, values in measured.values()] == [3, 3, 3, 1, 1]
+    step, share, product = (np.median(measured[name][1]) for name in [*measured][:3])
+    assert step > 0 and product > 0 and 0 < share < 100
+    bench.main(bench.Config("compare", (file, file)))
+    assert capsys.readouterr().out.count("1.000 ") == 5
+
+
+# ---------------------------------------------------------------------- a sweep
+
+
+def test_a_plot_has_a_line_for_each_length_and_a_panel_for_each_number_of_threads(tmp_path):
+    points = []
+    for rows, row_tokens, threads in itertools.product((16, 4, 1), (128, 512), (2,)):
+        rates = noisy(1000 * rows, seed=rows)
+        points.append(Point(rows, row_tokens, threads, rates, [50.0], 2**30))
+    file = tmp_path / "sweep.svg"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("matplotlib").rcParams, "svg.fonttype", "none")
+        benchmark.draw_sweep(points[:-1], str(file))  # the last one did not fit in memory
+    words = set(re.findall(r">([^<>\n]+)</text>", file.read_text()))
+    assert {"rows", "tokens/s", "1", "4", "16", "128 tokens a row", "512 tokens a row", "2 threads"} <= words
+
+
+def test_a_sweep_measures_each_combination(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
+    # Threads of this process in place of new processes, each of which would import torch.
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    sizes: dict[str, Any] = {"sweep_rows": (1, 2), "sweep_threads": (1,), "json": "sweep.json", "plot": "plot.png"}
+    bench.main(bench.Config("sweep", **TINY, steps=2, **sizes))
+    assert [*benchmark.load("sweep.json").measurements] == [f"{rows} x 16 tokens, 1 threads" for rows in (1, 2)]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    table = capsys.readouterr().out.splitlines()[-3:-1]
+    assert [line.split()[:3] for line in table] == [["1", "16", "1"], ["2", "16", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--sweep_rows"),
+        ({"sweep_rows": (4, 0)}, "--device_batch_size 0"),
+        ({"sweep_threads": (1,), "plot": "plot.xyz"}, r"--plot plot\.xyz"),
+        ({"sweep_threads": (1,), "plot": "/nowhere/plot.svg"}, "--plot /nowhere"),
+    ],
+    ids=["nothing to vary", "no rows", "a format", "a folder"],
+)
+def test_a_sweep_that_cannot_work_is_one_line(flags, words):
+    with pytest.raises(UserError, match=words):
+        bench.main(bench.Config("sweep", **TINY, **flags))
