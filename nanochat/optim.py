@@ -599,13 +599,13 @@ class _Muon:
         rows, columns = stack.shape
         square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
         stack.second_moment.lerp_(square, (1 - self.group.betas[1]) * settings.ok)
-        scale = stack.second_moment.clamp(min=1e-10).rsqrt()
-        # `square` has the mean squares of the neurons, so sums of it are squared norms up to one factor, and the factor
-        # cancels in the quotient.
-        norm = square.sum((1, 2), keepdim=True)
-        scaled_norm = (square * scale.square()).sum((1, 2), keepdim=True)
-        update *= scale * (norm / scaled_norm.clamp(min=1e-10)).sqrt()
-        size = square.mean(dim=(1, 2), keepdim=True).sqrt().clamp(min=1e-10)
+        second_moment = stack.second_moment.clamp(min=1e-10)
+        # The mean square of each matrix, and what it is once every neuron is divided by its root. The quotient of the
+        # two is that of the squared norms.
+        mean_square = square.mean(dim=(1, 2), keepdim=True)
+        scaled = (square / second_moment).mean(dim=(1, 2), keepdim=True).clamp(min=1e-10)
+        update *= (mean_square / (second_moment * scaled)).sqrt()
+        size = mean_square.sqrt().clamp(min=1e-10)
         return update, size
 
     def _apply(self, stack: _Stack, update: Tensor, size: Tensor, rate: Tensor, decay: float) -> None:
@@ -711,10 +711,9 @@ def _move(weight: Tensor, update: Tensor, size: Tensor, rate: Tensor, decay: flo
     # 2510.12402). A hard switch at zero would let rounding grow: rows summed in two orders part by 1e-4 in 20 steps.
     # Here the decay rises from 0 to its full strength at a quarter of the update's mean size: they part by 4e-7.
     if decay:
-        agreement = (update * weight.sign() * (4 / size)).clamp(0, 1)
-        update += decay * weight * agreement
-    weight -= rate * update
-    return weight
+        agreement = (update * weight.sign() / (size / 4)).clamp(0, 1)
+        update.addcmul_(weight, agreement, value=decay)
+    return weight.addcmul_(update, rate, value=-1)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
