@@ -10,8 +10,9 @@ stream) -> norm -> head -> cross-entropy.
 Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, V vocab.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
-from nanochat.kernels.torch_ import TorchKernels
-from nanochat.parallel.fsdp import fill
+from nanochat.kernels.torch_ import TorchKernels, split_like
+from nanochat.parallel.fsdp import fill, is_sharded
 
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
 
@@ -222,20 +223,23 @@ class Linear(nn.Linear):
     # below and with sums of products in one operator, a step at depth 12 keeps 144 KiB less of a token for its backward
     # pass, a quarter (docs/measurements.md).
 
+    cast: Tensor | None = None  # the weight in the dtype of the products, within `GPT.cast_weights`
+
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x, self.weight)
+        y = _Product.apply(x, self.weight, self.cast)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
     """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs), with the weight in the dtype of x.
 
-    A cast and F.linear. The backward pass is written out for the layout of the weight's gradient.
+    A cast, unless `cast` is the weight in that dtype, and F.linear. The backward pass is written out for the layout of
+    the weight's gradient.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        matrix = weight.to(x.dtype)
+    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> Tensor:
+        matrix = weight.to(x.dtype) if cast is None else cast
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
         return F.linear(x, matrix)
@@ -245,8 +249,8 @@ class _Product(torch.autograd.Function):
         return _product_gradients(ctx, grads[0])
 
 
-def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, from that of the product."""
+def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """The gradients of x, of the weight, and none of its cast, from that of the product."""
     # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
     x, matrix = ctx.saved_tensors
     grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
@@ -255,7 +259,7 @@ def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
         # In this order the result lies in memory as the weight does. Autograd's own form is a view of x^T dy,
         # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
         grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
-    return grad_x, grad_weight
+    return grad_x, grad_weight, None
 
 
 class StackedLinear(Linear):
@@ -266,13 +270,13 @@ class StackedLinear(Linear):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _StackedProducts.apply(x, self.weight)
+        return _StackedProducts.apply(x, self.weight, self.cast)
 
 
 class _StackedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        matrix = weight.to(x.dtype)
+    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> tuple[Tensor, Tensor]:
+        matrix = weight.to(x.dtype) if cast is None else cast
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
         y = x.flatten(0, -2)[None] @ matrix.unflatten(0, (3, -1)).mT  # (3, tokens, outputs)
@@ -624,6 +628,27 @@ class GPT(nn.Module):
             fill(self.residual_scales, 1.15 - 0.10 * depth)
             fill(self.embedding_scales, 0.20 - 0.15 * depth)
         self.fill_rotary()
+
+    @contextlib.contextmanager
+    def cast_weights(self) -> Iterator[None]:
+        """Within it, products read their weights from one copy of all of them, in the dtype of the products.
+
+        Where launches cost more than memory: two of them a step, not one for each product and micro-batch. The copies
+        of a pass are held until its backward in any case. Weights must not change within it.
+        """
+        linears = []
+        if self.kernels.casts_together and not is_sharded(self):
+            linears = [m for m in self.modules() if isinstance(m, Linear) and m.weight.dtype != self.kernels.dtype]
+        if linears:
+            weights = [linear.weight.detach() for linear in linears]
+            flat = torch.cat([weight.flatten() for weight in weights]).to(self.kernels.dtype)
+            for linear, cast in zip(linears, split_like(flat, weights), strict=True):
+                linear.cast = cast
+        try:
+            yield
+        finally:
+            for linear in linears:
+                linear.cast = None
 
     def forward(
         self,

@@ -306,16 +306,17 @@ def train_step(
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
 
     # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
-    for batch, last in _with_last(batches):
-        # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
-        synchronize_gradients(model, last)
-        loss, targets = loss_fn(model, batch)
-        if last:
-            # The exchange of a layer's gradient starts as soon as it is there, while earlier layers still compute.
-            optimizer.send_as_ready()
-        # The gradient of the sum: what it must be divided by is known after the last micro-batch of the last rank.
-        loss.backward()
-        totals[:2] += torch.stack((loss.detach().float(), targets.float()))
+    with model.cast_weights():
+        for batch, last in _with_last(batches):
+            # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
+            synchronize_gradients(model, last)
+            loss, targets = loss_fn(model, batch)
+            if last:
+                # The exchange of a layer's gradient starts as soon as it is there, while earlier layers still compute.
+                optimizer.send_as_ready()
+            # The gradient of the sum: what it must be divided by is known after the last micro-batch of the last rank.
+            loss.backward()
+            totals[:2] += torch.stack((loss.detach().float(), targets.float()))
     totals[2] = optimizer.reduce()
 
     # ---- agreement: after this sum every rank holds the same three numbers, and so decides alike. A NaN or an infinity

@@ -53,6 +53,8 @@ class TorchKernels:
     # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to its
     # filled part, which is fewer keys to read, in a shape that changes every CACHE_STEP tokens (engine.py).
     static_shapes = False
+    # Whether a step casts the weights of all products at once (gpt.py).
+    casts_together = False
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         # Of matrix products and what is between them. Weights stay in fp32; norms, softmax and losses compute in fp32.
