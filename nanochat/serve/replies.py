@@ -71,7 +71,10 @@ class ChunkQueue:
         for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE)):
             number, chunk = self._chunks.popleft()
             taken[number].append(chunk)
-        return {number: _merged(chunks) for number, chunks in taken.items()}
+        for number, chunks in taken.items():
+            if len(chunks) > 1:  # of a reader that keeps up each token comes alone
+                taken[number] = _merged(chunks)
+        return taken
 
 
 def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -132,6 +135,8 @@ class _ChoicesSerializer:
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
+        # Of an event, up to its choices. A stream has one for every token, which differ in their choices alone.
+        self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # of a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -180,8 +185,8 @@ class _ChoicesSerializer:
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         """A server-sent event."""
-        body = {**self.head, "object": self.stream_object, "choices": choices}
-        return _event({**body, "usage": usage} if self.include_usage else body)
+        ending = f',"usage":{encode(usage)}}}\n\n' if self.include_usage else "}\n\n"
+        return self.opening + (encode(choices) + ending).encode()
 
     def end(self, usage: dict[str, Any]) -> bytes:
         return (self.choices_event(usage=usage) if self.include_usage else b"") + DONE
