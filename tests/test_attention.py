@@ -187,7 +187,9 @@ def cached_attention(
     cache.write(layer, k, v, positions)
     keys, values = cache.read(layer)
     q = q.to(keys.dtype)
-    out = CpuKernels().cached_attention(q, keys, values, scale=scale, mask=cache.masks(positions, [window])[window])
+    kernels = CpuKernels()
+    mask = kernels.prepare_mask(cache.masks(positions, [window])[window])
+    out = kernels.cached_attention(q, keys, values, scale=scale, mask=mask)
     cache.position += positions.size(1)
     return out
 
