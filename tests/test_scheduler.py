@@ -1,11 +1,13 @@
 """Continuous batching: batched as alone, nothing leaks, text as people may see it."""
 
 import functools
+import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 from tiny import SHAPES, tiny_tokenizer
 
 from nanochat import engine as engines
-from nanochat.engine import Engine, SamplingParams
+from nanochat.engine import Engine, NewToken, SamplingParams
+from nanochat.serve import scheduler as schedulers
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut, TokenLogprob
 
 CONTEXT = 80
@@ -458,6 +461,38 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
         assert events[place + 1] == "decode", "two pieces without a token for the others between them"
     joined = len(events) - 1 - events[::-1].index("admit")
     assert events[joined - 1] == events[joined + 1] == "decode", "it joins in a turn that reads nothing"
+
+
+@pytest.mark.parametrize("tokens_a_step", [20, 50, 400])
+def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
+    tokens_a_step: int, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in steps, on a clock that nothing but the model's work moves: no busy machine can disturb it."""
+    clock = [0.0]
+    monkeypatch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
+    scheduler = running(make_engine(sequence_len=512), prefill_chunk=256)
+    slots = scheduler.slots
+    prefill, decode = slots.prefill, slots.decode
+    ends = []
+
+    def read(*arguments: Any) -> int:
+        computed = prefill(*arguments)
+        clock[0] += computed / tokens_a_step
+        return computed
+
+    def step(**arguments: Any) -> list[NewToken]:
+        clock[0] += 1
+        ends.append(clock[0])
+        return decode(**arguments)
+
+    monkeypatch.setattr(slots, "prefill", read)
+    monkeypatch.setattr(slots, "decode", step)
+    runner = scheduler.submit(Request(prompt_of(3), 400))
+    wait_until(lambda: runner.completion_tokens > 5)
+    assert len(tokens_of(scheduler.submit(Request(prompt_of(400), 3, GREEDY)))) == 3
+    runner.cancel()
+    stalls = [after - before for before, after in itertools.pairwise(ends)]
+    assert 1.5 < max(stalls) <= 2  # it uses what it may
 
 
 # ---------------------------------------------------------------------- the text
