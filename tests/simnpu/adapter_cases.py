@@ -2,10 +2,8 @@
 
 import dataclasses
 import gc
-import json
 import os
 import resource
-import sys
 from typing import Any, Literal
 
 import tiny
@@ -28,6 +26,16 @@ from nanochat.parallel.mesh import lay_out
 from nanochat.run.memory import Ledger, full_rows
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
+
+
+def forget() -> None:
+    """Nothing of an earlier case is in the device's memory: the peaks of the next one are its own."""
+    gc.collect()
+    npu.compressed_mask.cache_clear()
+    npu._ones.cache_clear()
+    torch.npu.empty_cache()
+    held = torch.npu.memory_allocated()
+    assert held < 1 << 20, f"{held:,} bytes are still held"
 
 
 def model_of(depth: int, tokens: int, device: Device, **changes: Any) -> GPT:
@@ -183,8 +191,3 @@ def memory(gib: int) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         return {"read": read, "host_mib": grown / 1024, "allocated": torch.npu.memory_allocated(), "error": str(error)}
     raise AssertionError("more than there is was allocated")
-
-
-def main() -> None:
-    """Call each of the arguments, {"function": ..., "arguments": {...}}, and print the results as one list."""
-    print(json.dumps([globals()[asked["function"]](**asked["arguments"]) for asked in map(json.loads, sys.argv[1:])]))

@@ -112,11 +112,11 @@ def _mark(text: str) -> None:
     ctypes.CDLL(os.environ["SIMNPU_LIBRARY"]).simnpu_log(b"mark", text.encode(), b"")
 
 
-def sections(path: Path | str) -> dict[str, list[Record]]:
-    """The log by sections, "" for all outside of any."""
+def sections(path: Path | str, begin: int = 0) -> dict[str, list[Record]]:
+    """The log from this byte on by sections, "" for all outside of any."""
     found: dict[str, list[Record]] = {"": []}
     name = ""
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_bytes()[begin:].decode().splitlines():
         record = _record(json.loads(line))
         if record.kind != "mark":
             found.setdefault(name, []).append(record)

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import inspect
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tiny
@@ -209,6 +209,26 @@ def skipped_steps(device: str, fused: bool = False) -> list[bool]:
 
     train_step(model, optimizer, [good], next_token_loss, device=found)
     return [changes(good, poisoned), changes(nothing, next_token_loss), changes(good, next_token_loss)]
+
+
+def refusals(device: str, expressions: Sequence[str]) -> tuple[list[str | None], bool]:
+    """What each expression of x, a 4 x 4 matrix on the device, raises, None for nothing; and whether x @ x works."""
+    x = torch.rand(4, 4).to(device)
+    messages: list[str | None] = []
+    for text in expressions:
+        try:
+            eval(text, {"x": x, "torch_npu": importlib.import_module("torch_npu")})
+            messages.append(None)
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages, (x @ x).sum().item() > 0
+
+
+def kernels(device: str, names: Sequence[str] = ()) -> list[str]:
+    """The kernels for chips of these names, or for the device's own."""
+    if not names:
+        return [str(devices.init(device).kernels)]
+    return [str(devices.kernels("npu", name=name)) for name in names]
 
 
 def greedy_tokens(

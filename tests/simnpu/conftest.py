@@ -1,10 +1,13 @@
 """Processes on simulated NPUs, and what is said when they cannot."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,33 @@ from simnpu import build
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = str(ROOT / "tests/simnpu/ranks.py")
+WORKER = str(ROOT / "tests/simnpu/worker.py")
 Simulated = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@contextlib.contextmanager
+def computing(module: str, env: dict[str, str] | None = None, **options: str) -> Iterator[Callable[..., Any]]:
+    """A simulated process that calls functions of a module of simnpu/: `compute("function", argument=1)` is the result.
+
+    Starting torch_npu takes seconds, so that many tests share one. The options are those of `build.environment`."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **build.environment(**options), **(env or {})}
+    process = subprocess.Popen(
+        [sys.executable, WORKER, module], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin and process.stdout
+
+    def compute(function: str, **arguments: Any) -> Any:
+        print(json.dumps({"function": function, "arguments": arguments}), file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        assert line, f"the simulated process died: {process.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    yield compute
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0, "the simulated process did not end well"
 
 
 @pytest.fixture(scope="session")

@@ -2,44 +2,24 @@
 
 Cases are computed once here on the CPU and once in a simulated process (worker.py); cases.py holds them."""
 
-import json
-import os
+import functools
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simnpu import build, cases
+from simnpu import cases
+from simnpu.conftest import computing
 
-HERE = Path(__file__).resolve().parent
 On = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def simulated(built: None) -> Iterator[On]:
     """Computes a case of cases.py on the simulated npu:0."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **build.environment()}
-    command = [sys.executable, str(HERE / "worker.py")]
-    worker = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert worker.stdin and worker.stdout
-
-    def compute(function: str, **arguments: Any) -> Any:
-        case = {"function": function, "arguments": {"device": "npu:0", **arguments}}
-        print(json.dumps(case), file=worker.stdin, flush=True)
-        line = worker.stdout.readline()
-        assert line, f"the simulated process died: {worker.wait()}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
-
-    yield compute
-    worker.stdin.close()
-    assert worker.wait(timeout=30) == 0, "the simulated process did not end well"
+    with computing("cases") as compute:
+        yield functools.partial(compute, device="npu:0")
 
 
 def close(ours: list[float], theirs: list[float], relative: float) -> bool:
