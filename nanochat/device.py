@@ -243,6 +243,8 @@ class Device:
             began = time.perf_counter()
             torch.mm(square, square)
             seconds.append(time.perf_counter() - began)
+            if seconds[-1] > 0.2:  # bfloat16 on a CPU without its instructions
+                break
         return 2 * size**3 / min(seconds)
 
     def _missing_compiler(self) -> str | None:

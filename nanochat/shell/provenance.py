@@ -1,6 +1,7 @@
 """Which code computed: the versions of what is installed, and the commit of a checkout."""
 
 import contextlib
+import functools
 import platform
 import re
 import subprocess
@@ -8,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 
+@functools.cache  # it reads the metadata of every package
 def versions() -> dict[str, str]:
     """Of Python, nanochat and torch, with the package that torch needs for an accelerator; nothing is imported."""
     found = {"Python": platform.python_version()}
