@@ -436,6 +436,7 @@ def grade_on_a_rank(device: Device, kind: str, count: int) -> tuple[dict[str, An
     return figures, [(reply.messages, reply.reply, reply.correct) for reply in replies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("generative", 15), ("choice", 15), ("generative", 1)])
 def test_two_ranks_find_the_same_and_share_the_work(kind: str, count: int) -> None:
     alone, replies = grade_on_a_rank(cpu_device(), kind, count)

@@ -579,6 +579,7 @@ def test_the_whole_command_on_a_cpu():
     assert lines[-1] == "11 passed, 0 failed, 5 skipped: this machine is ready to train on cpu"
 
 
+@pytest.mark.slow
 def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     """The file is often all that someone copies to a machine."""
     shutil.copy(ROOT / "check_npu.py", tmp_path)

@@ -566,6 +566,7 @@ def measure_on_a_rank(device: Device) -> tuple[float, dict[str, dict[str, float]
     return result.core, result.tasks, bigram.rows
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_as_one_and_share_the_work():
     core_alone, tasks_alone, rows = measure_on_a_rank(cpu_device())
     for core_here, tasks_here, rows_here in run_ranks(measure_on_a_rank):

@@ -407,6 +407,7 @@ def facts_on_a_rank(device: Device) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_processes_join_one_group() -> None:
     one, two = run_ranks(facts_on_a_rank)
     assert (one["place"], two["place"]) == ([0, 0, 2, True], [1, 1, 2, False])
@@ -421,6 +422,7 @@ def fail_on_a_rank(device: Device) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_the_others_do_not_stay() -> None:
     with pytest.raises(AssertionError, match="rank 1: (.|\n)*out of luck"):
         run_ranks(fail_on_a_rank)
@@ -442,6 +444,7 @@ def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsy
     assert len(warning) == 1 and "WORLD_SIZE" in warning[0]
 
 
+@pytest.mark.slow
 def test_a_command_prints_although_a_shell_exports_a_rank(monkeypatch):
     environment = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
     command = [sys.executable, "-m", "scripts.probe", "--device=cpu", "--depth=1", "--max_seq_len=8", "--out=/dev/null"]

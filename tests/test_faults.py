@@ -43,6 +43,7 @@ def stop_of_free_ranks(device: Device) -> dict[str, Any]:
     return {"step": step, "status": leaving.value.code, "waited": faults._last}
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_at_one_step_though_one_heard_the_signal_and_runs_behind():
     fast, slow = run_ranks(stop_of_free_ranks)
     assert fast["step"] == slow["step"] == fast["waited"]

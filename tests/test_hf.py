@@ -163,6 +163,7 @@ def loaded_rows(device, folder: str) -> dict[str, torch.Tensor]:
     return {**weights, "held": torch.tensor(sum(p.to_local().numel() for p in model.parameters()))}
 
 
+@pytest.mark.slow
 def test_every_rank_reads_its_rows(folders):
     """Two ranks together have what one has; the rows of q, k and v end in the middle of a rank's share."""
     folder = str(folders["qwen2"])

@@ -373,6 +373,7 @@ def folder_of(base: Path, stage: str, step: int, tag: str = "d1") -> Path:  # no
     return base / "checkpoints" / stage / tag / f"step_{step:06d}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "stage", "flags"),
     [

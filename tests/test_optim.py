@@ -354,6 +354,7 @@ def steps_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_are_as_one_and_their_state_is_anyones() -> None:
     ranks = run_ranks(steps_on_a_rank, 5)
     optimizer, parameters = make_optimizer()

@@ -117,6 +117,7 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
 
 
+@pytest.mark.slow
 def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_path, capsys):  # noqa: F811
     """From a folder in Hugging Face's layout to adapters, and from there to a merged folder and to one of peft's."""
     import peft

@@ -161,6 +161,7 @@ def test_help_answers_without_torch_and_touches_nothing(tmp_path):
 # ---------------------------------------------------------------------- the chain
 
 
+@pytest.mark.slow
 def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkeypatch):
     call("tok_train", "--max_chars=100000", "--vocab_size=300")
     assert Tokenizer.load(base / "tokenizer").vocab_size == 300
@@ -292,6 +293,7 @@ def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
     assert losses(base) == straight
 
 
+@pytest.mark.slow
 def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, tokenizer, capsys, data):
     """A model of 64 tokens goes on with 128 in two starts; mid-training and export take what it becomes."""
     call("base_train", *TINY, "--window_pattern=S", "--num_iterations=2")
@@ -399,6 +401,7 @@ def test_resume_reports_what_it_changes(base, tokenizer, capsys):
         assert change in line
 
 
+@pytest.mark.slow
 def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, capsys):
     call("tok_train", "--max_chars=100000", "--vocab_size=300")
     long_rows = ("--max_seq_len=256", "--device_batch_size=2", "--total_batch_size=512")  # of several documents

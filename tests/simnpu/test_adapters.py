@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Measured = tuple[list[Any], dict[str, list[Record]]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.slow)])
 def measure(built, tmp_path_factory) -> Iterator[Callable[..., Measured]]:
     """The results of functions of adapter_cases.py, and what they added to the log of their process, which those of one
     number of ranks and one environment share."""
@@ -231,6 +231,7 @@ def test_the_task_queue_changes_no_call(measure, depth_12: Measured, queue: str)
     assert [record.what for record in log["step"]] == [record.what for record in depth_12[1]["step"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_order_of_sums_reaches_cann(simulated, tmp_path, deterministic: bool):
     """`--deterministic` sets torch's switch, and torch_npu passes it on with the next operator."""

@@ -24,7 +24,7 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.slow)])
 def chip(built: None) -> Iterator[Callable[[str], Callable[..., Any]]]:
     """From a chip's name to the process, shared by all tests, that computes cases of cases.py on it."""
     with contextlib.ExitStack() as stack:
@@ -76,6 +76,7 @@ def test_replies_of_an_old_chip_are_the_cpus(chip, soc: str):
     assert chip(soc)("kernels")[0].startswith("torch")
 
 
+@pytest.mark.slow
 def test_training_on_a_chip_for_inference_is_one_line(simulated, tmp_path: Path):
     command = [sys.executable, "-m", "scripts.mid_train", "--device=npu"]
     done = simulated(command, soc="Ascend310P3", env={"NANOCHAT_BASE_DIR": str(tmp_path)})

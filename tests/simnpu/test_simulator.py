@@ -23,7 +23,7 @@ def step():
 """
 
 
-@pytest.fixture(scope="module", params=["expandable", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("expandable", "plain")])
 def checked(request, simulated) -> dict[str, str | None]:
     """The checks of one process, with memory in segments that grow (nanochat asks for those) and without."""
     allocator = {"PYTORCH_NPU_ALLOC_CONF": f"expandable_segments:{request.param == 'expandable'}"}
@@ -52,6 +52,7 @@ checks.main()
     assert "AssertionError" in json.loads(done.stdout)["check_planted"], done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "torch_npu"])
 def test_either_import_brings_the_kernels_and_the_devices_asked_for(simulated, first: str):
     show = "(torch.ones(2, device='npu') * 3).tolist(), torch.npu.device_count(), torch.npu.mem_get_info(2)[1]"
@@ -60,6 +61,7 @@ def test_either_import_brings_the_kernels_and_the_devices_asked_for(simulated, f
     assert done.stdout == f"[3.0, 3.0] 3 {3 << 29} Ascend910_9391\n", done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_program_is_counted_by_step_and_call_site(simulated, tmp_path):
     (tmp_path / "counted_step.py").write_text(STEPS)
     (tmp_path / "main.py").write_text("import counted_step\nfor _ in range(3):\n    counted_step.step()\n")
