@@ -63,9 +63,14 @@ RL = (
 )
 
 
+FOLDERS: dict[str, Path] = {}  # of the next two, once for all modules: to pytest each has fixtures of its own
+
+
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory) -> Path:
-    """A base folder with a tokenizer and one step of pretraining."""
+    """A base folder with a tokenizer and twenty steps of pretraining."""
+    if "pretrained" in FOLDERS:
+        return FOLDERS["pretrained"]
     folder = tmp_path_factory.mktemp("pretrained")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
@@ -73,6 +78,7 @@ def pretrained(tmp_path_factory) -> Path:
         texts = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n in range(60) for m in range(9)]
         Tokenizer.train(texts, 400).save(folder / "tokenizer")
         call("base_train", *BASE, "--num_iterations=20")
+    FOLDERS["pretrained"] = folder
     return folder
 
 
@@ -85,6 +91,8 @@ def start(pretrained, base) -> Path:  # noqa: F811
 @pytest.fixture(scope="module")
 def tutored(pretrained, tmp_path_factory) -> Path:
     """The same behind a few steps of SFT: about half of its answers to the questions in `questions` are right."""
+    if "tutored" in FOLDERS:
+        return FOLDERS["tutored"]
     folder = tmp_path_factory.mktemp("tutored") / "base"
     shutil.copytree(pretrained, folder)
     rows = [{"question": f"What is {n}?", "answer": f"#### {n % 2 + 1}"} for n in range(64)]
@@ -95,6 +103,7 @@ def tutored(pretrained, tmp_path_factory) -> Path:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
         sizes = ("--device_batch_size=4", "--target_examples_per_step=16", "--num_iterations=12", "--eval_examples=8")
         call("chat_sft", *CPU, *sizes, "--source=base", f"--tasks=gsm8k={folder / 'questions'}", "--lr_scale=2")
+    FOLDERS["tutored"] = folder
     return folder
 
 
@@ -158,6 +167,7 @@ def test_a_dry_run_prints_the_memory_and_writes_nothing(start, capsys, script, f
 # ---------------------------------------------------------------------- the chain
 
 
+@pytest.mark.slow
 def test_a_base_model_becomes_a_chat_model(start, capsys):
     call("mid_train", *MID, "--num_iterations=8", "--eval_every=4")
     call("chat_sft", *SFT, "--num_iterations=8", "--eval_every=4")
@@ -268,6 +278,7 @@ def test_epochs_have_every_example_once_and_resume_exactly(start, tmp_path, monk
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [
@@ -598,7 +609,7 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
     monkeypatch.setattr(Addition, "reward", reward)
     flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=10", "--examples_per_step=4")
     for loss in ("reinforce", "rloo", "reinforce++", "grpo", "dr_grpo", "dapo", "gspo", "cispo"):
-        sizes = ("--num_samples=16", "--eval_examples=64", "--max_tokens=6")
+        sizes = ("--num_samples=16", "--eval_every=0", "--eval_examples=8", "--max_tokens=6")
         call("chat_rl", *flags, *sizes, f"--loss={loss}", f"--model_tag={loss}")
         lines = metrics(start, "rl", loss)
         assert lines[0]["reward"] < 0.6
@@ -624,6 +635,7 @@ def test_a_teacher_reads_the_tokens_of_its_student(start, capsys, tmp_path):
     assert code == 1 and "has another tokenizer" in err and "chat_cli --in --out" in err
 
 
+@pytest.mark.slow
 def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
     """Two updates of a step from half of the questions each; with one update the clip does nothing, and it is said."""
     flags = (*RL, f"--tasks=gsm8k={taught / 'questions'}", "--source=sft", "--source_tag=d1", "--num_iterations=2")
@@ -880,6 +892,7 @@ def test_resume_keeps_to_its_source(start, capsys):
     assert code == 1 and "base/d1/step_000020" in err and "mid/d1/step_000002" in err
 
 
+@pytest.mark.slow
 def test_resume_keeps_to_its_data(start, tmp_path, capsys):
     """Other rows under the same name would come in another order: some twice, some never. A label that has changed is
     noticed in any row."""
