@@ -16,7 +16,7 @@ from tiny import cpu_device
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render_prompt
 from nanochat.engine import Engine
-from simnpu.test_pipeline import chain
+from simnpu.test_pipeline import chain, run_here
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 peft = pytest.importorskip("peft", reason="the extra `dev` brings peft")
@@ -60,18 +60,6 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
-def run_here(base: Path, commands: list[str]) -> None:
-    """As simnpu/chain.py does, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        for command in commands:
-            script, *arguments = shlex.split(command)
-            if script == "-c":
-                exec(arguments[0], {})
-            else:
-                call(script, *arguments)
-
-
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
@@ -95,7 +83,7 @@ def qwen(questions, tmp_path_factory) -> Path:
     transformers.Qwen3ForCausalLM(config).float().save_pretrained(random)
     sizes = "--device_batch_size=4 --target_examples_per_step=16 --num_iterations=32 --eval_examples=8"
     learn = f"chat_sft --device=cpu --source={random} --tasks=gsm8k={questions} {sizes} --learning_rate=0.02"
-    run_here(base, [learn, f"export --source=sft --to=hf --out={base / 'qwen'}"])
+    run_here(base, base, learn, f"export --source=sft --to=hf --out={base / 'qwen'}")
     return base / "qwen"
 
 
@@ -124,7 +112,7 @@ def adapters(base: Path, stage: str, tag: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def on_cpu(qwen, questions, tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("cpu")
-    run_here(base, commands(qwen, questions, "q", "--device=cpu"))
+    run_here(base, base, *commands(qwen, questions, "q", "--device=cpu"))
     return base
 
 
