@@ -34,7 +34,7 @@ from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.run.flags import SamplingFlags
 from nanochat.sampling import SamplingParams
 from nanochat.shell import screen
-from nanochat.shell.cli import Positive, UserError, run
+from nanochat.shell.cli import Positive, Range, UserError, run
 from nanochat.shell.log import warn
 from nanochat.shell.paths import base_dir
 from nanochat.shell.untrusted import CONTROL, printable
@@ -61,6 +61,8 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
+    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
+    speculate: Annotated[int, Range(0, 16)] = 0
 
 
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
@@ -92,7 +94,9 @@ def main(config: Config) -> None:
     has_turns = stage != "base" and tokenizer.can_chat
     if config.system and not has_turns:
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
-    chat = Chat(Engine(model, tokenizer, device, config.graphs), config, sampling, has_turns)
+    chat = Chat(
+        Engine(model, tokenizer, device, config.graphs, speculate=config.speculate), config, sampling, has_turns
+    )
 
     # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -168,7 +172,7 @@ def load_for_file(config: Config) -> Any:
 
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    engine = Engine(model, tokenizer, device, config.graphs)
+    engine = Engine(model, tokenizer, device, config.graphs, speculate=config.speculate)
     scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)
     scheduler.start()
     return LoadedModel(

@@ -60,6 +60,8 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
+    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
+    speculate: Annotated[int, Range(0, 16)] = 0
 
 
 def main(config: Config) -> None:
@@ -178,7 +180,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             config.source, device, model_tag=config.model_tag, step=config.step, max_seq_len=config.max_seq_len
         )
         adapters = find_adapters(config, Path(meta["folder"]))
-        engine = Engine(model, tokenizer, device, config.graphs, [one for _, one, _ in adapters])
+        chosen = [one for _, one, _ in adapters]
+        engine = Engine(model, tokenizer, device, config.graphs, chosen, config.speculate)
         try:
             scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
         except (RuntimeError, MemoryError) as error:

@@ -108,6 +108,27 @@ def test_a_seed_decides_the_reply_whatever_runs_next_to_it(engine: Engine) -> No
         assert engine.generate([prompt], max_tokens=12, sampling=one)[0] == [expected]
 
 
+def test_guesses_change_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that repeat themselves and others, greedy and drawn, next to each other: the same tokens in fewer steps."""
+    guessing = make_engine()
+    guessing.speculate = 4
+    prompts = [prompt_of(6) * 3, prompt_of(5, seed=1), [7] * 9, prompt_of(30, seed=2)]
+    drawn = [SamplingParams(temperature=0.3, top_p=0.9, seed=seed) for seed in range(4)]
+    lengths: list[int] = []  # tokens of a row that each step feeds
+    step = Slots._step
+    monkeypatch.setattr(Slots, "_step", lambda slots, T: lengths.append(T) or step(slots, T))
+    for sampling in (GREEDY, drawn, [GREEDY, *drawn[1:]]):
+        lengths.clear()
+        expected = engine.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True)
+        steps = len(lengths)
+        assert set(lengths) == {1}
+        lengths.clear()
+        assert guessing.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True) == expected
+        assert set(lengths) == {1, 5} and len(lengths) <= steps
+        alone = [guessing.generate([prompt], max_tokens=18, sampling=GREEDY)[0][0] for prompt in prompts]
+        assert alone == engine.generate(prompts, max_tokens=18, sampling=GREEDY)[0]
+
+
 def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:
     samples, _ = engine.generate_batch(prompt_of(6), num_samples=3, max_tokens=12, seed=7)
     assert len({tuple(sample) for sample in samples}) == 3
