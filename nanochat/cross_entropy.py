@@ -8,7 +8,6 @@ but has no soft cap and cannot be compiled.
 Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,22 +28,13 @@ from torch import Tensor
 
 # A target with this value counts for nothing: padding, and tokens that the model is not trained to write.
 IGNORE = -1
-# Logits up to this cap need no shift before exp: exp(50) x 32,768 and exp(-50) are well inside the range of fp32.
-LARGEST_UNSHIFTED = 50
+# Logits up to this cap need no shift before exp: exp(2 x 35) x 32,768 is well inside the range of fp32.
+LARGEST_UNSHIFTED = 35
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """Bound logits to (-cap, cap) smoothly; 0 leaves them alone (source: Gemma Team 2024, Gemma 2)."""
     return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def tanh_in_place(logits: Tensor, cap: float) -> Tensor:
-    """tanh(logits / cap), in the memory of the logits. kernels/ may have a cheaper form."""
-    return logits.mul_(1 / cap).tanh_()
-
-
-# tanh(logits / cap) in place; `kernels.capped_tanh` of the model's device.
-CappedTanh = Callable[[Tensor, float], Tensor]
 
 
 def linear_cross_entropy(
@@ -53,17 +43,18 @@ def linear_cross_entropy(
     targets: Tensor,
     cap: float,
     chunk_tokens: int,
-    capped_tanh: CappedTanh = tanh_in_place,
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
 
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
-    and weight. If every target is ignored, the sum and its gradients are 0.
+    and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` are in memory
+    at a time; what is between the products passes over `slice_tokens` of them at a time (None: over all).
     """
     # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedLoss.apply(hidden, weight, targets, cap, chunk_tokens, capped_tanh)  # type: ignore[no-any-return]
-    return token_losses(hidden, weight, targets, cap, chunk_tokens, capped_tanh).sum()
+        return _SummedLoss.apply(hidden, weight, targets, cap, chunk_tokens, slice_tokens)  # type: ignore[no-any-return]
+    return token_losses(hidden, weight, targets, cap, chunk_tokens, slice_tokens).sum()
 
 
 def token_losses(
@@ -72,7 +63,7 @@ def token_losses(
     targets: Tensor,
     cap: float,
     chunk_tokens: int,
-    capped_tanh: CappedTanh = tanh_in_place,
+    slice_tokens: int | None = None,
 ) -> Tensor:
     """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE.
 
@@ -81,32 +72,32 @@ def token_losses(
     # Asked here: in `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _TokenLosses.apply(  # type: ignore[no-any-return]
-        hidden, weight, targets, cap, chunk_tokens, capped_tanh, has_backward
+        hidden, weight, targets, cap, chunk_tokens, slice_tokens, has_backward
     )
 
 
 @dataclass
-class _Chunk:
-    """A chunk of tokens between `_chunk_loss`, which makes it, and `_chunk_gradient`, which uses its memory up."""
+class _Slice:
+    """Tokens between `_slice_loss`, which makes it, and `_slice_gradient`, which uses its memory up."""
 
     losses: Tensor  # (n,)
-    exps: Tensor  # (n, V): exp of the capped logits; where they were shifted, each row is off by one factor
+    exps: Tensor  # (n, V): exp of the capped logits; each row is off by one factor
     total: Tensor  # (n, 1): the sums of the rows of exps; exps / total is the softmax, whatever the factor
-    tanh: Tensor | None  # (n, V): tanh(logits / cap), for the gradient of the cap
+    sigmoid: Tensor | None  # (n, V), for the gradient of the cap
     target: Tensor  # (n, 1); 0 where there is none
     counts: Tensor  # (n, 1): 1 where there is a target, else 0
 
 
-def _chunk_loss(h: Tensor, matrix: Tensor, targets: Tensor, cap: float, capped_tanh: CappedTanh) -> _Chunk:
-    """The losses of n tokens, and what their gradient needs; h (n, W), matrix (V, W), targets (n,)."""
-    # Logits, in fp32: exp turns an error of a logit into a relative error of a probability. A chunk's logits are the
-    # largest tensors of a step, so that each pass over them counts. Every operator that can works in place: from here
-    # to the end of `_chunk_gradient` 12 of them read and write 82 bytes a logit; without that it is 22 and 148.
-    logits = (h @ matrix.T).float()  # (n, V)
-    tanh = None
+def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
+    """The losses of n tokens, and what their gradient needs; logits (n, V) in fp32, used up, and targets (n,)."""
+    # In fp32: exp turns an error of a logit into a relative error of a probability. A chunk's logits are the largest
+    # tensors of a step, so that each pass over them counts. Operators work in place where they can: from here to the
+    # end of `_slice_gradient` 8 of them read and write 64 bytes a logit.
+    sigmoid = None
     if cap:
-        tanh = capped_tanh(logits, cap)
-        logits = tanh * cap
+        # The cap, cap tanh(x / cap), is 2 cap sigmoid(2x / cap) - cap. A softmax is the same without the last term.
+        sigmoid = logits.mul_(2 / cap).sigmoid_()
+        logits = sigmoid * (2 * cap)
 
     # Ignored targets count 0 times. IGNORE is no index: they look up token 0, for nothing.
     counts = (targets != IGNORE)[:, None].float()  # (n, 1)
@@ -125,23 +116,37 @@ def _chunk_loss(h: Tensor, matrix: Tensor, targets: Tensor, cap: float, capped_t
     # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so the shift is added
     # to its log.
     losses = (total.log() + shift - target_logit) * counts
-    return _Chunk(losses[:, 0], exps, total, tanh, target, counts)
+    return _Slice(losses[:, 0], exps, total, sigmoid, target, counts)
 
 
-def _chunk_gradient(chunk: _Chunk, weights: Tensor) -> Tensor:
-    """The gradient of the sum of weights (n, 1) x losses with respect to the logits before the cap, (n, V).
-
-    It is written into the chunk's memory: once for each chunk.
-    """
+def _slice_gradient(part: _Slice, weights: Tensor) -> None:
+    """Write the gradient of the sum of weights (n, 1) x losses with respect to the logits before the cap, (n, V), into
+    the logits' memory: once for each slice."""
     # With respect to the capped logits it is softmax - one-hot(target), times the token's weight. One pass multiplies
     # by weight / total, which makes the softmax of exps; then the target's place alone loses its weight.
-    weights = weights * chunk.counts
-    grad = chunk.exps.mul_(weights / chunk.total)
-    grad.scatter_add_(1, chunk.target, -weights)
-    # Through the cap it is multiplied by the derivative of cap tanh(logits / cap), 1 - tanh^2: grad - grad tanh^2.
-    if chunk.tanh is not None:
-        grad.addcmul_(grad, chunk.tanh.square_(), value=-1)
-    return grad
+    # Through the cap it is multiplied by the derivative of cap tanh(x / cap), 4 s (1 - s) with s the sigmoid.
+    weights = weights * part.counts * (1 if part.sigmoid is None else 4)
+    grad = part.exps.mul_(weights / part.total)
+    grad.scatter_add_(1, part.target, -weights)
+    if part.sigmoid is not None:
+        part.sigmoid.addcmul_(part.sigmoid, part.sigmoid, value=-1).mul_(grad)
+
+
+def _chunk_loss(
+    h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """h (n, W), matrix (V, W), targets and weights (n,) -> the losses (n,), and the gradient of the sum of weights x
+    losses with respect to the logits (n, V), in the dtype of h."""
+    logits = (h @ matrix.T).float()  # (n, V)
+    losses = []
+    size = slice_tokens or len(logits)
+    for part, its_targets, its_weights in zip(
+        logits.split(size), targets.split(size), weights.split(size), strict=True
+    ):
+        cut = _slice_loss(part, its_targets, cap)
+        _slice_gradient(cut, its_weights[:, None])
+        losses.append(cut.losses)
+    return torch.cat(losses), logits.to(h.dtype)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -154,22 +159,23 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
         loss = torch.zeros((), device=hidden.device)
         # A frozen head (lora.py) needs no gradient: it would be as large as the head in fp32.
         grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_hidden = []
-        # A chunk is as large as suits the device (`loss_chunk_tokens` in kernels/). An accelerator gets few large ones.
-        # A CPU takes 2^21 logits, 256 tokens at V 8,192, which stay in its caches: a training step takes 398 ms, and
-        # 463 ms with chunks four times as large (docs/measurements.md).
-        for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            chunk = _chunk_loss(h, matrix, t, cap, capped_tanh)
-            loss = loss + chunk.losses.sum()
+        # Chunks and slices are as large as suits the device (`loss_tokens` in kernels/). An accelerator gets few large
+        # ones. On a CPU products are faster with 1,024 rows than with 256, and the passes between them with 128 rows,
+        # which stay in its caches (docs/measurements.md).
+        ones = torch.ones(targets.shape, device=targets.device)
+        parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), ones.split(chunk_tokens))
+        for h, t, weights in zip(*parts, strict=True):
+            losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights)
+            loss = loss + losses.sum()
             # From logits back through the product h @ W.T: one product for the gradient of h, one for that of W. The
             # chunks share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
-            grad = _chunk_gradient(chunk, torch.ones_like(chunk.counts)).to(h.dtype)
             grad_hidden.append(grad @ matrix)  # (n, W)
             if grad_weight is not None:
                 grad_weight += grad.T @ h  # (V, W)
@@ -199,29 +205,31 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, capped_tanh: CappedTanh,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None,
         has_backward: bool,
     ) -> Tensor:  # fmt: skip
         # For backward always a copy, even in fp32: it reads it after FSDP has freed the gathered weight.
         matrix = weight.to(hidden.dtype, copy=has_backward)
         ctx.save_for_backward(hidden, matrix, targets)
-        ctx.options = (cap, chunk_tokens, capped_tanh)
+        ctx.options = (cap, chunk_tokens, slice_tokens)
         ctx.weight_dtype = weight.dtype
         losses = []
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            losses.append(_chunk_loss(h, matrix, t, cap, capped_tanh).losses)
+            size = slice_tokens or len(t)
+            logits = (h @ matrix.T).float()
+            for part, its_targets in zip(logits.split(size), t.split(size), strict=True):
+                losses.append(_slice_loss(part, its_targets, cap).losses)
         return torch.cat(losses)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         hidden, matrix, targets = ctx.saved_tensors
-        cap, chunk_tokens, capped_tanh = ctx.options
+        cap, chunk_tokens, slice_tokens = ctx.options
         grad_weight = torch.zeros(matrix.shape, device=matrix.device) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), grads[0].split(chunk_tokens))
         for h, t, weights in zip(*parts, strict=True):
-            chunk = _chunk_loss(h, matrix, t, cap, capped_tanh)
-            grad = _chunk_gradient(chunk, weights[:, None]).to(h.dtype)
+            _, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights)
             grad_hidden.append(grad @ matrix)  # (n, W)
             if grad_weight is not None:
                 grad_weight += grad.T @ h  # (V, W)

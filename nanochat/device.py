@@ -224,10 +224,14 @@ class Device:
                 return function, f"eager ({missing} is missing)"
             if self.kind == "cpu" and run_flops < CPU_COMPILE_FLOPS:
                 return function, "eager (too short a run to repay compiling)"
-        if self.kind == "cpu":
-            # The compiler's code adds up embeddings' gradients atomically, in an order that differs from run to run:
-            # two runs differed in the fifth digit by step 10 (docs/measurements.md).
-            _use_deterministic_algorithms()
+        import torch._dynamo
+        import torch._inductor.config
+
+        # By default the compiler first builds and loads a library, to see that this can be done: 4 of 35 s.
+        torch._inductor.config.cpp.vec_isa_ok = True
+        # Blocks of a few kinds (with value embeddings, with short windows), with and without adapters. The compiler
+        # gives up at the default of 8.
+        torch._dynamo.config.recompile_limit = 64
         # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
         return torch.compile(function, dynamic=False), "compiled"
 

@@ -456,6 +456,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, kernels)
 
     def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        return self.compute(x, value, context)
+
+    def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        """By itself, because the compiler may have another form of it (run/compiling.py)."""
         # The norms are before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach every
         # layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
         normed, x = self.mlp_norm(x, self.attention(self.attention_norm(x), value, context))
@@ -511,8 +515,8 @@ def read_out(
         return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), config.logit_cap)
     # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
     loss = linear_cross_entropy if reduction == "sum" else token_losses
-    chunk = kernels.loss_chunk_tokens(config.vocab_size)
-    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk, kernels.capped_tanh)
+    chunk, part = kernels.loss_tokens(config.vocab_size)
+    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk, part)
     return losses if reduction == "sum" else losses.view_as(targets)
 
 

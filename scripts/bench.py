@@ -108,6 +108,7 @@ def train(config: Config) -> dict[str, Any]:
     from nanochat import scaling
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
+    from nanochat.run.compiling import compile_blocks
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
@@ -128,7 +129,7 @@ def train(config: Config) -> dict[str, Any]:
         model.init_weights()
         learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
-    compiled, how = device.compile(model, config.compile, float("inf"))
+    compiled, how = compile_blocks(device, model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
     batch: list[Any] = [device.to_device(ids[:, :-1].contiguous()), device.to_device(ids[:, 1:].contiguous())]

@@ -32,6 +32,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
 from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.run.compiling import compile_blocks
 from nanochat.shell.cli import UserError
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -57,7 +58,7 @@ def make_run(
     optimizer = make_optimizer(model, RATES, device, matrices, layout, kept_as)
     if is_tuned:
         optimizer = make_adamw(model, 0.003, device, 0.1, layout)
-    return (device.compile(model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
+    return (compile_blocks(device, model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
 
 
 def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[float, ...]]:
@@ -72,7 +73,8 @@ def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[f
 
 
 def weights(model: GPT) -> dict[str, Tensor]:
-    return {name.removeprefix("_orig_mod."): whole(parameter).clone() for name, parameter in model.named_parameters()}
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, fused_attention
-from nanochat.cross_entropy import tanh_in_place
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
@@ -48,6 +47,8 @@ class TorchKernels:
     device_type: str | None = None
     # Logits that the fused loss holds at a time, 256 MiB in fp32: an accelerator wants few and large launches.
     loss_chunk_elements = 1 << 26
+    # Those that it passes over at a time.
+    loss_slice_elements = 1 << 62
     # top_p looks at so many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
     # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to its
@@ -108,13 +109,10 @@ class TorchKernels:
         """`cached_attention` for a pass whose launches are recorded."""
         return self.cached_attention(q, k, v, scale=scale, mask=mask)
 
-    def loss_chunk_tokens(self, vocab: int) -> int:
-        """How many tokens' logits the fused loss holds at a time (cross_entropy.py)."""
-        return max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)
-
-    def capped_tanh(self, logits: Tensor, cap: float) -> Tensor:
-        """tanh(logits / cap) in the memory of the logits, for the loss."""
-        return tanh_in_place(logits, cap)
+    def loss_tokens(self, vocab: int) -> tuple[int, int]:
+        """How many tokens' logits the fused loss holds at a time, and passes over at a time (cross_entropy.py)."""
+        chunk = max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)
+        return chunk, max(1, min(chunk, self.loss_slice_elements // vocab))
 
     def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
         """A step of AdamW (optim.py), in place. Gradients are divided by `targets`, 0-D. `steps` (1,) counts this step.

@@ -6,7 +6,7 @@ half of this file reads and writes them; those functions serve plain tensors too
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
             # Dropout must draw the same again. Nothing else in a block is random, and keeping the generators' states
             # would wait for the device.
             is_random = any(getattr(module, "dropout", 0) for module in block.modules())
-            block.forward = functools.partial(_recomputed, block.forward, is_random)
+            block.forward = functools.partial(_recomputed, block, is_random)
     if not layout.sharded:
         return
     if device.kind == "cpu":
@@ -66,8 +66,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
 
 
-def _recomputed(forward: Callable[..., Any], is_random: bool, *inputs: Any) -> Any:
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=is_random)
+def _recomputed(block: Any, is_random: bool, *inputs: Any) -> Any:
+    return checkpoint(block.compute, *inputs, use_reentrant=False, preserve_rng_state=is_random)
 
 
 def _require_means(device: Device) -> None:

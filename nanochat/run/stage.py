@@ -38,17 +38,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from nanochat import checkpoint_manager, lora, model_folder, scaling
 from nanochat import device as devices
-from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.parallel.collectives import decide_on_rank_zero
 from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.run.compiling import CompilerClock, compile_blocks
 from nanochat.run.faults import Faults
 from nanochat.run.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
 from nanochat.run.memory import Ledger
@@ -380,75 +379,6 @@ def write_facts(path: Path, start: Start, stage: str) -> None:
 # ---------------------------------------------------------------------- around the loop
 
 
-class OneShape:
-    """A model that is compiled for tokens of one shape, and eager for all others; `Run.compile` makes it.
-
-    Packed micro-batches have several shapes, and the compiler takes long for each.
-    """
-
-    def __init__(self, model: GPT, compiled: Any, shape: Sequence[int]):
-        # Under the name that torch.compile's own wrapper has it by, where parallel/fsdp.py looks for it.
-        self._orig_mod = model
-        self._compiled = compiled
-        self._shape = torch.Size(shape)
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        segments: Segments | None = None,
-        reduction: Literal["sum", "none"] = "sum",
-        scalars: bool = False,
-    ) -> Tensor:
-        if scalars:  # the program is that of the losses
-            return self._orig_mod(tokens, segments=segments, scalars=True)
-        inputs = {"targets": targets, "segments": segments, "reduction": reduction}
-        if tokens.shape != self._shape:
-            return self._orig_mod(tokens, **inputs)
-        # One program for any number of documents; without the mark it is one for each number that an operator is given.
-        if segments is not None:
-            torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
-        # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another program,
-        # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03 (docs/measurements.md).
-        # With one program a policy and its reference, or an earlier policy, differ by their weights alone.
-        with torch.enable_grad():
-            result = self._compiled(tokens, **inputs)
-        return result if torch.is_grad_enabled() else result.detach()
-
-
-class CompilerClock:
-    """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
-
-    def __init__(self, meter: Meter, layers: int):
-        from torch._dynamo.callback import callback_handler  # a second's import, which torch.compile has done here
-
-        self.handler = callback_handler
-        self.meter = meter
-        # Measured: some 10 s a layer on two cores (docs/measurements.md).
-        self.notice = f"compiling, about {duration(10 * layers)}, once"
-        self.noticed = False  # forward and backward are compiled one after the other
-        self.began = 0.0
-
-    def __enter__(self) -> None:
-        self.handler.register_start_callback(self.start)
-        self.handler.register_end_callback(self.end)
-
-    def __exit__(self, *_: object) -> None:
-        self.handler.remove_start_callback(self.start)
-        self.handler.remove_end_callback(self.end)
-
-    def start(self, *_: object) -> None:
-        self.began = time.perf_counter()
-        if not self.noticed:
-            print0(self.notice)
-        self.noticed = True
-        self.bar = screen.begin("compiling")
-
-    def end(self, *_: object) -> None:
-        screen.end(self.bar)
-        self.meter.compiling += time.perf_counter() - self.began
-
-
 class Run:
     """A run's progress, log, checkpoints and faults; a context manager around the training loop, on all ranks.
 
@@ -528,7 +458,7 @@ class Run:
         self._stack.enter_context(self.logger)
         self._stack.callback(self.recorder.close)
         if self.compiles:
-            self._stack.enter_context(CompilerClock(self.meter, self.start.model.config.n_layer))
+            self._stack.enter_context(CompilerClock(self.meter))
         if self.first_step == 0:
             write_facts(runs / "run.json", self.start, self.stage)
         return self
@@ -557,7 +487,7 @@ class Run:
         if isinstance(model, lora.without_adapters):
             compiled = self.compile(model.model, mode, step_flops, shape, part, forward_alone=forward_alone)
             return model if compiled is model.model else lora.without_adapters(compiled)
-        # OneShape runs every pass with autograd, and FSDP then waits for the backward pass to free what it gathered.
+        # A compiled model runs each pass with autograd. FSDP then waits for a backward pass to free what it gathered.
         if forward_alone and self.start.layout.sharded:
             if mode == "on":
                 raise UserError(f"--compile on: chat_{self.stage} compiles no sharded model: leave out --parallel fsdp")
@@ -565,12 +495,12 @@ class Run:
             return model
         # Neither the decision nor the shape may depend on the step that a run resumes at: compiled code rounds
         # differently.
-        compiled, how = self.device.compile(model, mode, step_flops * self.last)
+        compiled, how = compile_blocks(self.device, model, mode, step_flops * self.last, shape)
         print0(f"{part}: {how}; kernels: {self.device.kernels}")
         self.compiles = self.compiles or compiled is not model
         if self.meter.token_flops and part == "step":  # chat_rl samples for longer than it trains
             self._print_time(step_flops)
-        return compiled if shape is None or compiled is model else OneShape(model, compiled, shape)
+        return compiled
 
     def _print_time(self, step_flops: int) -> None:
         """Print how long the run will take by the speed of a bare matrix product, and warn where that is days."""

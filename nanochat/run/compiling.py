@@ -1,0 +1,100 @@
+"""A model whose blocks torch.compile has compiled, and the time that takes.
+
+Blocks are alike: what is compiled for one runs all. Compiled by itself, each hands its gradients on before the block
+below it begins its backward pass, and FSDP gathers and frees the weights of one block at a time. What is outside of the
+blocks is a few operators; the loss has its own way of keeping them few (cross_entropy.py).
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nanochat.attention import Segments
+from nanochat.device import Device
+from nanochat.gpt import GPT, Block
+from nanochat.shell import screen
+from nanochat.shell.log import duration, print0
+from nanochat.train import Meter
+
+COMPILER_SECONDS = 30  # measured on two cores (docs/measurements.md)
+
+
+def compile_blocks(
+    device: Device, model: GPT, mode: Literal["auto", "on", "off"], run_flops: float, shape: Sequence[int] | None = None
+) -> tuple[Any, str]:
+    """A model as `Device.compile` decides, and what was decided. It is compiled for tokens of one `shape` (rows,
+    tokens); for others, as packed micro-batches have them, it stays eager. None: there is one shape.
+
+    Raises UserError: when `mode` is "on" and there is no compiler.
+    """
+    compute, how = device.compile(Block.compute, mode, run_flops)
+    return (model if compute is Block.compute else CompiledBlocks(model, compute, shape)), how
+
+
+class CompiledBlocks:
+    """A model as a function of what it takes, with compiled blocks. The model itself stays eager."""
+
+    def __init__(self, model: GPT, compute: Any, shape: Sequence[int] | None):
+        # Under the name that torch.compile's own wrapper has it by, where parallel/fsdp.py looks for it.
+        self._orig_mod = model
+        self._compute = compute
+        self._shape = None if shape is None else torch.Size(shape)
+
+    def __call__(
+        self, tokens: Tensor, targets: Tensor | None = None, segments: Segments | None = None, **options: Any
+    ) -> Tensor:
+        model = self._orig_mod
+        if self._shape is not None and tokens.shape != self._shape:
+            return model(tokens, targets, segments=segments, **options)
+        # One program for any number of documents; without the mark it is one for each number that an operator is given.
+        if segments is not None:
+            torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
+        blocks: Any = model.blocks
+        for block in blocks:
+            block.compute = partial(self._compute, block)
+        try:
+            # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another
+            # program, which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
+            # (docs/measurements.md). With one program a policy and its reference, or an earlier policy, differ by their
+            # weights alone.
+            with torch.enable_grad():
+                result = model(tokens, targets, segments=segments, **options)
+        finally:
+            for block in blocks:
+                del block.compute
+        return result if torch.is_grad_enabled() else result.detach()
+
+
+class CompilerClock:
+    """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
+
+    def __init__(self, meter: Meter):
+        from torch._dynamo.callback import callback_handler  # a second's import, which torch.compile has done here
+
+        self.handler = callback_handler
+        self.meter = meter
+        self.noticed = False  # forward and backward are compiled one after the other
+        self.began = 0.0
+
+    def __enter__(self) -> None:
+        self.handler.register_start_callback(self.start)
+        self.handler.register_end_callback(self.end)
+
+    def __exit__(self, *_: object) -> None:
+        self.handler.remove_start_callback(self.start)
+        self.handler.remove_end_callback(self.end)
+
+    def start(self, *_: object) -> None:
+        self.began = time.perf_counter()
+        if not self.noticed:
+            print0(f"compiling, about {duration(COMPILER_SECONDS)}, once")
+        self.noticed = True
+        self.bar = screen.begin("compiling")
+
+    def end(self, *_: object) -> None:
+        screen.end(self.bar)
+        self.meter.compiling += time.perf_counter() - self.began
