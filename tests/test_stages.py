@@ -4,6 +4,7 @@ The helpers are test_scripts'; most tests run a script's `main` in this process.
 """
 
 import functools
+import gc
 import hashlib
 import json
 import math
@@ -416,6 +417,23 @@ def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
     program(4)  # the run is over
     assert meter.compiling == counted
     assert capsys.readouterr().out == "compiling, about 30s, once\n"
+
+
+def test_what_is_loaded_is_not_searched_for_garbage():
+    meter = SimpleNamespace(restart=lambda: None)
+    faults = SimpleNamespace(boundary=lambda step: False)
+    run: Any = SimpleNamespace(meter=meter, faults=faults, progress=Progress(step=7), first_step=7, stopped=False)
+    frozen = []
+    made = []
+    for _ in Run.steps(run):
+        frozen.append(gc.get_freeze_count())
+        if len(frozen) == 6:
+            break
+        made.append([[] for _ in range(1000)])
+        run.progress.step += 1
+    gc.unfreeze()
+    assert frozen[0] == frozen[1] == frozen[2]
+    assert frozen[3] > frozen[0] + 3000 and frozen[4] == frozen[5] == frozen[3]  # three steps after the resumed one
 
 
 def test_one_program_for_any_number_of_documents():

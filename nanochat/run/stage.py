@@ -26,6 +26,7 @@ run starts from; its numbers are in the line of step 0, as `val_bpb_before` and 
 import contextlib
 import dataclasses
 import datetime
+import gc
 import json
 import math
 import os
@@ -65,6 +66,7 @@ from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimize
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 LONG_RUN_SECONDS = 86400.0  # a run that is estimated to take longer begins with a warning
+FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
 # ---------------------------------------------------------------------- before the loop
 
@@ -457,6 +459,7 @@ class Run:
         self._stack.enter_context(self.faults)
         self._stack.enter_context(self.logger)
         self._stack.callback(self.recorder.close)
+        self._stack.callback(gc.unfreeze)
         if self.compiles:
             self._stack.enter_context(CompilerClock(self.meter))
         if self.first_step == 0:
@@ -522,6 +525,12 @@ class Run:
         """The number of finished steps, at the top of every turn; the loop leaves it by `should_leave`."""
         self.meter.restart()
         while True:
+            if self.progress.step - self.first_step == FREEZE_AFTER:
+                # Python's collector of garbage now and then looks through every object that it knows of, 300,000 after
+                # the imports, on each rank at another moment, and all ranks wait for the one that does. What is loaded
+                # now stays, so it need not look there (docs/measurements.md).
+                gc.collect()
+                gc.freeze()
             yield self.progress.step
             # All ranks stop at the same step. The loop then has one more turn, which saves and leaves.
             self.stopped = self.stopped or self.faults.boundary(self.progress.step)
