@@ -44,7 +44,9 @@ BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 # not listed has no known peak, and prints no MFU: a guess would look like a measurement. Sources: vendors' data
 # sheets. The Ascend rows are the numbers in public use, because the vendor publishes none per chip.
 PEAK_FLOPS = (
+    (r"\bMIG\b", None),  # a part of a card
     (r"B200|B300", 2.25e15),
+    (r"H200 NVL", 835e12),
     (r"H200|H800|H100 (80GB )?HBM3|H100.*SXM", 989e12),
     (r"H100.*NVL", 835e12),
     (r"H100", 756e12),
@@ -234,6 +236,16 @@ class Device:
         torch._dynamo.config.recompile_limit = 64
         # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
         return torch.compile(function, dynamic=False), "compiled"
+
+    def use_fp8(self, model: Any) -> str:
+        """Have the products of a GPT's blocks computed in FP8, if this chip can; returns for the log what computes
+        them."""
+        has_fp8 = self.kind == "cuda" and self.module.get_device_capability() >= (8, 9)
+        if has_fp8 and self.dtype == torch.bfloat16:
+            count = importlib.import_module("nanochat.kernels.fp8").use_fp8(model.blocks)
+            return f"fp8 in {count} matrices of the blocks, bfloat16 elsewhere"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} (--fp8 needs a GPU of compute capability 8.9 or more and bfloat16; this is {self.name})"
 
     def product_flops(self) -> float | None:
         """FLOP/s of a bare matrix product in `dtype`: measured on a CPU, 60% of an accelerator's peak, None where that

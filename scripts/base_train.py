@@ -73,6 +73,7 @@ class Config(SourceFlags):
     head_lr: Rate | None = None  # learning rate of the output head; default: by rule
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
     warmdown_fraction: Fraction = 0.65  # last part of the run, in which the rates fall
+    fp8: Frozen[bool] = False  # the blocks' products in FP8 (8 bits), where the device has it; else in --dtype
     # evaluation, device
     eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
@@ -156,6 +157,8 @@ def main(config: Config) -> None:
     device = start.device
     model = start.model
     tokenizer = start.tokenizer
+    if config.fp8:
+        print0(f"products: {device.use_fp8(model)}")
     row_tokens = model.config.sequence_len
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")

@@ -65,6 +65,7 @@ class Config:
     steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    fp8: bool = False  # train: the blocks' products in FP8 (8 bits), where the device has it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
     threads: Annotated[int | None, Range(1, 4096)] = None  # of the processor; default: as many as torch takes
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once
@@ -129,6 +130,8 @@ def train(config: Config) -> dict[str, Any]:
         model.init_weights()
         learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
+    if config.fp8:
+        print0(f"products: {device.use_fp8(model)}")
     compiled, how = compile_blocks(device, model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
@@ -195,9 +198,12 @@ def train(config: Config) -> dict[str, Any]:
         f"model: depth {model_config.n_layer}, width {model_config.width}, vocabulary {model_config.vocab_size}, "
         f"{rows} rows of {tokens} tokens, {'adamw' if config.source else config.optimizer}"
     )
+    # The share of the nominal peak in bf16, also of a step with products in FP8: the two compare by it.
+    mfu = step_rate / device.peak_flops if device.peak_flops else None
+    peak = "" if mfu is None else f", {mfu:.1%} of the device's nominal peak"
     print0(
         f"step: {step_seconds * 1e3:.1f} ms, {batch_tokens / step_seconds:,.0f} tokens/s, "
-        f"{step_rate / 1e9:,.0f} GFLOP/s"
+        f"{step_rate / 1e9:,.0f} GFLOP/s{peak}"
     )
     print0(
         f"product ({batch_tokens} x {PRODUCT} x {PRODUCT}): {product_rate / 1e9:,.0f} GFLOP/s; "
@@ -227,6 +233,7 @@ def train(config: Config) -> dict[str, Any]:
         },
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
+        "mfu": mfu,
         "losses": losses if config.against else None,
         "times_transformers": ratio,
         "peak_memory_bytes": device.peak_memory(),

@@ -309,7 +309,9 @@ def test_nothing_is_set_for_others(vendors: Any, kind: str) -> None:
     ("name", "flops"),
     [
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H100 PCIe", 756e12),

@@ -1,0 +1,96 @@
+"""The blocks' matrix products in FP8, for pretraining (`--fp8`) on GPUs that have it: from Ada and Hopper on.
+
+Such a chip multiplies numbers of 8 bits about twice as fast as bf16, and adds the products up in fp32. Weights stay in
+fp32, and everything between the products in bf16. Source: Micikevicius et al. 2022, FP8 formats for deep learning.
+
+Legend: N tokens, I inputs, O outputs.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of 8 bits one is the sign. e4m3 spends 4 on the exponent and 3 on the fraction: steps of 1/8 to 1/16 of a number, up
+# to 448. e5m2 has one bit less precision, and reaches 57,344: gradients differ more in size than weights and
+# activations do.
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+MULTIPLE = 16  # the operator multiplies matrices whose sides are multiples of this
+# A matrix smaller than this stays in bf16: it would gain less than its conversion costs. A value gate has 32 inputs.
+SMALLEST_SIDE = 128
+
+Scaled = tuple[Tensor, Tensor]  # an FP8 matrix, and the factor, 0-D in fp32, that its numbers are to be multiplied by
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> Scaled:
+    """A matrix rounded to FP8, after a scaling that brings its largest element near the end of the format's range."""
+    # The scale is a power of two: scaling then rounds nothing, in bf16 neither. It follows from the tensor itself and
+    # stays on the device, so that the host waits for nothing and no history of past sizes is part of a checkpoint.
+    # A matrix of zeros, such as a new output projection, must not divide by 0; NaN and infinity become NaN, by which
+    # train_step skips the step.
+    largest = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).clamp(min=1e-12)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
+    return (x * scale.to(x.dtype)).to(dtype), scale.reciprocal()
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a (M, K) and b (N, K), both row after row in memory, as the operator wants them -> a @ b.T (M, N).
+
+    `fast` adds up with fewer bits, which forward products bear.
+    """
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+def transposed(a: Scaled) -> Scaled:
+    return a[0].t().clone(memory_format=torch.contiguous_format), a[1]
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x (N, I), weight (O, I) -> x @ weight.T (N, O) in the dtype of x. Keeps x in 8 bits for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scaled_x = quantize(x, E4M3)
+        scaled_weight = quantize(weight, E4M3)
+        ctx.save_for_backward(*scaled_x, *scaled_weight)
+        ctx.weight_dtype = weight.dtype
+        return product(scaled_x, scaled_weight, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, x_factor, weight, weight_factor = ctx.saved_tensors
+        grad = quantize(grads[0].contiguous(), E5M2)  # (N, O)
+        grad_x = product(grad, transposed((weight, weight_factor)), grads[0].dtype)  # (N, I)
+        grad_weight = product(transposed(grad), transposed((x, x_factor)), ctx.weight_dtype)  # (O, I)
+        return grad_x, grad_weight
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that learns by products in FP8: x (..., I) -> (..., O)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            # An evaluation measures what everybody computes who loads the checkpoint.
+            y = F.linear(x, self.weight.to(x.dtype))
+        else:
+            rows = x.flatten(0, -2)
+            missing = -len(rows) % MULTIPLE
+            padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+            y = _Fp8Product.apply(padded, self.weight)[: len(rows)].unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+def use_fp8(blocks: nn.Module) -> int:
+    """Have the large matrices of a model's blocks multiplied in FP8; returns how many they are."""
+    count = 0
+    for module in blocks.modules():
+        if isinstance(module, nn.Linear):
+            sides = (module.in_features, module.out_features)
+            if min(sides) >= SMALLEST_SIDE and not any(side % MULTIPLE for side in sides):
+                # Another forward for the same module: its parameters, which FSDP may have sharded, stay what they are.
+                module.__class__ = Fp8Linear
+                count += 1
+    return count
