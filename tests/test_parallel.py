@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
 from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
@@ -28,11 +29,11 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.bpb import bits_per_byte
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
 from nanochat.parallel.mesh import Layout, lay_out
-from nanochat.run.compiling import compile_blocks
+from nanochat.run.compiling import CompiledBlocks, compile_blocks
 from nanochat.shell.cli import UserError
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -346,6 +347,32 @@ def events_of_a_step(device: Device) -> tuple[list[str], dict[str, int]]:
     return seen.events, dict(seen.bytes)
 
 
+def exchanges(device: Device, how: str, compiled: bool) -> list[Any]:
+    """The collectives of a step of two micro-batches and its blocks' backwards in order, and its numbers; compiled,
+    this raises where a block is not one graph."""
+    config = tiny_config(sequence_len=16, n_layer=2, window_pattern="L", value_embeddings=False)  # blocks of one kind
+    model, optimizer = make_run(device, how, config=config)
+    program = torch.compile(Block.compute, backend="aot_eager", fullgraph=True, dynamic=False)
+    run: Run = (CompiledBlocks(model, program, None) if compiled else model), optimizer  # type: ignore[assignment]
+    batches = [make_batch(0), make_batch(1)]
+    train_step(*run, batches, next_token_loss, device=device)  # the compiler's own passes are over
+    seen: list[Any] = []
+    for i, block in enumerate(model.blocks):
+        block.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"block {i}"))
+
+    def noted(collective: Any, kind: str, *args: Any, **options: Any) -> Any:
+        seen.append(kind)
+        return collective(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in dir(dist):
+            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                if name in (kind, f"{kind}_single", f"{kind}_tensor", f"{kind}_into_tensor"):
+                    patch.setattr(dist, name, functools.partial(noted, getattr(dist, name), kind))
+        stats = numbers(train_step(*run, batches, next_token_loss, device=device))
+    return [*seen, *stats]
+
+
 # ---------------------------------------------------------------------- on two ranks
 
 
@@ -492,6 +519,7 @@ def slow_on_two_ranks(device: Device) -> dict[str, Any]:
         "fsdp": trained(device, "fsdp", 1, {"adamw": 6, **dict.fromkeys(SHAPES, 4)}),
         "bfloat16": in_bfloat16(device),
         "refused": torch_that_sums(device),
+        "exchanges": {how: [exchanges(device, how, compiled) for compiled in (False, True)] for how in ("ddp", "fsdp")},
     }
 
 
@@ -505,6 +533,14 @@ def test_two_ranks_learn_as_one() -> None:
         assert fsdp == pytest.approx(ddp, rel=1e-2)
         assert max(abs(a / b - 1) for a, b in zip(ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
         assert "--parallel ddp" in rank["refused"]
+        # Compiled blocks exchange as eager ones: a block's gradients travel before the next one's backward ends, and
+        # under fsdp its weights are gathered before it begins.
+        for how, (eager, compiled) in rank["exchanges"].items():
+            assert compiled == eager
+            last = len(eager) - eager[::-1].index("block 1")
+            between = eager[last : eager.index("block 0", last)]
+            assert between.count("reduce_scatter") >= (4 if how == "ddp" else 1)
+            assert between.count("all_gather") == (0 if how == "ddp" else 1)
 
 
 def slow_on_four_ranks(device: Device) -> dict[str, Any]:
