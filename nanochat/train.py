@@ -306,7 +306,7 @@ def train_step(
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
 
     # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
-    with model.cast_weights():
+    with getattr(model, "_orig_mod", model).cast_weights():  # inside of a compiled model's wrapper
         for batch, last in _with_last(batches):
             # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
             synchronize_gradients(model, last)
