@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear
+from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear, _Mix
 from nanochat.kernels.torch_ import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -302,6 +302,37 @@ def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
     assert one.weight.grad is not None and three.weight.grad is not None
     torch.testing.assert_close(three.weight.grad, one.weight.grad, **close)
+
+
+def test_weights_cast_together_are_those_cast_one_by_one() -> None:
+    kernels = TorchKernels(torch.bfloat16)
+    model = lively_model(tiny_config(), kernels=kernels)
+    tokens = random_tokens(model, 2, 8)
+
+    def gradients(together: bool) -> list[Tensor]:
+        kernels.casts_together = together
+        model.zero_grad()
+        with model.cast_weights():
+            assert (model.blocks[0].get_submodule("mlp.input").cast is not None) == together
+            model(tokens, tokens).backward()
+        assert model.blocks[0].get_submodule("mlp.input").cast is None
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_layers_mix_has_the_gradients_of_its_formula() -> None:
+    config = tiny_config()
+    x, first = torch.randn(2, 2, 5, config.width, dtype=torch.float64).requires_grad_().unbind()
+    scales = torch.randn(4, dtype=torch.float64, requires_grad=True).unbind()
+
+    def two_layers(*inputs: Tensor) -> Tensor:
+        x, first, *scales = inputs
+        x, first = _Mix.apply(x, first, *scales[:2])
+        return _Mix.apply(x.sin(), first, *scales[2:])[0]
+
+    assert torch.autograd.gradcheck(two_layers, (x, first, *scales))
 
 
 def test_bytes_kept_for_backward() -> None:

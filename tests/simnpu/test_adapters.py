@@ -73,7 +73,7 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
-    assert launches(log["step"]) <= 1020 and waits(log["step"]) == 0
+    assert launches(log["step"]) <= 895 and waits(log["step"]) == 0
     assert launches(log["token"]) <= 238 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
@@ -212,7 +212,7 @@ def test_the_formula_of_memory_is_the_allocators(measure):
 def test_peak_memory_at_depth_20(measure):
     """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
     ((peak,), _) = measure(call("step", depth=20, rows=16, tokens=2048))
-    assert peak["allocated"] <= 44 * GIB and peak["reserved"] <= 45 * GIB
+    assert peak["allocated"] <= 44 * GIB and peak["reserved"] <= 46 * GIB
     assert by_formula(20, 16, 1) == pytest.approx(peak["allocated"] / GIB, rel=0.02)
 
 
