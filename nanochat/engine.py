@@ -716,7 +716,9 @@ class Slots:
     def _forward(self, cache: KVCache, T: int) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
         # Everything here is a tensor operation on the device, position included, so that it can be recorded.
-        noise = self.noise[:B].gather(1, cache.positions(T)).view(-1, 1)  # (B T, 1)
+        positions = cache.positions(T)  # (B, T)
+        # By index and not by gather: a simulated recording computes shapes with indices of -1, which gather refuses.
+        noise = self.noise[cache.rows.expand_as(positions), positions].view(-1, 1)  # (B T, 1)
         if self.engine.adapters is not None:
             self.engine.adapters.chosen = self.adapter[:B]
         hidden = self.engine.model.hidden(self.fed[:B, :T], cache)  # (B, T, C)
