@@ -46,6 +46,7 @@ class Config(SourceFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
+    token_cache_gib: Annotated[float, Range(0, 10**6)] = 8.0  # GiB of tokens of files to keep on the disk; 0: none
     document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
     # new model
     depth: Frozen[Depth | None] = None  # the one dial: layers; the width is 64 x depth, in whole heads; default: 8
@@ -122,6 +123,7 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.data.loader import Loader, LoaderState
     from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
+    from nanochat.data.token_cache import cached
     from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
     from nanochat.parallel.fsdp import shard
@@ -223,7 +225,8 @@ def main(config: Config) -> None:
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
     loader = Loader(
-        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
+        cached(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers),
+        tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,

@@ -23,6 +23,7 @@ ORDER = (
     ("device",),
     ("tokenizer", "families.imported_tokenizer", "families.chat_template", "demo.*", "tools.*"),
     ("data.catalog", "data.splits", "data.hub", "data.files", "data.sources", "data.records", "data.loader"),
+    ("data.token_cache",),
     ("conversation", "tasks.*"),
     ("data.packing", "parallel.*"),
     ("gpt",),

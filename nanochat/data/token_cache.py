@@ -1,0 +1,143 @@
+"""Tokens on the disk: a second epoch, and a second run on the same files, never tokenize again.
+
+    NANOCHAT_BASE_DIR/tokens/<key>/about.json      what it holds, for whoever looks
+                                   <block>.tokens  the tokens of one block, memory-mapped when they are read
+
+The key is a hash of what the tokens depend on: the tokenizer's fingerprint, and of the files their names, sizes, times
+of change and a sample of their text. With another tokenizer or changed files it is another folder, so that tokens are
+never stale. Any folder may be deleted at any time. A block is written once all of it is tokenized, as a new file that
+is renamed: several processes may write the same one, and a kill leaves no half of one. A checksum finds a damaged
+block, which is tokenized again.
+
+Only files are cached. The built-in corpora cost more to make than to tokenize.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from nanochat.data.loader import Document, Documents, tokenize
+from nanochat.data.sources import FileCorpus, WeightedCorpora, fingerprint
+from nanochat.shell.log import warn
+from nanochat.shell.paths import base_dir
+from nanochat.tokenizer import Tokenizer
+
+FORMAT = 1
+SUFFIX = ".tokens"
+
+
+def cached(
+    corpus: Documents | WeightedCorpora, tokenizer: Tokenizer, gib: float, workers: int = 1
+) -> Documents | WeightedCorpora:
+    """The corpus with the tokens of its files on the disk, where all of them take no more than so many GiB.
+
+    With 0 GiB it is the corpus itself.
+    """
+    if isinstance(corpus, WeightedCorpora):
+        parts = [replace(part, corpus=cached(part.corpus, tokenizer, gib, workers)) for part in corpus.parts]
+        return WeightedCorpora(corpus.name, parts)
+    if gib == 0 or not isinstance(corpus, FileCorpus):
+        return corpus
+    return CachedCorpus(corpus, tokenizer, base_dir() / "tokens", int(gib * 2**30), workers)
+
+
+class CachedCorpus:
+    """A `FileCorpus` whose documents are tokens: from the disk, or tokenized and written there."""
+
+    def __init__(self, corpus: FileCorpus, tokenizer: Tokenizer, root: Path, max_bytes: int, workers: int):
+        self.name = corpus.name
+        self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._workers = workers
+        files = []
+        for file in corpus.records.files:
+            status = file.path.stat()
+            files.append([file.path.name, status.st_size, status.st_mtime_ns])
+        about = {
+            "format": FORMAT, "tokenizer": tokenizer.fingerprint(), "data": corpus.name, "files": files,
+            "text": fingerprint(corpus),
+        }  # fmt: skip
+        self.folder = root / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+        # What is full stays full for this run. What other processes write meanwhile is not counted.
+        self._bytes_left = max_bytes - sum(file.stat().st_size for file in root.glob(f"*/*{SUFFIX}"))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "about.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        except OSError as error:
+            self._stop_writing(error)
+
+    def block_count(self) -> int:
+        return self._corpus.block_count()
+
+    def read_block(self, index: int) -> Sequence[Document]:
+        path = self.folder / f"{index}{SUFFIX}"
+        documents = read(path)
+        return _Block(self, self._corpus.read_block(index), path) if documents is None else documents
+
+    def tokenize(self, texts: Sequence[Document]) -> list[np.ndarray]:
+        return tokenize(texts, self._tokenizer, self._workers)
+
+    def write(self, path: Path, documents: Sequence[np.ndarray]) -> None:
+        """Write a block, if there is room for it."""
+        body = np.concatenate([[len(documents)], [len(one) for one in documents], *documents]).astype(np.int32)
+        self._bytes_left -= body.nbytes
+        if self._bytes_left < 0:
+            return
+        # No two threads write one file, and a reader sees the whole of it or nothing.
+        unfinished = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            unfinished.write_bytes(body.tobytes() + zlib.crc32(body.data).to_bytes(4, "little"))
+            unfinished.replace(path)
+        except OSError as error:  # the disk is full, or the folder was deleted
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        self._bytes_left = -1
+        warn(f"{self.folder}: {error.strerror}: tokens are not cached, so each epoch tokenizes again")
+
+
+class _Block(Sequence[Document]):
+    """A block that is not on the disk: its texts are tokenized as the loader takes them, then written together."""
+
+    def __init__(self, corpus: CachedCorpus, texts: Sequence[Document], path: Path):
+        self._corpus = corpus
+        self._texts = texts
+        self._path = path
+        self._tokenized: list[np.ndarray] = []  # from the first one on, without a gap
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, places: slice) -> list[np.ndarray]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        documents = self._corpus.tokenize(self._texts[places])
+        # A run that resumes in the middle of a block does not have its beginning: the next epoch writes it.
+        if places.start == len(self._tokenized):
+            self._tokenized += documents
+            if len(self._tokenized) == len(self._texts):
+                self._corpus.write(self._path, self._tokenized)
+        return documents
+
+
+def read(path: Path) -> list[np.ndarray] | None:
+    """The documents of a block, as views of the file; None where it is missing or damaged."""
+    # A file has the number of documents, their lengths, their tokens and a CRC-32 of all that, as int32.
+    try:
+        content = np.asarray(np.memmap(path, np.int32, "r"))
+    except (OSError, ValueError):  # missing; empty, or no whole number of int32
+        return None
+    body, check = content[:-1], content[-1:]
+    if len(body) == 0 or zlib.crc32(body.data).to_bytes(4, "little") != check.tobytes():
+        return None
+    count = int(body[0])
+    ends = count + 1 + np.cumsum(body[1 : count + 1])
+    return np.split(body, [count + 1, *ends])[1 : count + 1]
