@@ -93,8 +93,8 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# Compiling for a CPU takes 30 to 60 s and about halves a step. Two cores win that back after some 1.7e13 model FLOPs
-# (docs/measurements.md), so shorter runs than this stay eager.
+# Compiling for a CPU takes 35 s and, where products are in bf16, about halves a step; in fp32 it saves a few percent.
+# Two cores win that back after some 1.7e13 model FLOPs (docs/measurements.md), so shorter runs than this stay eager.
 CPU_COMPILE_FLOPS = 3e13
 
 # What a worker of a Ray cluster asks for: one device.
