@@ -65,7 +65,7 @@ class Config:
     steps: Positive = 20  # measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    fp8: bool = False  # train: the blocks' products in FP8 (8 bits), where the device has it
+    fp8: bool = False  # train: the products of the blocks in 8 bits (FP8), where the device has it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
     threads: Annotated[int | None, Range(1, 4096)] = None  # of the processor; default: as many as torch takes
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once

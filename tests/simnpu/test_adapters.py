@@ -191,7 +191,7 @@ def by_formula(depth: int, rows: int, ranks: int) -> float:
     matrices = 12 * depth * width**2
     tables = (2 + depth // 2) * 32768 * width  # embedding, head, and value embeddings in every other layer
     size = 42 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
-    return (size + 4 * 32768 * width + 1.25e9) / GIB
+    return (size + 4 * 32768 * width + 0.9e9) / GIB
 
 
 @pytest.mark.parametrize("page", ["docs/ascend.md", "docs/ascend.zh.md"])
