@@ -454,6 +454,7 @@ def test_flags_that_resume_refuses():
         "shards",
         "optimizer",
         "rope_scaling",
+        "fp8",
         *model,
     }
     assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
