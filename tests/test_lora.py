@@ -271,7 +271,8 @@ def test_merged_is_unmerged(shape, settings):
     merged = lively_model(tiny_config(**SHAPES[shape]))
     merge(merged, adapters_of(adapted))
     inputs, _ = tokens_of(merged.config)
-    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=1e-5)
+    # Rounding alone, of logits up to 5: a model without norms of q and k has 2e-5 of it.
+    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=3e-5)
     assert not torch.allclose(merged(inputs), lively_model(tiny_config(**SHAPES[shape]))(inputs), atol=1e-2)
 
 
