@@ -93,7 +93,7 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# Compiling for a CPU takes 35 s and, where products are in bf16, about halves a step; in fp32 it saves a few percent.
+# Compiling for a CPU takes 34 s and, where products are in bf16, about halves a step; in fp32 it saves a few percent.
 # Two cores win that back after some 1.7e13 model FLOPs (docs/measurements.md), so shorter runs than this stay eager.
 CPU_COMPILE_FLOPS = 3e13
 
@@ -229,7 +229,7 @@ class Device:
         import torch._dynamo
         import torch._inductor.config
 
-        # By default the compiler first builds and loads a library, to see that this can be done: 4 of 35 s.
+        # By default the compiler first builds and loads a library, to see that this can be done: 4 of 38 s.
         torch._inductor.config.cpp.vec_isa_ok = True
         # Blocks of a few kinds (with value embeddings, with short windows), with and without adapters. The compiler
         # gives up at the default of 8.

@@ -600,7 +600,7 @@ class _Muon:
         square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
         stack.second_moment.lerp_(square, (1 - self.group.betas[1]) * settings.ok)
         second_moment = stack.second_moment.clamp(min=1e-10)
-        # The mean square of each matrix, and what it is once every neuron is divided by its root. The quotient of the
+        # The mean square of each matrix, before and after its neurons are divided by their sizes. The quotient of the
         # two is that of the squared norms.
         mean_square = square.mean(dim=(1, 2), keepdim=True)
         scaled = (square / second_moment).mean(dim=(1, 2), keepdim=True).clamp(min=1e-10)

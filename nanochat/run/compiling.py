@@ -2,7 +2,7 @@
 
 Blocks are alike: what is compiled for one runs all. Compiled by itself, each hands its gradients on before the block
 below it begins its backward pass, and FSDP gathers and frees the weights of one block at a time. What is outside of the
-blocks is a few operators; the loss has its own way of keeping them few (cross_entropy.py).
+blocks stays eager: a few operators, and the loss (cross_entropy.py).
 """
 
 import time
@@ -20,7 +20,7 @@ from nanochat.shell import screen
 from nanochat.shell.log import duration, print0
 from nanochat.train import Meter
 
-COMPILER_SECONDS = 30  # measured on two cores (docs/measurements.md)
+COMPILER_SECONDS = 30  # roughly: 34 were measured on two cores (docs/measurements.md)
 
 
 def compile_blocks(
