@@ -133,20 +133,20 @@ def _slice_gradient(part: _Slice, weights: Tensor) -> None:
 
 
 def _chunk_loss(
-    h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor
+    h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """h (n, W), matrix (V, W), targets and weights (n,) -> the losses (n,), and the gradient of the sum of weights x
-    losses with respect to the logits (n, V), in the dtype of h."""
+    losses with respect to the logits (n, V), in the dtype of h: memory to drop where there are no weights."""
     logits = (h @ matrix.T).float()  # (n, V)
     losses = []
     size = slice_tokens or len(logits)
-    for part, its_targets, its_weights in zip(
-        logits.split(size), targets.split(size), weights.split(size), strict=True
-    ):
-        cut = _slice_loss(part, its_targets, cap)
-        _slice_gradient(cut, its_weights[:, None])
-        losses.append(cut.losses)
-    return torch.cat(losses), logits.to(h.dtype)
+    for start in range(0, len(logits), size):
+        tokens = slice(start, start + size)
+        part = _slice_loss(logits[tokens], targets[tokens], cap)
+        if weights is not None:
+            _slice_gradient(part, weights[tokens, None])
+        losses.append(part.losses)
+    return torch.cat(losses), logits if weights is None else logits.to(h.dtype)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -215,10 +215,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         losses = []
         for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            size = slice_tokens or len(t)
-            logits = (h @ matrix.T).float()
-            for part, its_targets in zip(logits.split(size), t.split(size), strict=True):
-                losses.append(_slice_loss(part, its_targets, cap).losses)
+            losses.append(_chunk_loss(h, matrix, t, cap, slice_tokens)[0])
         return torch.cat(losses)
 
     @staticmethod

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nf4 import NF4Linear, dequantize, quantize
-from nanochat.parallel.fsdp import fill, held_rows, local, whole
+from nanochat.parallel.fsdp import fill, held_rows, local, unwrapped, whole
 from nanochat.shell.cli import UserError
 
 SCALAR_HEAD = "scalar_head.weight"
@@ -172,7 +172,7 @@ class without_adapters:  # noqa: N801 (called as a function)
         self.model = model
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        found = adapters_in(getattr(self.model, "_orig_mod", self.model))  # inside of torch.compile's wrapper
+        found = adapters_in(unwrapped(self.model))
         for adapters in found:
             adapters.enabled = False
         try:

@@ -18,7 +18,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.collectives import sum_over_ranks
-from nanochat.parallel.fsdp import synchronize_gradients
+from nanochat.parallel.fsdp import synchronize_gradients, unwrapped
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.shell.cli import Interrupted
@@ -306,7 +306,7 @@ def train_step(
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
 
     # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
-    with getattr(model, "_orig_mod", model).cast_weights():  # inside of a compiled model's wrapper
+    with unwrapped(model).cast_weights():
         for batch, last in _with_last(batches):
             # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
             synchronize_gradients(model, last)

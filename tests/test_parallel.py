@@ -31,7 +31,7 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.bpb import bits_per_byte
 from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
-from nanochat.parallel.fsdp import load_whole, local, shard, whole, whole_weights
+from nanochat.parallel.fsdp import load_whole, local, shard, unwrapped, whole, whole_weights
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.compiling import CompiledBlocks, compile_blocks
 from nanochat.shell.cli import UserError
@@ -74,7 +74,7 @@ def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[f
 
 
 def weights(model: GPT) -> dict[str, Tensor]:
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = unwrapped(model)
     return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 

@@ -47,8 +47,8 @@ class TorchKernels:
     device_type: str | None = None
     # Logits that the fused loss holds at a time, 256 MiB in fp32: an accelerator wants few and large launches.
     loss_chunk_elements = 1 << 26
-    # Those that it passes over at a time.
-    loss_slice_elements = 1 << 62
+    # Those that it passes over at a time; None: all of them.
+    loss_slice_elements: int | None = None
     # top_p looks at so many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
     # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to its
@@ -109,9 +109,12 @@ class TorchKernels:
         """`cached_attention` for a pass whose launches are recorded."""
         return self.cached_attention(q, k, v, scale=scale, mask=mask)
 
-    def loss_tokens(self, vocab: int) -> tuple[int, int]:
-        """How many tokens' logits the fused loss holds at a time, and passes over at a time (cross_entropy.py)."""
+    def loss_tokens(self, vocab: int) -> tuple[int, int | None]:
+        """How many tokens' logits the fused loss holds at a time, and passes over at a time (cross_entropy.py);
+        None: over all that it holds."""
         chunk = max(SMALLEST_CHUNK, self.loss_chunk_elements // vocab)
+        if self.loss_slice_elements is None:
+            return chunk, None
         return chunk, max(1, min(chunk, self.loss_slice_elements // vocab))
 
     def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:

@@ -81,16 +81,21 @@ def _require_means(device: Device) -> None:
         )
 
 
+def unwrapped(model: Any) -> Any:
+    """The module inside of a compiled model's wrapper; any other model as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
 def synchronize_gradients(model: Any, last: bool) -> None:
     """Call before each backward: sharded gradients travel only in the step's last one."""
-    model = getattr(model, "_orig_mod", model)  # inside of torch.compile's wrapper
+    model = unwrapped(model)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
 
 
 def is_sharded(model: Any) -> bool:
-    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
+    return isinstance(unwrapped(model), FSDPModule)
 
 
 # ---------------------------------------------------------------------- rows of a tensor, and all of them

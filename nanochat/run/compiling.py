@@ -39,7 +39,7 @@ class CompiledBlocks:
     """A model as a function of what it takes, with compiled blocks. The model itself stays eager."""
 
     def __init__(self, model: GPT, compute: Any, shape: Sequence[int] | None):
-        # Under the name that torch.compile's own wrapper has it by, where parallel/fsdp.py looks for it.
+        # Under the name that torch.compile's own wrapper has it by, where `unwrapped` of parallel/fsdp.py looks for it.
         self._orig_mod = model
         self._compute = compute
         self._shape = None if shape is None else torch.Size(shape)
