@@ -46,7 +46,7 @@ class Config(SourceFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
-    token_cache_gib: Annotated[float, Range(0, 10**6)] = 8.0  # GiB of tokens of files to keep on the disk; 0: none
+    token_cache_gib: Annotated[float, Range(0, 10**6)] = 8.0  # GiB of tokens of files on the disk, of all runs; 0: none
     document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
     # new model
     depth: Frozen[Depth | None] = None  # the one dial: layers; the width is 64 x depth, in whole heads; default: 8

@@ -1,4 +1,4 @@
-"""Tokens on the disk: the rows are those without a cache, and never of stale, damaged or half-written tokens."""
+"""Tokens on the disk: the rows are those without a cache, and never of other, damaged or half-written tokens."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import random
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_loader import rows_of, take, through_tensors
 
+from nanochat.data import token_cache
 from nanochat.data.loader import Loader
 from nanochat.data.sources import DemoCorpus, Part, WeightedCorpora, open_corpus
 from nanochat.data.token_cache import CachedCorpus, cached, read
@@ -102,6 +104,22 @@ def test_another_tokenizer_or_changed_text_never_meets_old_tokens(text):
     assert len([*(text.parent / "base/tokens").iterdir()]) == 3
 
 
+def test_the_rest_of_a_file_never_meets_the_tokens_of_its_first_90_percent(text):
+    """Nine blocks with and without `--val_data`, of which only the last one differs."""
+    lines = [json.dumps({"text": f"{n:03} " + chr(97 + n % 26) * 124}) for n in range(396)]
+    text.write_text("".join(f"{line}\n" for line in lines))
+    parted = text.with_suffix(".txt")  # its last document is 20% of it, and is cut
+    parted.write_text("<|endoftext|>\n".join([*("x" * 6200 + "\n" for _ in range(8)), "y" * 12_000]))
+    for path in (text, parted):
+        tokenizer = Counting()
+        for val_data in (str(path), None):
+            corpus = cached(open_corpus(str(path), val_data)[0], tokenizer, GIB)
+            assert isinstance(corpus, CachedCorpus) and corpus.block_count() == 9
+            texts = open_corpus(str(path), val_data)[0].read_block(8)  # pyright: ignore[reportAttributeAccessIssue]
+            documents = corpus.read_block(8)[0 : len(texts)]
+            assert [one.tolist() for one in documents] == [one.tolist() for one in corpus.tokenize(texts)]
+
+
 def test_writers_at_once(text):
     """Four loaders on one folder, some of them in the same process: each block is whole at any moment."""
     tokenizer = Counting()
@@ -125,7 +143,8 @@ def test_the_cache_keeps_to_its_size_and_outlives_its_deletion(text, capsys):
     batches(corpus, tokenizer)
     sizes = [block.stat().st_size for block in corpus.folder.glob("*.tokens")]
     assert 50_000 < sum(sizes) <= 100_000
-    assert capsys.readouterr().err == ""
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "is full" in err and "--token_cache_gib" in err
     # The folder goes away while a run reads from it, and cannot be written any more.
     corpus = opened(text, tokenizer)
     loader = Loader(corpus, tokenizer, 8, 255)
@@ -134,7 +153,28 @@ def test_the_cache_keeps_to_its_size_and_outlives_its_deletion(text, capsys):
     corpus.folder.write_text("in the way")
     got += rows_of(take(loader, 59))
     assert got == rows_of(batches(opened(text, tokenizer, gib=0), tokenizer))
-    assert capsys.readouterr().err.count("tokens are not cached") == 1
+    assert capsys.readouterr().err.count("tokenized again") == 1
+
+
+def test_the_size_is_that_of_all_processes_and_of_older_folders(text, monkeypatch):
+    monkeypatch.setattr(token_cache, "RECOUNT_BYTES", 0)
+    root = text.parent / "base/tokens"
+    (root / "older").mkdir(parents=True)
+    (root / "older/0.tokens").write_bytes(bytes(30_000))
+    (root / "older/1.tokens").symlink_to("nowhere")
+    killed, running = (root / f"older/{number}.1.1.tmp" for number in (2, 3))
+    for unfinished in (killed, running):
+        unfinished.write_bytes(bytes(10_000))
+    os.utime(killed, (0, 0))
+    tokenizer = Counting()
+    corpora = [opened(text, tokenizer, gib=100_000 / 2**30) for _ in range(2)]
+    blocks = [[np.arange(4000)], [np.arange(3000)]]
+    for number in range(4):  # in turn, as two processes write
+        for corpus, block in zip(corpora, blocks, strict=True):
+            corpus.write(corpus.folder / f"{number}.{len(block[0])}.tokens", block)
+    written = [file for file in root.glob("*/*.tokens") if file.is_file()]
+    assert 85_000 < sum(file.stat().st_size for file in written) <= 90_000  # of 100,000, the unfinished one counts
+    assert running.exists() and not killed.exists()
 
 
 def test_which_corpora_are_cached(text):

@@ -3,13 +3,16 @@
     NANOCHAT_BASE_DIR/tokens/<key>/about.json      what it holds, for whoever looks
                                    <block>.tokens  the tokens of one block, memory-mapped when they are read
 
-The key is a hash of what the tokens depend on: the tokenizer's fingerprint, and of the files their names, sizes, times
-of change and a sample of their text. With another tokenizer or changed files it is another folder, so that tokens are
-never stale. Any folder may be deleted at any time. A block is written once all of it is tokenized, as a new file that
-is renamed: several processes may write the same one, and a kill leaves no half of one. A checksum finds a damaged
-block, which is tokenized again.
+The key is a hash of what the tokens depend on: the tokenizer's fingerprint, which rows are read, and of the files
+their names, sizes, times of change and a sample of their text. With another tokenizer or changed files it is another
+folder. Only an edit that keeps a file's size and time, outside of the sample, is not noticed. Any folder may be deleted
+at any time. A block is written once all of it is tokenized, as a new file that is renamed: several processes may write
+the same one, and a kill leaves no half of one. A checksum finds a damaged block, which is tokenized again.
 
-Only files are cached. The built-in corpora cost more to make than to tokenize.
+All folders together stay within a size, those of other runs and of older files included. When it is reached, nothing is
+deleted and nothing more is written.
+
+Only files are cached: `demo` never ends, and `pydoc` is small.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,12 +36,17 @@ from nanochat.tokenizer import Tokenizer
 
 FORMAT = 1
 SUFFIX = ".tokens"
+UNFINISHED = ".tmp"
+UNFINISHED_SECONDS = 3600  # an unfinished file that is older is of a process that was killed
+RECOUNT_BYTES = 64 << 20  # what a process writes between two looks at what all have written
 
 
 def cached(
     corpus: Documents | WeightedCorpora, tokenizer: Tokenizer, gib: float, workers: int = 1
 ) -> Documents | WeightedCorpora:
     """The corpus with the tokens of its files on the disk, where all of them take no more than so many GiB.
+
+    Each process may go beyond by `RECOUNT_BYTES`, as it looks at what the others have written only now and then.
 
     With 0 GiB it is the corpus itself.
     """
@@ -57,22 +66,27 @@ class CachedCorpus:
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._workers = workers
+        self._root = root
+        self._max_bytes = max_bytes
+        self._room = 0  # bytes that may be written before the next look
+        self._is_writing = True
         files = []
         for file in corpus.records.files:
             status = file.path.stat()
             files.append([file.path.name, status.st_size, status.st_mtime_ns])
+        # Training reads all rows of a file with --val_data, and without it the first 90%: then the last block is cut.
+        last_block = json.dumps(corpus.read_block(corpus.block_count() - 1))
         about = {
             "format": FORMAT, "tokenizer": tokenizer.fingerprint(), "data": corpus.name, "files": files,
-            "text": fingerprint(corpus),
+            "rows": [corpus.records.first, len(corpus.records)],
+            "text": [fingerprint(corpus), hashlib.sha256(last_block.encode()).hexdigest()],
         }  # fmt: skip
         self.folder = root / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
-        # What is full stays full for this run. What other processes write meanwhile is not counted.
-        self._bytes_left = max_bytes - sum(file.stat().st_size for file in root.glob(f"*/*{SUFFIX}"))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "about.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
         except OSError as error:
-            self._stop_writing(error)
+            self._stop_writing(f"{self.folder}: {error.strerror}")
 
     def block_count(self) -> int:
         return self._corpus.block_count()
@@ -87,23 +101,43 @@ class CachedCorpus:
 
     def write(self, path: Path, documents: Sequence[np.ndarray]) -> None:
         """Write a block, if there is room for it."""
+        if not self._is_writing:
+            return
         body = np.concatenate([[len(documents)], [len(one) for one in documents], *documents]).astype(np.int32)
-        self._bytes_left -= body.nbytes
-        if self._bytes_left < 0:
+        if self._room < body.nbytes:
+            self._room = min(self._max_bytes - self._bytes_on_disk(), body.nbytes + RECOUNT_BYTES)
+        self._room -= body.nbytes
+        if self._room < 0:
+            full = f"full ({self._max_bytes / 2**30:g} GiB): delete what is old there, or raise --token_cache_gib"
+            self._stop_writing(f"{self._root} is {full}")
             return
         # No two threads write one file, and a reader sees the whole of it or nothing.
-        unfinished = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
+        unfinished = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{UNFINISHED}")
         try:
             unfinished.write_bytes(body.tobytes() + zlib.crc32(body.data).to_bytes(4, "little"))
             unfinished.replace(path)
         except OSError as error:  # the disk is full, or the folder was deleted
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
-            self._stop_writing(error)
+            self._stop_writing(f"{self.folder}: {error.strerror}")
 
-    def _stop_writing(self, error: OSError) -> None:
-        self._bytes_left = -1
-        warn(f"{self.folder}: {error.strerror}: tokens are not cached, so each epoch tokenizes again")
+    def _bytes_on_disk(self) -> int:
+        """Of all folders. Removes what killed processes left unfinished."""
+        total = 0
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                file = Path(folder, name)
+                with contextlib.suppress(OSError):  # another process has deleted it
+                    status = file.lstat()
+                    if file.suffix == UNFINISHED and time.time() - status.st_mtime > UNFINISHED_SECONDS:
+                        file.unlink()
+                    else:
+                        total += status.st_size
+        return total
+
+    def _stop_writing(self, reason: str) -> None:
+        self._is_writing = False
+        warn(f"{reason}; what is not on the disk by now is tokenized again in each epoch")
 
 
 class _Block(Sequence[Document]):
