@@ -36,6 +36,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from nanochat.run.flags import DecodingFlags
 from nanochat.shell import provenance
 from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, check_ranges, out_of_memory, run
 from nanochat.shell.log import print0, warn
@@ -71,6 +72,7 @@ class Config:
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once
     prompt_tokens: Positive = 16  # serve: of each request
     new_tokens: Positive = 128  # serve: of each request
+    decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()  # serve
     sweep_rows: tuple[int, ...] = ()  # sweep: values of --device_batch_size
     sweep_tokens: tuple[int, ...] = ()  # sweep: values of --max_seq_len
     sweep_threads: tuple[int, ...] = ()  # sweep: values of --threads
@@ -390,7 +392,7 @@ def engines(config: Config, device: Any) -> tuple[Any, Any]:
             theirs = their_decoding(folder, device, config.new_tokens)
     else:
         model, tokenizer = random_model(config, device)
-    engine = Engine(model, tokenizer, device)
+    engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1
     return engine, theirs

@@ -24,17 +24,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from nanochat.conversation import Message, fit_prompt, parse_reply
-from nanochat.run.flags import SamplingFlags
+from nanochat.run.flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
 from nanochat.shell import screen
-from nanochat.shell.cli import Positive, Range, UserError, run
+from nanochat.shell.cli import Positive, UserError, run
 from nanochat.shell.log import warn
 from nanochat.shell.paths import base_dir
 from nanochat.shell.untrusted import CONTROL, printable
@@ -59,10 +59,7 @@ class Config:
     stats: bool = False  # print tokens and tokens/s after each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
-    graphs: Literal["auto", "on", "off"] = "auto"
-    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
-    speculate: Annotated[int, Range(0, 16)] = 0
+    decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
@@ -94,9 +91,7 @@ def main(config: Config) -> None:
     has_turns = stage != "base" and tokenizer.can_chat
     if config.system and not has_turns:
         raise UserError(f"--system: {meta['folder']} is a base model, which continues text; name a chat --source")
-    chat = Chat(
-        Engine(model, tokenizer, device, config.graphs, speculate=config.speculate), config, sampling, has_turns
-    )
+    chat = Chat(Engine(model, tokenizer, device, **asdict(config.decoding)), config, sampling, has_turns)
 
     # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -172,7 +167,7 @@ def load_for_file(config: Config) -> Any:
 
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    engine = Engine(model, tokenizer, device, config.graphs, speculate=config.speculate)
+    engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)
     scheduler.start()
     return LoadedModel(

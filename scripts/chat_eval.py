@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.run.flags import SamplingFlags
+from nanochat.run.flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import Count, Positive, Range, UserError, run
+from nanochat.shell.cli import Count, Positive, UserError, run
 from nanochat.shell.log import counted, print0, print_table, record, warn
 from nanochat.shell.paths import STAGES, run_dir
 from nanochat.shell.screen import bar, has_bars, phase
@@ -38,10 +38,7 @@ class Config:
     show: Count = 2  # replies of each task to keep for the report; the first one is printed
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
-    graphs: Literal["auto", "on", "off"] = "auto"
-    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
-    speculate: Annotated[int, Range(0, 16)] = 0
+    decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
 def main(config: Config) -> None:
@@ -63,7 +60,7 @@ def main(config: Config) -> None:
     sampling = config.sampling.over(meta["sampling"])
     if config.samples > 1 and sampling.is_greedy:
         raise UserError(f"--samples {config.samples}: greedy replies are all the same; set --temperature, such as 0.7")
-    engine = Engine(model, tokenizer, device, config.graphs, speculate=config.speculate)
+    engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
 

@@ -20,10 +20,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
+
+from nanochat.run.flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 from nanochat.shell.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.shell.untrusted import printable
@@ -58,10 +61,7 @@ class Config:
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
-    graphs: Literal["auto", "on", "off"] = "auto"
-    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
-    speculate: Annotated[int, Range(0, 16)] = 0
+    decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
 def main(config: Config) -> None:
@@ -119,7 +119,7 @@ def check(config: Config) -> list[str]:
     if config.for_rl and adapters:
         raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
     kind = devices.kind_of(config.device)
-    devices.records(kind, config.graphs)  # or raises
+    devices.records(kind, config.decoding.graphs)  # or raises
     if not adapters:
         return []
     _, _, meta = load_config(base)
@@ -181,7 +181,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         )
         adapters = find_adapters(config, Path(meta["folder"]))
         chosen = [one for _, one, _ in adapters]
-        engine = Engine(model, tokenizer, device, config.graphs, chosen, config.speculate)
+        parameters = sum(weight.numel() for weight in model.parameters())
+        engine = Engine(model, tokenizer, device, adapters=chosen, **asdict(config.decoding))
         try:
             scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
         except (RuntimeError, MemoryError) as error:
@@ -195,7 +196,6 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         # 49,000 empty lists takes 16 ms instead of 140 (docs/measurements.md).
         gc.collect()
         gc.freeze()
-        parameters = sum(weight.numel() for weight in model.parameters())
 
         def served(name: str, meta: dict[str, Any], number: int = 0) -> LoadedModel:
             names = meta.get("pretraining", {}).get("data", "").split(",")

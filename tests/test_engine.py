@@ -87,6 +87,22 @@ def test_bfloat16_weights_are_a_copy() -> None:
     assert all(abs(exact[token] - logprob) < 0.3 for token, logprob in likely.items())
 
 
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products here")
+def test_weights_in_fp16_replace_those_of_the_model() -> None:
+    """Cached as without a cache, with other weights as an engine that began with them, and no copy in fp32."""
+    config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT)
+    models = [lively_model(config, seed) for seed in (0, 1, 1)]
+    engine, other = (Engine(model, tiny_tokenizer(), cpu_device(), weights="fp16") for model in models[:2])
+    assert engine.model is models[0] and not any(isinstance(m, torch.nn.Linear) for m in models[0].modules())
+    prompts = [prompt_of(length, seed=length) for length in (9, 1, 30)]
+    first = engine.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True)
+    for prompt, new in zip(prompts, first[0], strict=True):
+        assert new == greedy(engine.model, prompt, len(new))
+    engine.update(models[2])
+    second = engine.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True)
+    assert second == other.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True) != first
+
+
 # ---------------------------------------------------------------------- sampled: by the seed, the same in any batch
 
 

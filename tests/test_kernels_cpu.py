@@ -7,9 +7,15 @@ import torch
 import torch.nn as nn
 from tiny import SHAPES, lively_model, tiny_config
 
+from nanochat.cross_entropy import soft_cap
 from nanochat.kernels.cpu import CpuKernels, PackedLinear
+from nanochat.kernels.torch_ import TorchKernels
+from nanochat.shell.cli import UserError
 
 pytestmark = pytest.mark.skipif(not CpuKernels().packs(torch.float32), reason="this torch packs nothing")
+has_fp16 = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no products with fp16 weights"
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -21,6 +27,42 @@ def test_a_packed_model_computes_what_it_did(shape: str) -> None:
         torch.testing.assert_close(packed(tokens), model(tokens), rtol=1e-5, atol=1e-5)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
     assert any(isinstance(module, nn.Linear) for module in model.modules()), "the model itself stays as it was"
+
+
+@has_fp16
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_fp16_it_computes_what_it_did_with_rounded_weights(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape])).eval()
+    packed = model.kernels.pack(copy.deepcopy(model), "fp16")
+    tokens = torch.randint(model.config.vocab_size, (3, 17))
+    head = model.head_weight().detach().half().float()
+    with torch.inference_mode():
+        exact = model.hidden(tokens)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.half().float()
+    with torch.inference_mode():
+        hidden = packed.hidden(tokens)
+        torch.testing.assert_close(hidden, model.hidden(tokens), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(hidden, exact, rtol=1e-5, atol=1e-5)
+        expected = soft_cap(hidden @ head.T, model.config.logit_cap)
+        torch.testing.assert_close(packed.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@has_fp16
+def test_weights_above_fp16s_range_are_refused_and_stay_as_they_are() -> None:
+    model = lively_model(tiny_config())
+    weight = model.blocks[1].get_submodule("mlp.input").weight
+    weight.data[3, 5] = -7e4
+    with pytest.raises(UserError, match="--weights fp16.*65,504"):
+        model.kernels.pack(model, "fp16")
+    assert weight[3, 5] == -7e4
+
+
+def test_other_devices_and_bf16_refuse_weights_in_fp16() -> None:
+    for kernels in (TorchKernels(), CpuKernels(torch.bfloat16)):
+        with pytest.raises(UserError, match="--weights fp16.*leave it out"):
+            kernels.pack(lively_model(tiny_config()), "fp16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,13 +9,18 @@ Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D hea
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, fused_attention
+from nanochat.shell.cli import UserError
+
+# Of the weights with which the engine decodes; auto: in the dtype of the products.
+WeightFormat = Literal["auto", "fp16"]
+NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU; leave it out"
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 
@@ -151,9 +156,12 @@ class TorchKernels:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False
 
-    def pack(self, model: Any) -> Any:
-        """Lay out a GPT's weights for decoding, in place. Only where `packs`."""
-        raise NotImplementedError(f"{self.name} kernels lay out no weights")
+    def pack(self, model: Any, weights: WeightFormat = "auto") -> Any:
+        """Lay out a GPT's weights for decoding, in place. Only where `packs`, or to make them smaller.
+
+        Raises UserError: when there are no products with such weights.
+        """
+        raise UserError(NO_FP16) if weights == "fp16" else NotImplementedError(f"{self.name} kernels pack no weights")
 
 
 def unfused_adamw(updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:

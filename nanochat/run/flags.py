@@ -181,6 +181,19 @@ def _unset_by_default(flags: type[Flags]) -> type[Flags]:
 
 
 @dataclass(frozen=True)
+class DecodingFlags:
+    """The flags of every script that only decodes, by the names of `Engine`."""
+
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
+    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, the same replies.
+    speculate: Annotated[int, Range(0, 16)] = 0
+    # fp16: weights of half the size and faster products on an x86 CPU without bf16, rounded to 3 digits, so that a
+    # reply may take another word where two are about as likely; auto: as the products take them.
+    weights: Literal["auto", "fp16"] = "auto"
+
+
+@dataclass(frozen=True)
 @_unset_by_default
 class SamplingFlags(SamplingParams):
     """The flags of every script that samples: a setting that is not set is the checkpoint's."""
