@@ -62,7 +62,8 @@ class CpuKernels(TorchKernels):
         places = [(m, name) for m in model.modules() for name, c in m.named_children() if isinstance(c, nn.Linear)]
         for parent, name in places:
             linear = getattr(parent, name)  # nobody else holds it: the weight is freed before the next one is packed
-            setattr(parent, name, packed(linear.weight.detach(), linear.bias))
+            layout = SmallLinear if name == "value_gate" else packed
+            setattr(parent, name, layout(linear.weight.detach(), linear.bias))
         model.is_packed = True
         return model
 
@@ -125,6 +126,19 @@ class HalfLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
+
+
+class SmallLinear(nn.Module):
+    """The same for a few outputs, without a bias: a product of 32 x 2 by oneDNN takes 28 us to begin, this one 7."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        assert bias is None
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(-2) * self.weight).sum(dim=-1)  # a row at a time, unlike F.linear, so in the same order
 
 
 class PackedHead(nn.Module):
