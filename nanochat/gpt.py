@@ -289,6 +289,17 @@ class _StackedProducts(torch.autograd.Function):
         return _product_gradients(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
 
 
+class _KeepsNothing:
+    """In place of autograd's context where there is no backward pass."""
+
+    save_for_backward = staticmethod(lambda *tensors: None)
+
+
+def _apply(function: Any, *inputs: Tensor) -> Any:
+    """An autograd function; without gradients its operators alone: autograd takes 8 us a call, 2 calls a layer."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_KeepsNothing, *inputs)
+
+
 class _ReluSquared(torch.autograd.Function):
     """relu(x)^2, whose derivative is 2 relu(x): for negative x both are 0, and nothing else of relu is needed.
 
@@ -462,7 +473,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
         # relu squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
-        x = self.kernels.swiglu(x) if self.gated else _ReluSquared.apply(x)
+        x = self.kernels.swiglu(x) if self.gated else _apply(_ReluSquared, x)
         return self.output(x)
 
 
@@ -727,7 +738,7 @@ class GPT(nn.Module):
             embedding_scales = self.embedding_scales.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
             if self.config.residual_scales:
-                x, first = _Mix.apply(x, first, residual_scales[i], embedding_scales[i])
+                x, first = _apply(_Mix, x, first, residual_scales[i], embedding_scales[i])
             value = None
             if str(i) in self.value_embeddings:
                 # x passes through unchanged, see ValueEmbedding.
