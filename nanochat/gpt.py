@@ -26,6 +26,7 @@ from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
 from nanochat.kernels.torch_ import TorchKernels, split_like
 from nanochat.parallel.fsdp import fill, is_sharded
+from nanochat.shell.storage import is_dtensor
 
 CAST_ELEMENTS = 1 << 25  # of weights that are cast at a time
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
@@ -498,7 +499,15 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
-class ValueEmbedding(nn.Embedding):
+class Embedding(nn.Embedding):
+    """A table of vectors, one row per token."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # there torch would import its compiler for random values: 1 s of every start
+            super().reset_parameters()
+
+
+class ValueEmbedding(Embedding):
     """A table of values, one row per token. It also takes the residual stream x and returns it unchanged."""
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -564,7 +573,7 @@ class GPT(nn.Module):
         V = config.padded_vocab_size
         C = config.width
         # Token ids to vectors, and the stack of blocks that refines them.
-        self.embedding = nn.Embedding(V, C)
+        self.embedding = Embedding(V, C)
         self.embedding_norm = Norm(C, config, self.kernels) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer, self.kernels) for layer in range(config.n_layer))
         # Vectors back to a prediction of the next token.
@@ -590,6 +599,16 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "GPT":
+        """Leave the meta device for memory that is not filled yet."""
+
+        def allocated(tensor: Tensor) -> Tensor:  # torch.empty_like of the meta device imports sympy for a shape
+            if is_dtensor(tensor):
+                return torch.empty_like(tensor, device=device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        return self._apply(allocated, recurse=recurse)
+
     def add_scalar_head(self) -> None:
         """Give a model its scalar head, if it has none. On the meta device it is still to be filled, with zeros."""
         if self.scalar_head is None:
@@ -598,7 +617,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill_rotary(self) -> None:
-        """Compute the rotary tables (T, D); needed again once the model has left the meta device."""
+        """Compute the rotary tables (T, D), once the model has left the meta device."""
+        if self.rotary.is_meta:
+            return
         D = self.config.head_dim
         # Pair i turns by position x theta^(-2i / D): fast pairs separate neighbours, slow pairs distant tokens.
         # At D = 128 and theta = 100,000 a full turn takes pair 0 about 6 tokens, pair 32 2,000 and pair 63 525,000.

@@ -348,6 +348,7 @@ def saved(folder, step, *arguments, **options):
 
 checkpoint_manager.save = saved
 cli.run(base_train.main, base_train.Config)
+print("torch._dynamo" in sys.modules)
 """
 
 
@@ -359,6 +360,7 @@ def growth(home: Path, base: Path, steps: int, saves: int) -> tuple[float, set[i
         [sys.executable, "-c", LEAK, *flags], cwd=ROOT, env=environment(base), capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith("False\n"), "nothing was compiled, and importing the compiler takes half of a start"
     held = [tuple(map(int, line.split()[1:])) for line in run.stdout.splitlines() if line.startswith("held ")]
     assert [step for step, _, _ in held] == list(range(steps // saves, steps + 1, steps // saves))
     early = max(size for step, size, _ in held if step <= max(steps // 10, steps // saves))

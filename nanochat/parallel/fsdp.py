@@ -5,6 +5,7 @@ half of this file reads and writes them; those functions serve plain tensors too
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.device import Device
 from nanochat.parallel.collectives import reduce_scatter
 from nanochat.parallel.mesh import Layout
 from nanochat.shell.cli import UserError
-from nanochat.shell.storage import held_box, local
+from nanochat.shell.storage import held_box, is_dtensor, local
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
@@ -45,6 +44,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
             block.forward = functools.partial(_recomputed, block, is_random)
     if not layout.sharded:
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # not on one process: see is_dtensor
+
     if device.kind == "cpu":
         _require_means(device)
     # The warning is about views that are written in place. A value embedding returns a view; nothing writes to it.
@@ -89,13 +90,14 @@ def unwrapped(model: Any) -> Any:
 def synchronize_gradients(model: Any, last: bool) -> None:
     """Call before each backward: sharded gradients travel only in the step's last one."""
     model = unwrapped(model)
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
 
 
 def is_sharded(model: Any) -> bool:
-    return isinstance(unwrapped(model), FSDPModule)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # `shard` imports it
+    return fsdp is not None and isinstance(unwrapped(model), fsdp.FSDPModule)
 
 
 # ---------------------------------------------------------------------- rows of a tensor, and all of them
@@ -103,7 +105,7 @@ def is_sharded(model: Any) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """All rows of a tensor, on every rank; all ranks call it together."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def held_rows(tensor: Tensor) -> slice:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanochat.device import Device
 from nanochat.shell.cli import UserError
@@ -56,6 +55,8 @@ class Layout:
         process."""
         if self.mesh is None:
             return rows
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # not on one process: see is_dtensor
+
         # The last dimension of the mesh shards, the one before it (replicas) repeats. The stride is that of the whole.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         strides = torch.empty(shape, device="meta").stride()

@@ -13,16 +13,19 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanochat.shell.paths import naming
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -143,12 +146,24 @@ def share_name(rank: int) -> str:
     return f"training.rank{rank}.safetensors"
 
 
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether several ranks hold a tensor's rows between them.
+
+    Where nothing has imported the class of such tensors, none is one: importing it takes as long as all of torch, and
+    most commands run on one process.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def held_box(tensor: Tensor) -> Box:
     """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor."""
     offset = [0] * tensor.ndim
     size = list(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return offset, size
+    from torch.distributed.tensor import Shard  # as in is_dtensor
+
     mesh = tensor.device_mesh
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
@@ -163,13 +178,13 @@ def held_box(tensor: Tensor) -> Box:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, over the same memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
     """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
-    if isinstance(tensor, DTensor):  # a shard that several replicas hold: the first replica's
-        copies = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    if is_dtensor(tensor):  # a shard that several replicas hold: the first replica's
+        copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
         return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in copies)
     if name.startswith("rank"):  # of one rank alone: its generators, its loader
         return name.startswith(f"rank{rank}/")
