@@ -41,7 +41,14 @@ MERGES = (
 )  # the last is one Chinese character
 RANK_SECONDS = 300  # a rank that takes longer hangs
 # What processes of `forkserver` have imported when they start: most of the seconds that a rank takes otherwise.
-PRELOADED = ["pytest", "torch.distributed.fsdp", "scripts.base_train", "scripts.chat_dpo", "scripts.chat_rl"]
+PRELOADED = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "scripts.base_train",
+    "scripts.chat_dpo",
+    "scripts.chat_rl",
+]
 
 # Everything the fast preset has and these have not, and the other way round.
 PLAIN = {
