@@ -234,12 +234,11 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
     ("script", "stage", "flags"),
     [
         ("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")),
-        ("chat_sft", "sft", SFT),
         ("chat_rm", "rm", RM),
         ("chat_dpo", "dpo", DPO),
     ],
 )
-def test_sft_mid_and_dpo_resume_exactly(start, script, stage, flags):
+def test_mid_rm_and_dpo_resume_exactly(start, script, stage, flags):
     if stage != "mid":
         flags = (*flags, "--source=base")
     exactly_resumed(start, script, stage, (*flags, "--num_iterations=8", "--save_every=2", "--eval_every=4"), 8)
@@ -390,7 +389,7 @@ def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
     if stage == "rl":
         flags = (*flags, "--examples_per_step=8", "--device_batch_size=1")  # full rows
     call(script, *flags, "--compile=off", "--model_tag=eager")
-    exactly_resumed(taught, script, stage, (*flags, "--compile=on"), 4)
+    exactly_resumed(taught, script, stage, (*flags, "--compile=on"), 4, (2,))  # a start compiles for seconds
     compiled = losses(taught, stage)
     eager = losses(taught, stage, "eager")
     assert compiled[0] == eager[0]
