@@ -24,12 +24,13 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,7 +40,7 @@ import tyro
 from nanochat.run.flags import DecodingFlags
 from nanochat.shell import provenance
 from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, check_ranges, out_of_memory, run
-from nanochat.shell.log import print0, warn
+from nanochat.shell.log import counted, print0, warn
 
 Made = TypeVar("Made")
 
@@ -57,18 +58,19 @@ class Config:
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
     # Instead of a new model: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
     source: str | None = None
-    against: Literal["transformers"] | None = None  # also time the library with --source, a model of another family
+    # train, serve: also time the library with --source, a model of another family.
+    against: Literal["transformers"] | None = None
     max_seq_len: Size = 512  # tokens a row
     vocab_size: Size = 8192  # tokens that the model knows
-    device_batch_size: Size = 8  # rows
+    device_batch_size: Size = 8  # train: rows
     document_tokens: Count = 0  # train: rows are packed with documents of so many tokens; 0: each is one
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices; with --source fine-tuning's AdamW
-    steps: Positive = 20  # measured, each between two measurements of the bare product
+    optimizer: Literal["muon", "adamw"] = "muon"  # train: of the matrices; with --source fine-tuning's AdamW
+    steps: Positive = 20  # train: measured, each between two measurements of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     fp8: bool = False  # train: the products of the blocks in 8 bits (FP8), where the device has it
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
-    threads: Annotated[int | None, Range(1, 4096)] = None  # of the processor; default: as many as torch takes
+    compile: Literal["auto", "on", "off"] = "auto"  # train: torch.compile; auto: as in a long run
+    threads: Positive | None = None  # of the processor; default: as many as torch takes
     batches: tuple[int, ...] = (1, 4, 16, 64)  # serve: requests or clients at once
     prompt_tokens: Positive = 16  # serve: of each request
     new_tokens: Positive = 128  # serve: of each request
@@ -77,30 +79,68 @@ class Config:
     sweep_tokens: tuple[int, ...] = ()  # sweep: values of --max_seq_len
     sweep_threads: tuple[int, ...] = ()  # sweep: values of --threads
     plot: str = "sweep.svg"  # sweep: the file of the plot, .svg, .png or .pdf
-    json: str | None = None  # also write the metrics to this file
+    json: str | None = None  # also write the metrics to this file; sweep: after each point
+
+
+# What only some of the modes use: elsewhere such a flag is a mistake. `sweep` is `train` for several sizes.
+TRAIN_FLAGS = {"device_batch_size", "document_tokens", "optimizer", "steps", "fp8", "compile"}
+SERVE_FLAGS = {"batches", "prompt_tokens", "new_tokens"}
+SWEEP_FLAGS = {"sweep_rows", "sweep_tokens", "sweep_threads", "plot"}
+UNUSED_FLAGS = {
+    "train": SERVE_FLAGS | SWEEP_FLAGS,
+    "serve": TRAIN_FLAGS | SWEEP_FLAGS,
+    "sweep": SERVE_FLAGS | {"against"},
+    "compare": {field.name for field in fields(Config)} - {"what", "files"},
+}
+THREADS_A_CORE = 4  # with thousands of threads the machine stands still before anything is measured
 
 
 def main(config: Config) -> None:
-    if config.json and not Path(config.json).parent.is_dir():
-        raise UserError(f"--json {config.json}: there is no folder {Path(config.json).parent}")
-    if config.against and (not config.source or config.document_tokens):
-        raise UserError("--against transformers: with --source, a model of another family, and no --document_tokens")
     if len(config.files) != (2 if config.what == "compare" else 0):
         raise UserError("`compare` takes two files, such as `compare before.json after.json`; the others take none")
+    for field in fields(config):
+        if field.name in UNUSED_FLAGS[config.what] and getattr(config, field.name) != field.default:
+            raise UserError(f"--{field.name} is not used by `bench {config.what}`: leave it out")
     if config.what == "compare":
-        compare(config)
+        from nanochat.report import benchmark
+
+        before, after = map(benchmark.load, config.files)
+        benchmark.compare(before, after)
         return
-    measure = {"train": train, "serve": serve, "sweep": sweep}[config.what]
-    metrics = {"what": config.what, "commit": provenance.commit(), "config": asdict(config), **measure(config)}
+    if config.against and (not config.source or config.document_tokens):
+        raise UserError("--against transformers: with --source, a model of another family, and no --document_tokens")
+    check_threads("--threads", config.threads)
     if config.json:
-        Path(config.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+        check_writable("--json", config.json)
+    if config.what == "sweep":
+        sweep(config)
+        return
+    write_json(config, train(config) if config.what == "train" else serve(config))
 
 
-def compare(config: Config) -> None:
-    from nanochat.report import benchmark
+def check_threads(flag: str, threads: int | None) -> None:
+    """Raises UserError: when they are far more than this process may use cores."""
+    most = THREADS_A_CORE * len(os.sched_getaffinity(0))
+    if threads and threads > most:
+        raise UserError(f"{flag} {threads}: at most {most} here, {THREADS_A_CORE} a core")
 
-    before, after = map(benchmark.load, config.files)
-    benchmark.compare(before, after)
+
+def check_writable(flag: str, path: str) -> None:
+    """Raises UserError: when the file cannot be written. It is tried now, not after everything is measured."""
+    file = Path(path)
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}: name a file that can be written") from error
+    if is_new:
+        file.unlink()
+
+
+def write_json(config: Config, metrics: dict[str, Any]) -> None:
+    if config.json:
+        about = {"what": config.what, "commit": provenance.commit(), "config": asdict(config)}
+        Path(config.json).write_text(json.dumps(about | metrics, indent=1), encoding="utf-8")
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -195,7 +235,7 @@ def train(config: Config) -> dict[str, Any]:
     ]
     dtype = str(device.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
-    print0(f"device: {device.name} ({device.kind}, {dtype}), torch {torch.__version__}, {threads} threads")
+    print0(f"device: {device.name} ({device.kind}, {dtype}), torch {torch.__version__}, {counted(threads, 'thread')}")
     print0(
         f"model: depth {model_config.n_layer}, width {model_config.width}, vocabulary {model_config.vocab_size}, "
         f"{rows} rows of {tokens} tokens, {'adamw' if config.source else config.optimizer}"
@@ -254,15 +294,18 @@ def serve(config: Config) -> dict[str, Any]:
     if config.prompt_tokens + config.new_tokens > config.max_seq_len:
         raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len: lower them, or raise it")
     device = devices.init(config.device, config.dtype)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     engine, their_generate = on_a_thread(partial(engines, config, device))
     prompt = list(range(300, 300 + config.prompt_tokens))
+    needed = 300 + config.prompt_tokens + max(config.batches)
+    if engine.tokenizer.vocab_size < needed:
+        raise UserError(f"the prompts have {needed} different tokens: raise --vocab_size, or lower --prompt_tokens")
     measurements: dict[str, Any] = {}
-    metrics = {
-        "device": str(device), "versions": device.versions(), "kernels": str(device.kernels),
-        "threads": torch.get_num_threads(), "measurements": measurements, "engine": {}, "http": {},
-    }  # fmt: skip
+    best_rates: dict[int, float] = {}  # of the engine, tokens/s by batch
+    threads = torch.get_num_threads()
+    took = counted(threads, "thread")
     depth = engine.model.config.n_layer
-    print0(f"{device}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
+    print0(f"{device}, {took}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
     # ------------------------------------------------------------------ the engine alone
     def ours(prompts: list[list[int]]) -> list[list[int]]:
@@ -286,8 +329,7 @@ def serve(config: Config) -> dict[str, Any]:
 
     for batch in config.batches:
         seconds = on_a_thread(partial(take_turns, batch))
-        rate = batch * config.new_tokens / min(seconds["engine"])
-        metrics["engine"][batch] = {"tokens_per_second": rate}
+        rate = best_rates[batch] = batch * config.new_tokens / min(seconds["engine"])
         for name, values in seconds.items():
             rates = [batch * config.new_tokens / one for one in values]
             measurements[f"{name}, batch {batch}"] = in_unit("tokens/s", rates)
@@ -295,7 +337,6 @@ def serve(config: Config) -> dict[str, Any]:
         if config.against:
             theirs = batch * config.new_tokens / min(seconds["transformers"])
             ratio = median_ratio(seconds["transformers"], seconds["engine"])
-            metrics["engine"][batch]["times_transformers"] = ratio
             line += f", transformers {theirs:,.0f}; nanochat makes {ratio:.2f} times as many"
         print0(line)
 
@@ -309,23 +350,30 @@ def serve(config: Config) -> dict[str, Any]:
             for _ in range(TRIALS):
                 trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)))
             best = max(trials, key=LoadStats.tokens_per_second)
+            lost = sum(one.refused + one.failed for one in trials)
+            if lost:
+                requests = sum(one.requests for one in trials)
+                raise UserError(f"--batches {batch}: {lost} of {requests} requests got no reply; lower --batches")
             measurements[f"HTTP, {batch} clients"] = in_unit("tokens/s", [one.tokens_per_second() for one in trials])
             for name in ("first_token", "between_tokens"):
                 times = [getattr(one, name) for one in trials]
                 if all(times):  # a reply of one token has no gap between two
                     medians = [1e3 * statistics.median(of_trial) for of_trial in times]
                     measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
-            metrics["http"][batch] = {"tokens_per_second": best.tokens_per_second(), **asdict(best)}
-            share = best.tokens_per_second() / metrics["engine"][batch]["tokens_per_second"]
+            share = best.tokens_per_second() / best_rates[batch]
             print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of what the engine makes alone")
-    return metrics
+    return {
+        "device": str(device), "versions": device.versions(), "kernels": str(device.kernels), "threads": threads,
+        "measurements": measurements,
+    }  # fmt: skip
 
 
-def sweep(config: Config) -> dict[str, Any]:
+def sweep(config: Config) -> None:
     from nanochat.report import benchmark
 
-    if Path(config.plot).suffix not in benchmark.PLOT_SUFFIXES or not Path(config.plot).parent.is_dir():
-        raise UserError(f"--plot {config.plot}: name a {', '.join(benchmark.PLOT_SUFFIXES)} in a folder that exists")
+    if Path(config.plot).suffix not in benchmark.PLOT_SUFFIXES:
+        raise UserError(f"--plot {config.plot}: name a {', '.join(benchmark.PLOT_SUFFIXES)}")
+    check_writable("--plot", config.plot)
     axes = {
         "device_batch_size": config.sweep_rows,
         "max_seq_len": config.sweep_tokens,
@@ -336,22 +384,27 @@ def sweep(config: Config) -> dict[str, Any]:
         raise UserError("name what to vary: --sweep_rows 1 4 16, --sweep_tokens 128 512 or --sweep_threads 1 2")
 
     # ------------------------------------------------------------------ measure each combination
-    combinations = [dict(zip(used, values, strict=True)) for values in itertools.product(*used.values())]
+    different = [dict.fromkeys(values) for values in used.values()]
+    combinations = [dict(zip(used, values, strict=True)) for values in itertools.product(*different)]
     configs = [replace(config, what="train", **combination) for combination in combinations]
     for point in configs:
         check_ranges(point)
+        check_threads("--sweep_threads", point.threads)
     points: list[benchmark.Point] = []
-    metrics: dict[str, Any] = {}  # of the last one
+    measurements: dict[str, Any] = {}
     for point in configs:
         # Each in a process of its own: peak memory, compiled code and threads belong to a process.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             try:
                 metrics = process.submit(quietly_train, point).result()
             except (RuntimeError, MemoryError) as error:  # one that the system killed raises BrokenProcessPool
-                if not out_of_memory(error) and not isinstance(error, BrokenProcessPool):
+                if isinstance(error, BrokenProcessPool):
+                    reason = "their process was killed, as a system without free memory does"
+                elif out_of_memory(error):
+                    reason = "they do not fit in memory"
+                else:
                     raise
-                size = f"{point.device_batch_size} rows of {point.max_seq_len} tokens"
-                warn(f"{size} are left out: they do not fit in memory ({type(error).__name__})")
+                warn(f"{point.device_batch_size} rows of {point.max_seq_len} tokens are left out: {reason}")
                 continue
         measured = metrics["measurements"]
         points.append(
@@ -361,14 +414,16 @@ def sweep(config: Config) -> dict[str, Any]:
             )
         )  # fmt: skip
         print0(f"{points[-1]}: {statistics.median(points[-1].rates):,.0f} tokens/s")
+        # Whatever ends the sweep, the points until then are on the disk.
+        measurements |= {f"{name}, {points[-1]}": values for name, values in measured.items()}
+        shared = {name: metrics[name] for name in ("device", "versions", "kernels")}
+        threads = sorted({one.threads for one in points})
+        write_json(config, shared | {"threads": threads, "measurements": measurements})
+        benchmark.draw_sweep(points, config.plot)
     if not points:
-        raise UserError("nothing of this fits in memory: lower --sweep_rows, --sweep_tokens or --depth")
-
-    # ------------------------------------------------------------------ report
+        raise UserError("no point could be measured: lower --sweep_rows, --sweep_tokens or --depth")
     benchmark.print_sweep(points)
-    benchmark.draw_sweep(points, config.plot)
-    shared = {name: metrics[name] for name in ("device", "versions", "kernels", "threads")}
-    return shared | {"measurements": {str(point): in_unit("tokens/s", point.rates) for point in points}}
+    print0(f"wrote {config.plot}")
 
 
 def quietly_train(config: Config) -> dict[str, Any]:

@@ -1,9 +1,14 @@
 """Two files of `scripts.bench --json` compared, each ratio with its noise; a sweep with its plot."""
 
+import contextlib
 import itertools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +16,8 @@ import pytest
 
 from nanochat.report import benchmark
 from nanochat.report.benchmark import NOISE, Point, Ratio, ratio_of
+from nanochat.serve import load
+from nanochat.serve.load import LoadStats
 from nanochat.shell.cli import UserError
 from scripts import bench
 
@@ -98,6 +105,11 @@ def test_what_makes_a_comparison_doubtful_is_a_warning(write, capsys):
     alike, machine = capsys.readouterr().err.splitlines()
     assert all(text in alike for text in ("depth 4 and 6", "another chip", "threads 2 and 1"))
     assert "slower" in machine and "share" in machine
+    sides = [content(1000, what="sweep"), content(900, product=180, seed=7, what="sweep")]
+    for side in sides:
+        side["measurements"] = {f"{name}, 4 x 16 tokens": one for name, one in side["measurements"].items()}
+    benchmark.compare(*map(benchmark.load, write(*sides)))
+    assert "machine itself was slower" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,10 +121,23 @@ def test_what_makes_a_comparison_doubtful_is_a_warning(write, capsys):
         content(1000, measurements={"step": {"unit": "tokens/s", "values": []}}),
         content(1000, measurements={"step": {"unit": "tokens/s", "values": [0.0, float("nan")]}}),
         content(1000, measurements={"step": {"unit": "tokens/s", "values": "fast"}}),
+        content(1000, measurements={"step": {"unit": "tokens/s", "values": "12"}}),
+        content(1000, measurements={"step": {"unit": "tokens/s", "values": [10**400]}}),
         content(1000, what="serve"),
         content(1000, measurements={"step": {"unit": "s", "values": [1.0]}}),
     ],
-    ids=["no JSON", "a list", "older", "nothing measured", "no number", "a text", "another kind", "another unit"],
+    ids=[
+        "no JSON",
+        "a list",
+        "older",
+        "nothing measured",
+        "no number",
+        "a text",
+        "digits",
+        "too large",
+        "another kind",
+        "another unit",
+    ],
 )
 def test_a_file_that_cannot_be_compared_is_one_line(write, other):
     files = tuple(write(content(1000), other))
@@ -165,12 +190,86 @@ def test_a_sweep_measures_each_combination(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
     # Threads of this process in place of new processes, each of which would import torch.
     monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    sizes: dict[str, Any] = {"sweep_rows": (1, 2), "sweep_threads": (1,), "json": "sweep.json", "plot": "plot.png"}
+    sizes: dict[str, Any] = {"sweep_rows": (1, 1, 2), "sweep_threads": (1,), "json": "sweep.json", "plot": "plot.png"}
     bench.main(bench.Config("sweep", **TINY, steps=2, **sizes))
-    assert [*benchmark.load("sweep.json").measurements] == [f"{rows} x 16 tokens, 1 threads" for rows in (1, 2)]
+    found = benchmark.load("sweep.json")
+    assert [name for name in found.measurements if name.startswith("step")] == [
+        f"step, {rows} x 16 tokens, 1 thread" for rows in (1, 2)
+    ]
+    assert len(found.measurements) == 10 and found.settings["threads"] == [1]  # each with its bare product
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    table = capsys.readouterr().out.splitlines()[-3:-1]
+    table = capsys.readouterr().out.splitlines()[-3:-1]  # before "wrote plot.png"
     assert [line.split()[:3] for line in table] == [["1", "16", "1"], ["2", "16", "1"]]
+
+
+def test_a_sweep_that_is_stopped_has_written_what_it_measured(tmp_path, monkeypatch, capsys):
+    measured = {name: {"unit": "%", "values": [5.0]} for name in ("step", "share of the bare product")}
+    metrics = {"device": "a chip", "versions": {}, "kernels": "cpu", "threads": 1, "peak_memory_bytes": 1}
+    results = iter([BrokenProcessPool(), None, KeyboardInterrupt()])
+
+    def train(config: bench.Config) -> dict[str, Any]:
+        result = next(results)
+        if result:
+            raise result
+        return metrics | {"measurements": measured}
+
+    monkeypatch.setattr(bench, "quietly_train", train)
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    files = {"json": str(tmp_path / "sweep.json"), "plot": str(tmp_path / "sweep.png")}
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(bench.Config("sweep", **TINY, sweep_rows=(1, 2, 4), **files))
+    assert [*benchmark.load(files["json"]).measurements][0] == "step, 2 x 16 tokens, 1 thread"
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+    assert "1 rows of 16 tokens are left out: their process was killed" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- serve
+
+
+def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_path, monkeypatch, capsys):
+    """Without a server and processes: what the clients measured is given."""
+    stats = LoadStats(seconds=1.0, tokens=8, requests=3)
+    monkeypatch.setattr(load, "closed_loop", lambda *_: stats)
+    monkeypatch.setattr(bench, "serving", lambda engine, slots: contextlib.nullcontext(0))
+    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
+    config = bench.Config(
+        "serve", device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), new_tokens=2, threads=1,
+        json=str(tmp_path / "serve.json"),
+    )  # fmt: skip
+    bench.main(config)
+    assert "1 thread," in capsys.readouterr().out
+    written = json.loads((tmp_path / "serve.json").read_text())
+    assert [*written] == ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
+    assert benchmark.load(str(tmp_path / "serve.json")).measurements["HTTP, 2 clients"] == ("tokens/s", [8.0] * 5)
+    stats.failed = 1
+    with pytest.raises(UserError, match="--batches 2: 5 of 15 requests"):
+        bench.main(config)
+    with pytest.raises(UserError, match="--vocab_size"):
+        bench.main(replace(config, vocab_size=300))
+
+
+# ---------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+    ("what", "flags"),
+    [
+        ("train", {"batches": (1,)}),
+        ("train", {"sweep_rows": (1,)}),
+        ("serve", {"steps": 3}),
+        ("serve", {"fp8": True}),
+        ("sweep", {"against": "transformers"}),
+        ("compare", {"json": "out.json", "files": ("a.json", "b.json")}),
+        ("train", {"threads": 4096}),
+        ("serve", {"threads": 4096}),
+        ("sweep", {"sweep_threads": (1, 4096)}),
+        ("train", {"json": "/"}),
+        ("sweep", {"plot": "/proc/sweep.svg", "sweep_rows": (1,)}),
+    ],
+)
+def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_measured(what, flags):
+    with pytest.raises(UserError, match=f"^--{next(iter(flags))} "):
+        bench.main(bench.Config(what, **flags))
 
 
 @pytest.mark.parametrize(

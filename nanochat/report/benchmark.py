@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from nanochat.shell.cli import UserError
-from nanochat.shell.log import print0, print_table, warn
+from nanochat.shell.log import counted, print_table, warn
 from nanochat.shell.untrusted import read_json
 
-PRODUCT_NAME = "bare product"  # the measurement that shows how fast the machine itself was
+PRODUCT_NAME = "bare product"  # the measurements that show how fast the machine itself was begin so
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
@@ -75,6 +75,8 @@ def load(path: str) -> Benchmark:
         what = content["what"]
         measurements = {}
         for name, measured in content["measurements"].items():
+            if not isinstance(measured["values"], list):
+                raise TypeError(f"{name} has no list of values")
             values = [float(value) for value in measured["values"]]
             if not values or not all(math.isfinite(value) and value > 0 for value in values):
                 raise ValueError(f"{name} has a value that is no positive number")
@@ -84,7 +86,7 @@ def load(path: str) -> Benchmark:
         settings["threads"] = content["threads"]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: name two files of `python -m scripts.bench --json`") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path} is no file of today's `bench --json` ({reason}): measure again") from error
     return Benchmark(path, str(what), settings, measurements)
@@ -153,11 +155,12 @@ def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
         numbers = [short(median(values)), short(median(later)), f"{ratio.value:.3f}"]
         rows.append([f"{name}, {unit}", *numbers, interval, f"{min(len(values), len(later))}", ratio.verdict(unit)])
     print_table(["", "before", "after", "ratio", "95% interval", "times", "after is"], rows)
-    machine = ratios.get(PRODUCT_NAME, Ratio(1.0)).verdict("GFLOP/s")
-    if machine not in (NOISE, ONCE):
+    products = [ratio.verdict("GFLOP/s") for name, ratio in ratios.items() if name.startswith(PRODUCT_NAME)]
+    changes = sorted({*products} - {NOISE, ONCE})  # of a sweep: at some of its points
+    if changes:
         warn(
-            f"the machine itself was {machine} in {after.path} (bare product): go by the step's share of it, "
-            "or measure both again in turn"
+            f"the machine itself was {' and '.join(changes)} in {after.path} (bare product): go by the step's share "
+            "of it, or measure both again in turn"
         )
     return ratios
 
@@ -182,7 +185,7 @@ class Point:
     peak_memory: int  # bytes
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.row_tokens} tokens, {self.threads} threads"
+        return f"{self.rows} x {self.row_tokens} tokens, {counted(self.threads, 'thread')}"
 
 
 def print_sweep(points: Sequence[Point]) -> None:
@@ -229,4 +232,3 @@ def draw_sweep(points: Sequence[Point], path: str) -> None:
     panels[0].set_ylim(bottom=0)
     panels[-1].legend(frameon=False, fontsize=8)
     figure.savefig(path)
-    print0(f"wrote {path}")
