@@ -84,13 +84,13 @@ class Config:
 
 # What only some of the modes use: elsewhere such a flag is a mistake. `sweep` is `train` for several sizes.
 TRAIN_FLAGS = {"device_batch_size", "document_tokens", "optimizer", "steps", "fp8", "compile"}
-SERVE_FLAGS = {"batches", "prompt_tokens", "new_tokens"}
+SERVE_FLAGS = {"batches", "prompt_tokens", "new_tokens", *(field.name for field in fields(DecodingFlags))}
 SWEEP_FLAGS = {"sweep_rows", "sweep_tokens", "sweep_threads", "plot"}
 UNUSED_FLAGS = {
     "train": SERVE_FLAGS | SWEEP_FLAGS,
     "serve": TRAIN_FLAGS | SWEEP_FLAGS,
     "sweep": SERVE_FLAGS | {"against"},
-    "compare": {field.name for field in fields(Config)} - {"what", "files"},
+    "compare": {field.name for field in fields(Config)} - {"what", "files", "decoding"} | SERVE_FLAGS,
 }
 THREADS_A_CORE = 4  # with thousands of threads the machine stands still before anything is measured
 
@@ -98,9 +98,10 @@ THREADS_A_CORE = 4  # with thousands of threads the machine stands still before 
 def main(config: Config) -> None:
     if len(config.files) != (2 if config.what == "compare" else 0):
         raise UserError("`compare` takes two files, such as `compare before.json after.json`; the others take none")
-    for field in fields(config):
-        if field.name in UNUSED_FLAGS[config.what] and getattr(config, field.name) != field.default:
-            raise UserError(f"--{field.name} is not used by `bench {config.what}`: leave it out")
+    for flags in (config, config.decoding):
+        for field in fields(flags):
+            if field.name in UNUSED_FLAGS[config.what] and getattr(flags, field.name) != field.default:
+                raise UserError(f"--{field.name} is not used by `bench {config.what}`: leave it out")
     if config.what == "compare":
         from nanochat.report import benchmark
 

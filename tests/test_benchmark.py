@@ -16,6 +16,7 @@ import pytest
 
 from nanochat.report import benchmark
 from nanochat.report.benchmark import NOISE, Point, Ratio, ratio_of
+from nanochat.run.flags import DecodingFlags
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from nanochat.shell.cli import UserError
@@ -259,6 +260,7 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
         ("serve", {"steps": 3}),
         ("serve", {"fp8": True}),
         ("sweep", {"against": "transformers"}),
+        ("train", {"speculate": 4}),
         ("compare", {"json": "out.json", "files": ("a.json", "b.json")}),
         ("train", {"threads": 4096}),
         ("serve", {"threads": 4096}),
@@ -268,7 +270,10 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     ],
 )
 def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_measured(what, flags):
-    with pytest.raises(UserError, match=f"^--{next(iter(flags))} "):
+    name = next(iter(flags))
+    if name == "speculate":
+        flags = {"decoding": DecodingFlags(**flags)}
+    with pytest.raises(UserError, match=f"^--{name} "):
         bench.main(bench.Config(what, **flags))
 
 
