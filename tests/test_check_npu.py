@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from simnpu import build
+from simnpu.forks import simulated
 
 import check_npu
 from check_npu import Chip, Fail, Holder, Machine, Report, Skip
@@ -622,10 +623,10 @@ def test_the_plan_is_what_setup_reads(tmp_path: Path, capsys: pytest.CaptureFixt
 # ---- On a simulated NPU: the real torch_npu over a CANN of our own (tests/simnpu) ---------------------------------
 
 
-def check_simulated(root: Path, devices: int = 2, sourced: bool = True, **options: str) -> tuple[int, list[str]]:
+def check_simulated(root: Path, sourced: bool = True, forked: bool = True, **options: Any) -> tuple[int, list[str]]:
     """The exit code and the lines of the whole command on a machine with NPUs, and CANN 9.1.0 below `root`."""
     try:
-        environment = os.environ | build.environment(devices=devices, **options)
+        environment = build.environment(**options)
     except build.Unavailable as missing:
         pytest.skip(f"no simulated NPU: {missing}")
     home = environment["ASCEND_HOME_PATH"]
@@ -638,10 +639,14 @@ def check_simulated(root: Path, devices: int = 2, sourced: bool = True, **option
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "usr/local/bin/npu-smi").chmod(0o755)
-    if not sourced:
-        environment = {name: value for name, value in environment.items() if not name.startswith(("ASCEND", "LD_"))}
-    command = [sys.executable, str(ROOT / "check_npu.py"), "--root", str(root)]
-    answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    command = [str(ROOT / "check_npu.py"), "--root", str(root)]
+    if forked:
+        answer = simulated(command, env=environment, **options)
+    else:
+        env = {**os.environ, **environment}
+        if not sourced:
+            env = {name: value for name, value in env.items() if not name.startswith(("ASCEND", "LD_"))}
+        answer = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=500)
     assert "Traceback" not in answer.stdout + answer.stderr
     lines = answer.stdout.splitlines()
     failures = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
@@ -651,7 +656,7 @@ def check_simulated(root: Path, devices: int = 2, sourced: bool = True, **option
 
 @pytest.mark.slow
 def test_the_whole_command_on_simulated_npus(tmp_path: Path):
-    code, lines = check_simulated(tmp_path)
+    code, lines = check_simulated(tmp_path, forked=False, devices=2)
     assert code == 0, "\n".join(lines)
     found = dict(line.split(": ", 1) for line in lines)
     assert found["PASS device files"] == "2: /dev/davinci0 /dev/davinci1"
@@ -668,14 +673,6 @@ def test_the_whole_command_on_simulated_npus(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_a_simulated_chip_for_inference(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, devices=1, soc="Ascend310P3")
-    assert code == 0, "\n".join(lines)
-    assert "SKIP training step: Ascend310P3 is made for inference" in lines
-    assert any(line.startswith("PASS attention: torch") for line in lines)
-
-
-@pytest.mark.slow
 def test_out_of_memory_on_a_simulated_npu(tmp_path: Path):
     code, lines = check_simulated(tmp_path, devices=1, memory="3MiB")
     assert code == 1
@@ -686,9 +683,12 @@ def test_out_of_memory_on_a_simulated_npu(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_collective_that_fails_on_simulated_npus(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, hccl_fail="all_reduce:3@1")
+def test_a_collective_that_fails_on_simulated_chips_for_inference(tmp_path: Path):
+    """The one failure of such chips, of which no training step is asked."""
+    code, lines = check_simulated(tmp_path, devices=2, soc="Ascend310P3", hccl_fail="all_reduce:3@1")
     assert code == 1
+    assert "SKIP training step: Ascend310P3 is made for inference" in lines
+    assert any(line.startswith("PASS attention: torch") for line in lines)
     (index,) = (index for index, line in enumerate(lines) if line.startswith("FAIL"))
     assert re.match(r"FAIL all-reduce: 2 processes: RuntimeError: .*HcclAllreduce, error code is \d+", lines[index])
     assert "HCCL_SOCKET_IFNAME" in lines[index + 1]
@@ -697,7 +697,7 @@ def test_a_collective_that_fails_on_simulated_npus(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_cann_that_is_not_sourced_under_the_real_torch_npu(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, sourced=False)
+    code, lines = check_simulated(tmp_path, sourced=False, forked=False)
     assert code == 1
     index = next(index for index, line in enumerate(lines) if line.startswith("FAIL import torch"))
     assert "cannot open shared object file" in lines[index]

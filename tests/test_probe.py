@@ -1,15 +1,13 @@
 """The probe finds a planted mistake at its layer and by its name, and nothing where there is none."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from simnpu import build
+from simnpu.forks import simulated
 from test_scripts import call
 from tiny import lively_model, tiny_config
 
@@ -137,17 +135,15 @@ def test_the_command_records_and_compares(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 def test_a_simulated_npu_agrees_with_a_cpu(tmp_path: Path):
     """Three recordings in one process; bfloat16 products take a CPU long, so that their model is smaller."""
-    try:
-        environment = build.environment()
-    except build.Unavailable as reason:
-        pytest.skip(f"no simulated NPU: {reason}")
     cases = ("--dtype=float32", "--dtype=float32 --document_tokens=24", "--dtype=bfloat16 --depth=2")
     flags = {device: [f"--device={device} {case}" for case in cases] for device in ("cpu", "npu")}
     for place, flag in enumerate(flags["cpu"]):
         call("probe", *flag.split(), f"--out={tmp_path}/cpu{place}.json")
     commands = [f"probe {flag} --out={tmp_path}/npu{place}.json" for place, flag in enumerate(flags["npu"])]
-    subprocess.run(
-        [sys.executable, CHAIN, *commands], cwd=ROOT, env={**os.environ, **environment}, check=True, timeout=240
-    )
+    try:
+        done = simulated([CHAIN, *commands])
+    except build.Unavailable as reason:
+        pytest.skip(f"no simulated NPU: {reason}")
+    assert done.returncode == 0, done.stderr
     for place in range(len(cases)):
         call("probe", "--compare", f"{tmp_path}/cpu{place}.json", f"{tmp_path}/npu{place}.json")

@@ -52,7 +52,6 @@ OLD_CHIPS = _words(
     """Ascend910PremiumA Ascend910ProA Ascend910A Ascend910ProB Ascend910B
     Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7"""
 )
-SOC = os.environ.get("SIMNPU_SOC", "")
 # Further types that an operator (by its name without overload) does not take; torch_npu's documentation.
 LIMITS = {
     "multinomial": HALVES,
@@ -233,8 +232,8 @@ class Kernel:
         schema = operator._schema
         self.name = schema.name.partition("::")[2]
         self.refused = REFUSED | LIMITS.get(self.name, {})
-        if SOC in OLD_CHIPS:
-            self.refused[torch.bfloat16] = f"DT_BFLOAT16 on {SOC}"
+        if _soc() in OLD_CHIPS:
+            self.refused[torch.bfloat16] = f"DT_BFLOAT16 on {_soc()}"
         self.takes_scalars = self.name.removesuffix("_") in SCALARS
         self.label = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         self.names = [argument.name for argument in schema.arguments]
@@ -723,6 +722,8 @@ def _lazy(name: str, compute: Callable[..., Any] | None) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not made:
+            if name in OPERATORS and _soc() in OLD_CHIPS:
+                raise RuntimeError(f"{name.partition('::')[2]}: {_soc()} has no such operator, error code is 561103")
             operator = _operator(name)
             made.append(Kernel(operator, compute or operator))
         return made[0](*args, **kwargs)
@@ -730,11 +731,8 @@ def _lazy(name: str, compute: Callable[..., Any] | None) -> Callable[..., Any]:
     return kernel
 
 
-def _missing_on_this_chip(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{name.partition('::')[2]}: {SOC} has no such operator, error code is 561103")
-
-    return refuse
+def _soc() -> str:
+    return os.environ.get("SIMNPU_SOC", "")  # read late: forks.py sets it once this has been imported
 
 
 def _replaced(name: str) -> bool:
@@ -773,9 +771,7 @@ def register() -> None:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
             space, _, rest = name.partition("::")
             compute = OPERATORS.get(name) or COMPUTED.get(name)
-            if name in OPERATORS and SOC in OLD_CHIPS:
-                libraries[space].impl(rest, _missing_on_this_chip(name), allow_override=True)
-            elif name in DIRECT:
+            if name in DIRECT:
                 libraries[space].impl(rest, DIRECT[name], allow_override=True)
             elif compute is not None or _replaced(name):
                 libraries[space].impl(rest, _lazy(name, compute), allow_override=True)

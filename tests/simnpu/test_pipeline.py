@@ -16,11 +16,11 @@ import pytest
 from test_scripts import call
 
 from simnpu import build
+from simnpu.forks import simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = str(ROOT / "tests/simnpu/run")
 CHAIN = str(ROOT / "tests/simnpu/chain.py")
-RANKS = str(ROOT / "tests/simnpu/ranks.py")
 SHORT = "--tasks=addition,identity,spelling"
 STEP = "--device_batch_size=2 --log_every=1"
 BASE = (
@@ -67,8 +67,7 @@ def launch(
 
 def chain(base: Path, folder: Path, *commands: str, ranks: int = 1) -> str:
     """What scripts print, one behind the other in the same simulated processes."""
-    fork = [RANKS, str(ranks)] if ranks > 1 else []
-    done = launch(base, folder, sys.executable, *fork, CHAIN, *commands, simulated=f"--devices {ranks}")
+    done = simulated([CHAIN, *commands], ranks=ranks, cwd=folder, env={"NANOCHAT_BASE_DIR": str(base)})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -289,10 +288,8 @@ def one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 
 def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
     big = BASE.replace("--device_batch_size=2", "--device_batch_size=64").replace("1024", "8192")
-    done = launch(
-        on_npu[0], texts, sys.executable, "-m", "scripts.base_train", *f"--device=npu {big} --model_tag=big".split(),
-        simulated="--memory 48MiB",
-    )  # fmt: skip
+    command = f"-m scripts.base_train --device=npu {big} --model_tag=big".split()
+    done = simulated(command, memory="48MiB", cwd=texts, env={"NANOCHAT_BASE_DIR": str(on_npu[0])})
     one_line(done, "out of memory: lower --device_batch_size", "NPU out of memory")
 
 
@@ -306,20 +303,24 @@ def test_a_missing_set_env_is_one_line(texts, tmp_path):
     one_line(done, "set_env.sh")
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("--hccl_fail all_reduce:4@1", ("rank 1: a collective failed", "check_npu.py")),
-        ("--hccl_hang all_reduce:4@1", ("rank 0: another process did not take part", "HCCL_EXEC_TIMEOUT")),
-    ],
-)
-def test_a_failed_collective_is_one_line(on_npu, texts, fault: str, words: tuple[str, ...], monkeypatch):
-    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "5")
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
-    command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
-    done = launch(on_npu[0], texts, sys.executable, *command, simulated=f"--devices 2 {fault}")
+def one_error(done: subprocess.CompletedProcess, *words: str) -> None:
+    """The ranks failed with one line between them; torchrun adds a summary of its own."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr[-4000:]
     assert all(word in errors[0] for word in words), errors
-    before_torchrun = done.stderr.partition("torch/distributed/elastic")[0]  # torchrun adds a summary of its own
+    before_torchrun = done.stderr.partition("torch/distributed/elastic")[0]
     assert "Traceback" not in before_torchrun.partition("error: ")[0], done.stderr[-4000:]
+
+
+def test_a_failed_collective_is_one_line(on_npu, texts):
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
+    command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
+    done = launch(on_npu[0], texts, sys.executable, *command, simulated="--devices 2 --hccl_fail all_reduce:4@1")
+    one_error(done, "rank 1: a collective failed", "check_npu.py")
+
+
+def test_a_collective_that_hangs_is_one_line(on_npu, texts):
+    command = f"-m scripts.base_train --device=npu {BASE} --model_tag=fault".split()
+    env = {"HCCL_EXEC_TIMEOUT": "5", "NANOCHAT_BASE_DIR": str(on_npu[0])}
+    done = simulated(command, ranks=2, hccl_hang="all_reduce:4@1", cwd=texts, env=env)
+    one_error(done, "rank 0: another process did not take part", "HCCL_EXEC_TIMEOUT")

@@ -1,13 +1,12 @@
 """A session of the tinker client with the training service on a simulated NPU: the numbers of the CPU."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 
-from simnpu.test_pipeline import launch
+from simnpu.forks import simulated
 
 pytest.importorskip("tinker", reason="the extra `dev` brings tinker")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
@@ -54,11 +53,11 @@ def test_a_clients_session_has_the_cpus_numbers(tmp_path: Path, monkeypatch):
     script = tmp_path / "session.py"
     script.write_text(SESSION)
     results = []
-    for device, simulated in (("cpu", None), ("npu", "--devices 1")):
+    for device in ("cpu", "npu"):
         base = tmp_path / device
         folder = base / "checkpoints" / "sft" / "tiny"
         tiny.save_checkpoint(folder, 0, model, tokenizer, {"stage": "sft", "tasks": []})
-        done = launch(base, tmp_path, sys.executable, str(script), device, simulated=simulated)
+        done = simulated([str(script), device], env={"NANOCHAT_BASE_DIR": str(base)})
         assert done.returncode == 0, done.stderr[-3000:]
         results.append(json.loads(done.stdout.splitlines()[-1]))
     (losses, tokens, logprobs), on_npu = results
