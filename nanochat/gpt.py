@@ -129,6 +129,10 @@ class GPTConfig:
     norm_eps: float = 1e-6
     # Biases on q, k and v, which Qwen2 has. The preset has no bias anywhere.
     attention_bias: bool = False
+    # So many heads of the first layer begin by looking back, the first at the last token, the next at the one before
+    # that: their q and k have biases. Such heads are what later layers need to continue what stood in the text before
+    # (source: Olsson et al. 2022, In-context Learning and Induction Heads), and a model takes a while to find them.
+    lookback_heads: int = 0
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
     # 0.3 and 0.008 at depth 12 (scaling.py).
     tied_head: bool = False
@@ -161,6 +165,8 @@ class GPTConfig:
         # Refuse impossible shapes.
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.lookback_heads > self.n_kv_head:
+            raise ValueError(f"lookback_heads {self.lookback_heads} are more than the {self.n_kv_head} key heads")
         if self.head_dim % 2:
             raise ValueError(
                 f"--head_dim {self.head_dim} is odd, and rotary positions turn pairs of channels: use an even number, "
@@ -384,6 +390,9 @@ class Attention(nn.Module):
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
         self.k_norm = Norm(D, config, kernels) if has_norm else None
+        self.lookback = None  # biases of q and k, (H + K, D) in one row
+        if layer == 0 and config.lookback_heads:
+            self.lookback = nn.Parameter(torch.zeros((H + K) * D))
         self.value_gate = None
         if config.has_value_embedding(layer):
             self.value_gate = Linear(min(GATE_INPUTS, config.width), K, bias=False)
@@ -411,6 +420,8 @@ class Attention(nn.Module):
             v = qkv[1].view(B, T, K, D)
         else:
             qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D), next to each other
+        if self.lookback is not None:
+            qk = qk + self.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
 
         if c.qk_norm == "before_rotary":
             qk = self._norm(qk)
@@ -666,6 +677,8 @@ class GPT(nn.Module):
             uniform(block.attention.qkv.weight, std)
             if block.attention.qkv.bias is not None:
                 block.attention.qkv.bias.zero_()
+            if block.attention.lookback is not None:
+                fill(block.attention.lookback, self._lookback())
             if block.attention.value_gate is not None:
                 # Every gate starts at 3 sigmoid(0) = 1.5, open for each token alike.
                 block.attention.value_gate.weight.zero_()
@@ -685,6 +698,26 @@ class GPT(nn.Module):
             fill(self.residual_scales, 1.15 - 0.10 * depth)
             fill(self.embedding_scales, 0.20 - 0.15 * depth)
         self.fill_rotary()
+
+    def _lookback(self) -> Tensor:
+        """The first biases of q and k by which the first heads of a layer look back, ((H + K) D,)."""
+        c = self.config
+        D = c.head_dim
+        # A rotation turns pair i of a query at position t by t f_i, and of a key at s by s f_i. A key's bias that is
+        # ahead of the query's by d f_i is in line with it where s = t - d, in all pairs at once, and only there.
+        # A quarter of the channels take part, the fastest pairs: they tell neighbours apart. Twice as large as what
+        # the products give (sqrt(D)), the biases decide where to look, and what the tokens are decides a little.
+        pairs = max(D // 8, 1)
+        frequencies = c.rope_theta ** (-2 * torch.arange(pairs) / D)
+        size = 2 * math.sqrt(D / pairs)
+        queries = torch.zeros(c.n_kv_head, c.n_head // c.n_kv_head, D)  # by the key head that they share
+        keys = torch.zeros(c.n_kv_head, D)
+        for head in range(c.lookback_heads):
+            angles = (head + 1) * frequencies
+            queries[head, :, :pairs] = size
+            keys[head, :pairs] = size * angles.cos()
+            keys[head, D // 2 : D // 2 + pairs] = size * angles.sin()
+        return torch.cat((queries.flatten(), keys.flatten()))
 
     @contextlib.contextmanager
     def cast_weights(self) -> Iterator[None]:

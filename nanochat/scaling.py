@@ -72,6 +72,7 @@ def model_config(
             window_pattern=window_pattern,
             mlp=mlp,
             mlp_width=mlp_width,
+            lookback_heads=min(2, n_head),
         )
     except ValueError as error:  # it names the flag
         raise UserError(str(error)) from error

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, GPTConfig, Linear, StackedLinear, _Mix
+from nanochat.gpt import GPT, Attention, GPTConfig, Linear, StackedLinear, _Mix
 from nanochat.kernels.torch_ import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -55,6 +56,9 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
         qkv = h @ p[f"{block}attention.qkv.weight"].T
         qkv = qkv + p[f"{block}attention.qkv.bias"] if c.attention_bias else qkv
         q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv.split((H * D, K * D, K * D), dim=-1))
+        if i == 0 and c.lookback_heads:
+            biases = p[f"{block}attention.lookback"].view(H + K, D)
+            q, k = q + biases[:H], k + biases[H:]
         if c.qk_norm == "before_rotary":
             q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
         q, k = turn(q), turn(k)
@@ -415,6 +419,24 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     assert (products.diagonal(-1)[0] - products.diagonal(1)[0]).abs() > 1e-3, "before and behind look the same"
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_heads_begin_by_looking_back(head_dim: int) -> None:
+    config = tiny_config(sequence_len=64, head_dim=head_dim, width=128, n_kv_head=4, lookback_heads=3)
+    model = GPT(config)
+    model.init_weights(0)
+    attention = model.blocks[0].attention
+    assert isinstance(attention, Attention)
+    with patch.object(attention.kernels, "attention", wraps=attention.kernels.attention) as attend:
+        model.hidden(random_tokens(model, 4, 64))
+    q, k = attend.call_args_list[0].args[:2]  # of the first layer, (B, T, H, D)
+    scores = attention.scale * torch.einsum("bthd,bshd->bhts", q, k)
+    weights = scores.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf).softmax(-1)  # (B, H, T, S)
+    at_distance = [weights.diagonal(-d, -2, -1)[..., 3:].mean((0, 2)) for d in range(5)]  # (H,) each
+    shares = torch.stack(at_distance)  # (distance, head)
+    assert shares.argmax(0)[:3].tolist() == [1, 2, 3]
+    assert (shares.amax(0)[:3] > 0.3).all() and (shares[:, 3] < 0.1).all(), shares
+
+
 # ---------------------------------------------------------------------- parameters and their initial values
 
 
@@ -535,6 +557,7 @@ def test_the_seed_decides_the_weights() -> None:
         ({"width": 30, "n_head": 4}, "width 30 is not a multiple of n_head 4"),
         ({"n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"lookback_heads": 3}, "lookback_heads 3 are more than the 2 key heads"),
         ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
         ({"window_pattern": ""}, "--window_pattern ''"),
     ],

@@ -51,6 +51,7 @@ class Attention(nn.Module):
         H, K, D = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = nn.Linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
         self.output = nn.Linear(H * D, config.width, bias=False)
+        self.lookback = nn.Parameter(torch.zeros((H + K) * D)) if layer == 0 and config.lookback_heads else None
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(config, D) if has_norm else nn.Identity()
         self.k_norm = Norm(config, D) if has_norm else nn.Identity()
@@ -68,6 +69,9 @@ class Attention(nn.Module):
             .view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)
             .split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
         )
+        if self.lookback is not None:
+            biases = self.lookback.view(-1, c.head_dim)
+            q, k = q + biases[: c.n_head], k + biases[c.n_head :]
         if c.qk_norm == "before_rotary":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

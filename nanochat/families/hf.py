@@ -249,7 +249,7 @@ def family_of(config: GPTConfig) -> str | None:
     """The family that computes this config, the most widespread one; None: none does."""
     windows = [config.window(layer) for layer in range(config.n_layer)]
     plain = config.mlp == "swiglu" and config.norm_weight and not config.logit_cap
-    additions = config.embedding_norm or config.value_embeddings or config.residual_scales
+    additions = config.embedding_norm or config.value_embeddings or config.residual_scales or config.lookback_heads
     if not plain or additions or (config.qk_norm != "none" and config.qk_scale != 1):
         return None
     if config.qk_norm == "before_rotary":

