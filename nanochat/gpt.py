@@ -24,6 +24,7 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
+from nanochat.kernels.gradients import mix, product, relu_squared, stacked_products
 from nanochat.kernels.torch_ import TorchKernels, split_like
 from nanochat.parallel.fsdp import fill, is_sharded
 from nanochat.shell.storage import is_dtensor
@@ -227,47 +228,15 @@ class Linear(nn.Linear):
     """A product in the dtype of its input. Its weight stays in fp32: an update is often smaller than bf16 resolves."""
 
     # Casts stand in the model and not in torch.autocast, whose lists of operators differ between devices and versions:
-    # some promote a square or a norm to fp32, and with it everything that follows. Without that, with relu^2 as
-    # below and with sums of products in one operator, a step at depth 12 keeps 144 KiB less of a token for its backward
-    # pass, a quarter (docs/measurements.md).
+    # some promote a square or a norm to fp32, and with it everything that follows. Without that, with relu^2 and sums
+    # of products as single operators (kernels/gradients.py), a step at depth 12 keeps 144 KiB less of a token for its
+    # backward pass, a quarter (docs/measurements.md).
 
     cast: Tensor | None = None  # the weight in the dtype of the products, within `GPT.cast_weights`
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x, self.weight, self.cast)
+        y = product(x, self.weight, self.cast)
         return y if self.bias is None else y + self.bias.to(x.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs), with the weight in the dtype of x.
-
-    A cast, unless `cast` is the weight in that dtype, and F.linear. The backward pass is written out for the layout of
-    the weight's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> Tensor:
-        matrix = weight.to(x.dtype) if cast is None else cast
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
-        ctx.weight_dtype = weight.dtype
-        return F.linear(x, matrix)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return _product_gradients(ctx, grads[0])
-
-
-def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """The gradients of x, of the weight, and none of its cast, from that of the product."""
-    # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
-    x, matrix = ctx.saved_tensors
-    grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
-    grad_weight = None
-    if ctx.needs_input_grad[1]:
-        # In this order the result lies in memory as the weight does. Autograd's own form is a view of x^T dy,
-        # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
-        grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
-    return grad_x, grad_weight, None
 
 
 class StackedLinear(Linear):
@@ -278,71 +247,7 @@ class StackedLinear(Linear):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _StackedProducts.apply(x, self.weight, self.cast)
-
-
-class _StackedProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> tuple[Tensor, Tensor]:
-        matrix = weight.to(x.dtype) if cast is None else cast
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
-        ctx.weight_dtype = weight.dtype
-        y = x.flatten(0, -2)[None] @ matrix.unflatten(0, (3, -1)).mT  # (3, tokens, outputs)
-        y = y.unflatten(1, x.shape[:-1])
-        return y[:2], y[2]
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return _product_gradients(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
-
-
-class _KeepsNothing:
-    """In place of autograd's context where there is no backward pass."""
-
-    save_for_backward = staticmethod(lambda *tensors: None)
-
-
-def _apply(function: Any, *inputs: Tensor) -> Any:
-    """An autograd function; without gradients its operators alone: autograd takes 8 us a call, 2 calls a layer."""
-    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_KeepsNothing, *inputs)
-
-
-class _ReluSquared(torch.autograd.Function):
-    """relu(x)^2, whose derivative is 2 relu(x): for negative x both are 0, and nothing else of relu is needed.
-
-    So backward needs one tensor and two passes; autograd goes through square and relu one by one, in four.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = F.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (positive,) = ctx.saved_tensors
-        return (grads[0] * positive).mul_(2)
-
-
-class _Mix(torch.autograd.Function):
-    """a x + b first, with a and b of one number each, and `first` again, for the next layer.
-
-    So each layer adds its part to the gradient of `first` as it passes through. In autograd's own form a layer's
-    backward pass takes 9 operators, two of which multiply by 1, and here 4.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, first, a, b)
-        return torch.addcmul(a * x, b, first), first
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        x, first, a, b = ctx.saved_tensors
-        grad, grad_first = grads
-        flat = grad.flatten()
-        return grad * a, torch.addcmul(grad_first, b, grad), flat @ x.flatten(), flat @ first.flatten()
+        return stacked_products(x, self.weight, self.cast)
 
 
 class Norm(nn.Module):
@@ -485,7 +390,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
         # relu squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
-        x = self.kernels.swiglu(x) if self.gated else _apply(_ReluSquared, x)
+        x = self.kernels.swiglu(x) if self.gated else relu_squared(x)
         return self.output(x)
 
 
@@ -783,7 +688,7 @@ class GPT(nn.Module):
         context = self._context(tokens, x.dtype, cache, segments)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        # Every layer mixes a share of it in again. A view, because the compiler takes no tensor twice (`_Mix`).
+        # Every layer mixes a share of it in again. A view, because the compiler takes no tensor twice (`mix`).
         first = x.view_as(x)
 
         if self.config.residual_scales:
@@ -792,7 +697,8 @@ class GPT(nn.Module):
             embedding_scales = self.embedding_scales.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
             if self.config.residual_scales:
-                x, first = _apply(_Mix, x, first, residual_scales[i], embedding_scales[i])
+                # x = a x + b first, with this layer's two scales
+                x, first = mix(x, first, residual_scales[i], embedding_scales[i])
             value = None
             if str(i) in self.value_embeddings:
                 # x passes through unchanged, see ValueEmbedding.
