@@ -1,8 +1,8 @@
 """Generation: read the prompts, then decode one token at a time for every running row, against a cache.
 
 Token ids in, token ids out. There is one decoder, `Slots`: a cache with a fixed number of slots, whose running rows all
-advance by one token a step. Command line, evaluation and RL use it through `Engine`; serve/scheduler.py admits and
-releases rows while others run. A step:
+advance by one token a step, or by several where tokens were guessed rightly (`Slots.guesses`). Command line, evaluation
+and RL use it through `Engine`; serve/scheduler.py admits and releases rows while others run. A step:
 
     1. forward   the last token of each row against the row's cached keys and values -> logits (`Slots._step`)
     2. sample    one token for each row, by the row's own settings and noise (`sampling.sample`)
@@ -633,7 +633,8 @@ class Slots:
             likely = [numbers[1:] for numbers in table]
 
         # 4. A row that reads the tool's answer takes the answer's next token instead of the model's. A row that drew
-        #    what it had guessed has the logits after that token too, and takes the next one as well.
+        #    what it had guessed has the logits after that token too, and takes the next one as well: guesses 7 8 9 and
+        #    draws 7 8 5 6 give 7, 8 and 5. The -1 stands for the last draw, which nothing was guessed for.
         forced: dict[int, int] = {}  # by slot
         new_tokens = []
         for row, guess in zip(self.rows, guesses, strict=True):

@@ -91,6 +91,7 @@ def use_fp8(blocks: nn.Module) -> int:
             sides = (module.in_features, module.out_features)
             if min(sides) >= SMALLEST_SIDE and not any(side % MULTIPLE for side in sides):
                 # Another forward for the same module: its parameters, which FSDP may have sharded, stay what they are.
+                # A StackedLinear becomes one product with its results next to each other, which attention takes too.
                 module.__class__ = Fp8Linear
                 count += 1
     return count
