@@ -72,7 +72,7 @@ def model_config(
             window_pattern=window_pattern,
             mlp=mlp,
             mlp_width=mlp_width,
-            lookback_heads=min(2, n_head),
+            lookback_heads=min(2, max(0, n_head - 2)),  # at least two heads begin free
         )
     except ValueError as error:  # it names the flag
         raise UserError(str(error)) from error

@@ -105,7 +105,7 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
 
 
 SHAPES_OF_OURS = {
-    "fast": {"norm_weight": False},
+    "fast": {"norm_weight": False, "lookback_heads": 1},
     # With a context that was extended from 16 tokens.
     "gated": {
         **tiny.SHAPES["qwen3"],

@@ -93,7 +93,7 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
 @shapes
 @pytest.mark.parametrize("T", [1, 32])
 def test_the_model_is_what_its_config_says(shape: str, T: int) -> None:
-    model = lively_model(tiny_config(**SHAPES[shape], norm_eps=1e-3))
+    model = lively_model(tiny_config(**{"lookback_heads": 1, **SHAPES[shape]}, norm_eps=1e-3))
     tokens = random_tokens(model, 2, T)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).double(), slow_logits(model, tokens), rtol=1e-4, atol=1e-4)
@@ -143,7 +143,9 @@ def test_cached_greedy_decoding_is_exact(shape: str, chunks: list[int]) -> None:
     assert len(set(tokens.flatten().tolist())) > 8, "the case is too easy to show anything"
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 1}, {"n_kv_head": 4}, {"window_pattern": "S"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_head": 1}, {"n_kv_head": 4}, {"window_pattern": "S"}, {"lookback_heads": 2}], ids=str
+)
 def test_cached_greedy_decoding_is_exact_for_heads_and_windows(changes: dict[str, Any]) -> None:
     model = lively_model(tiny_config(**changes), seed=5)
     prompt = random_tokens(model, 2, 7)

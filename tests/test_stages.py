@@ -981,7 +981,7 @@ def pairs_file(folder: Path, count: int, odd: Sequence[dict] = ()) -> Path:
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
 def test_held_out_pairs_are_told_apart(start, tmp_path, loss):
     tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
-    flags = (*CPU, "--source=base", tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--lr_scale=1")
+    flags = (*CPU, "--source=base", tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--lr_scale=0.5")
     more = ("--num_iterations=60", "--eval_every=20", "--eval_examples=64", f"--loss={loss}")
     call("chat_dpo", *flags, *more)
     lines = metrics(start, "dpo")

@@ -54,7 +54,6 @@ PRELOADED = [
 PLAIN = {
     "window_pattern": "L", "mlp": "swiglu", "mlp_width": 48, "rope_theta": 10_000.0, "qk_scale": 1.0,
     "norm_weight": True, "embedding_norm": False, "value_embeddings": False, "residual_scales": False, "logit_cap": 0.0,
-    "lookback_heads": 0,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -67,15 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def tiny_config(**changes: Any) -> GPTConfig:
     """The fast preset in milliseconds: windows of 8, two query heads to a key head, a vocabulary that is padded."""
-    sizes = {
-        "vocab_size": 100,
-        "sequence_len": 32,
-        "n_layer": 3,
-        "width": 32,
-        "n_head": 4,
-        "n_kv_head": 2,
-        "lookback_heads": 1,
-    }
+    sizes = {"vocab_size": 100, "sequence_len": 32, "n_layer": 3, "width": 32, "n_head": 4, "n_kv_head": 2}
     return GPTConfig(**{**sizes, "window_pattern": "SSL", **changes})
 
 
