@@ -200,8 +200,8 @@ def main(config: Config) -> None:
         optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout, config.kept_as)
         peak_lr = config.learning_rate
         largest_norm = 1.0
-    # A trained model is warmed up for a tenth of a short run. A new one has nothing to lose: 3 steps, not 25, of 250
-    # are worth 0.7% of its bits per byte (docs/measurements.md).
+    # A trained model is warmed up for a tenth of a short run. A new one has nothing to lose, and learns faster with a
+    # shorter rise (docs/measurements.md).
     warmup = {} if config.source else {"warmup_steps": min(40, steps // 40)}
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction, **warmup)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
