@@ -59,7 +59,9 @@ class CpuKernels(TorchKernels):
             packed = HalfLinear
         # The head first: its padding is cut off, and the loop below then leaves it alone.
         model.head = PackedHead(packed(model.head_weight().detach()), model.config.logit_cap)
-        places = [(m, name) for m in model.modules() for name, c in m.named_children() if isinstance(c, nn.Linear)]
+        places = []
+        for module in model.modules():
+            places += [(module, name) for name, child in module.named_children() if isinstance(child, nn.Linear)]
         for parent, name in places:
             linear = getattr(parent, name)  # nobody else holds it: the weight is freed before the next one is packed
             layout = SmallLinear if name == "value_gate" else packed

@@ -161,7 +161,9 @@ class TorchKernels:
 
         Raises UserError: when there are no products with such weights.
         """
-        raise UserError(NO_FP16) if weights == "fp16" else NotImplementedError(f"{self.name} kernels pack no weights")
+        if weights == "fp16":
+            raise UserError(NO_FP16)
+        raise NotImplementedError(f"{self.name} kernels pack no weights")
 
 
 def unfused_adamw(updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
