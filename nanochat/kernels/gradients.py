@@ -116,5 +116,12 @@ class _Mix(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, first, a, b = ctx.saved_tensors
         grad, grad_first = grads
-        flat = grad.flatten()
-        return grad * a, torch.addcmul(grad_first, b, grad), flat @ x.flatten(), flat @ first.flatten()
+        return grad * a, torch.addcmul(grad_first, b, grad), _dot(grad, x), _dot(grad, first)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a b over all their places."""
+    if a.device.type == "cpu" and a.dtype == torch.bfloat16:
+        # There torch adds up the numbers one by one, in bf16: 15 ms for a million of them, and this takes 0.3.
+        return (a * b).sum(dtype=torch.float32)
+    return a.flatten() @ b.flatten()
