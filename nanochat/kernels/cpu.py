@@ -16,6 +16,8 @@ from nanochat.shell.cli import UserError
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
+# Whether the processor multiplies tiles of bf16 (AMX), for which torch's fused attention has code of its own.
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 
 
 class CpuKernels(TorchKernels):
@@ -41,8 +43,9 @@ class CpuKernels(TorchKernels):
         return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """Matrix products in bf16, where the fused operator takes 3 times as long for 16 rows of one query."""
-        if k.dtype == torch.float32:
+        """In bf16 without AMX matrix products: there torch's fused operator takes 3 times as long for 16 rows of one
+        query. With AMX it takes a fifth of the time."""
+        if k.dtype == torch.float32 or HAS_AMX:
             return super().cached_attention(q, k, v, scale=scale, mask=mask)
         return cached_products(q, k, v, scale=scale, hidden=mask < 0)
 
