@@ -17,6 +17,8 @@ from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.gpt import GPT, Attention, GPTConfig, Linear, StackedLinear
+from nanochat.kernels import gradients
+from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.gradients import mix
 from nanochat.kernels.torch_ import TorchKernels
 
@@ -341,6 +343,29 @@ def test_each_layers_mix_has_the_gradients_of_its_formula() -> None:
         return mix(x.sin(), first, *scales[2:])[0]
 
     assert torch.autograd.gradcheck(two_layers, (x, first, *scales))
+
+
+def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> None:
+    angles = torch.randn(5, 1, 3, dtype=torch.float64)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    x = torch.randn(2, 5, 2, 6, dtype=torch.float64, requires_grad=True)
+    eps = 0.1  # large enough to be seen
+    assert torch.autograd.gradcheck(lambda x: gradients.rms_norm(x, eps), x)
+    assert torch.autograd.gradcheck(lambda x: gradients.rotate(x, cos, sin), x)
+    plain, ours = TorchKernels(), CpuKernels()
+    torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
+    torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
+    # In bf16 they are as near to the truth as torch's own.
+    weights = torch.randn_like(x)
+    true = torch.autograd.grad((plain.rotate(plain.rms_norm(x, None, eps), cos, sin) * weights).sum(), x)[0]
+    errors = []
+    for kernels in (plain, ours):
+        small = x.detach().bfloat16().requires_grad_()
+        out = kernels.rotate(kernels.rms_norm(small, None, eps), cos.bfloat16(), sin.bfloat16())
+        assert out.dtype == torch.bfloat16
+        grad = torch.autograd.grad((out * weights.bfloat16()).sum(), small)[0]
+        errors.append(((grad - true).norm() / true.norm()).item())
+    assert errors[1] <= 1.5 * errors[0] <= 0.02, errors
 
 
 def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:

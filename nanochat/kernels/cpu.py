@@ -11,23 +11,38 @@ from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, cached_products
 from nanochat.cross_entropy import soft_cap
+from nanochat.kernels import gradients
 from nanochat.kernels.torch_ import NO_FP16, TorchKernels, WeightFormat
 from nanochat.shell.cli import UserError
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
-# Whether the processor multiplies tiles of bf16 (AMX), for which torch's fused attention has code of its own.
-HAS_AMX = torch.cpu._is_amx_tile_supported()
 
 
 class CpuKernels(TorchKernels):
     name = "cpu (attention by matrix products)"
     device_type = "cpu"
-    # 1,024 tokens at V 8,192: with 256 products are a tenth slower. 2^20 logits stay in the caches.
-    loss_chunk_elements = 1 << 23
-    loss_slice_elements = 1 << 20
     # Sorting a whole vocabulary takes milliseconds here, and a look at the result costs no wait.
     top_p_first = 64
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__(dtype)
+        # In fp32 1,024 tokens at V 8,192: with 256 products are a tenth slower. In bf16 products are several times as
+        # fast, so that memory counts: with 256 tokens all passes stay in the caches, and take four fifths of the time.
+        self.loss_chunk_elements = 1 << (23 if dtype == torch.float32 else 21)
+        self.loss_slice_elements = 1 << (20 if dtype == torch.float32 else 19)
+        # Whether the processor multiplies tiles of bf16, for which torch's fused attention has code of its own.
+        self.has_amx = torch.cpu._is_amx_tile_supported()
+
+    # Without the compiler, which has passes of its own, norms and rotations took a quarter of a step.
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if weight is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return gradients.rms_norm(x, eps)
+        return super().rms_norm(x, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return super().rotate(x, cos, sin) if torch.compiler.is_compiling() else gradients.rotate(x, cos, sin)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
@@ -45,7 +60,7 @@ class CpuKernels(TorchKernels):
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """In bf16 without AMX matrix products: there torch's fused operator takes 3 times as long for 16 rows of one
         query. With AMX it takes a fifth of the time."""
-        if k.dtype == torch.float32 or HAS_AMX:
+        if k.dtype == torch.float32 or self.has_amx:
             return super().cached_attention(q, k, v, scale=scale, mask=mask)
         return cached_products(q, k, v, scale=scale, hidden=mask < 0)
 
