@@ -74,13 +74,14 @@ case $profile in
       --save_every 1)
     eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,$demo_tasks
     ;;
-  cpu) # ten minutes on two cores with bf16 matrix instructions, half an hour without (docs/measurements.md)
+  cpu) # five to ten minutes on two cores with bf16 matrix instructions, 20 without (docs/measurements.md)
     tokenizer=()
-    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 560
+    base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 400
       --eval_every 200 --eval_tokens 32768 --save_every 200)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
-    mid=(--device_batch_size 16 --num_iterations 180 --eval_every 60 --eval_tokens 32768 --save_every 60)
-    sft=(--device_batch_size 16 --num_iterations 90 --eval_every 30 --save_every 30)
+    mid=(--device_batch_size 8 --total_batch_size 2048 --num_iterations 200 --eval_every 100 --eval_tokens 32768
+      --save_every 100)
+    sft=(--device_batch_size 8 --target_examples_per_step 16 --num_iterations 110 --eval_every 55 --save_every 55)
     rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 42 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
       --eval_every 0 --eval_examples 100 --save_every 10)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories
