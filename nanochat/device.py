@@ -93,8 +93,8 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# Compiling for a CPU takes 25 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent. Two
-# cores with AMX win that back after some 4.6e13 model FLOPs (docs/measurements.md): shorter runs than this stay eager.
+# Compiling for a CPU takes 25 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
+# Two cores with AMX win that back after 4.6e13 model FLOPs (docs/measurements.md): shorter runs than this stay eager.
 CPU_COMPILE_FLOPS = 6e13
 
 # What a worker of a Ray cluster asks for: one device.

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 
+from nanochat import device as devices
 from nanochat.gpt import GPTConfig
 from nanochat.shell.paths import checkpoint_dir
 from nanochat.tokenizer import Tokenizer
@@ -42,6 +43,17 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs, checkpoints and downloads of all tests go to a temporary folder."""
     patch = pytest.MonkeyPatch()
     patch.setenv("NANOCHAT_BASE_DIR", os.fspath(tmp_path_factory.mktemp("base")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fp32_unless_asked() -> Iterator[None]:
+    """The CPU chooses fp32 here, as one without bf16 instructions: what a test compares is the same on all of them.
+    Commands that a test starts as processes of their own choose as they do for users."""
+    patch = pytest.MonkeyPatch()
+    real = devices._cpu_info
+    patch.setattr(devices, "_cpu_info", lambda field: "" if field in ("flags", "Features") else real(field))
     yield
     patch.undo()
 
