@@ -291,6 +291,16 @@ def test_ctrl_c_and_a_reader_that_leaves(tmp_path):
     assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody reads an error
 
 
+def test_a_reader_of_the_help_may_leave():
+    """As `--help | head -3`: no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "scripts.tok_train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 TORN_DOWN = """
 import atexit, os
 from dataclasses import dataclass

@@ -142,6 +142,8 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         check_ranges(config)
     except UserError as error:
         fail(str(error), code=2)
+    except BrokenPipeError:
+        _leave_pipe()
     except SystemExit as leaving:
         if leaving.code:
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
@@ -211,9 +213,8 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         raise
     except KeyboardInterrupt:
         fail("interrupted", code=130)
-    except BrokenPipeError:  # the reader of a pipe left, but the work is not done
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except BrokenPipeError:
+        _leave_pipe()
     except UserError as error:
         fail(str(error))
     except OSError as error:
@@ -229,6 +230,12 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
             raise
         fail(line)
     _leave_torchrun(0)
+
+
+def _leave_pipe() -> typing.NoReturn:
+    """End without a word where the reader of a pipe left, as `head` does, and there was more to say."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+    sys.exit(1)
 
 
 def _leave_torchrun(status: Any) -> None:
