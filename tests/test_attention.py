@@ -194,6 +194,23 @@ def cached_attention(
     return out
 
 
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
+    """One query a row, of two, against 20 keys, with the operator of processors with AMX and of others."""
+    kernels = CpuKernels(torch.bfloat16)
+    kernels.has_amx = has_amx
+    q, k, v = (x.bfloat16() for x in random_qkv(2, 20, 4, 2))
+    hidden = torch.arange(20) <= torch.tensor([19, 7])[:, None]
+    mask = kernels.prepare_mask(hidden[:, None, None])
+    out = kernels.cached_attention(q[:, -1:], k, v, scale=0.7, mask=mask)
+    for row, length in enumerate((20, 8)):
+        first = slice(row, row + 1)
+        last = q[first, -1:].expand(-1, length, -1, -1)  # at each place
+        parts = (x.float() for x in (last, k[first, :length], v[first, :length]))
+        expected = reference(*parts, 0.7)[:, -1]
+        torch.testing.assert_close(out[first, 0].float(), expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("window", [0, 1, 3, 5])
 @pytest.mark.parametrize("chunks", [[12], [5, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4], [1] * 12, [7, 5], [2, 1, 6, 3]])
 def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -> None:

@@ -355,21 +355,34 @@ def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> 
     plain, ours = TorchKernels(), CpuKernels()
     torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
     torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
-    # In bf16 they are as near to the truth as torch's own.
-    weights = torch.randn_like(x)
-    true = torch.autograd.grad((plain.rotate(plain.rms_norm(x, None, eps), cos, sin) * weights).sum(), x)[0]
-    errors = []
-    for kernels in (plain, ours):
-        small = x.detach().bfloat16().requires_grad_()
-        out = kernels.rotate(kernels.rms_norm(small, None, eps), cos.bfloat16(), sin.bfloat16())
-        assert out.dtype == torch.bfloat16
-        grad = torch.autograd.grad((out * weights.bfloat16()).sum(), small)[0]
-        errors.append(((grad - true).norm() / true.norm()).item())
-    assert errors[1] <= 1.5 * errors[0] <= 0.02, errors
+    for op in (lambda x: gradients.rms_norm(x, eps), lambda x: gradients.rotate(x, cos, sin)):
+        first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+
+
+def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
+    """In bf16, for gradients in any direction, and for those with a part along the norm's result."""
+    angles = torch.randn(64, 1, 32, dtype=torch.float64)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    x = torch.randn(2, 64, 2, 64).bfloat16().double()
+    plain, ours = TorchKernels(), CpuKernels()
+    for part, most in ((0.0, 1.5), (1.0, 2.5)):
+        grad = (torch.randn_like(x) + part * plain.rotate(x, cos, sin)).bfloat16()
+        errors = []
+        for kernels, dtype in ((plain, torch.float64), (plain, torch.bfloat16), (ours, torch.bfloat16)):
+            small = x.to(dtype).requires_grad_()
+            out = kernels.rotate(kernels.rms_norm(small, None, 1e-6), cos.to(dtype), sin.to(dtype))
+            assert out.dtype == dtype
+            (found,) = torch.autograd.grad(out, small, grad.to(dtype))
+            if dtype == torch.float64:
+                true = found
+            errors.append(((found.double() - true).norm() / true.norm()).item())
+        assert 1e-3 < errors[2] <= most * errors[1] <= 0.02, errors
 
 
 def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
-    """torch adds one up place by place, in bf16: it was 118 of 230 ms of a step."""
+    """torch adds one up place by place, in bf16: 15 ms for a million of them."""
     seen = set()
 
     class Operators(TorchDispatchMode):
@@ -381,7 +394,7 @@ def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
     tokens = random_tokens(model, 2, 8)
     with Operators():
         model(tokens, tokens).backward()
-    assert torch.ops.aten.addcmul.default in seen and torch.ops.aten.dot.default not in seen
+    assert torch.ops.aten.dot.default not in seen
 
     # 100,000 ones: in bf16 a sum that goes up by 1 ends at 256.
     x, first = torch.ones(2, 100_000, dtype=torch.bfloat16).requires_grad_().unbind()

@@ -1,5 +1,5 @@
 """Operators of the model whose backward passes are written out: fewer passes over memory, and fewer launches, than by
-autograd's own.
+autograd's own. They have no second derivatives.
 """
 
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
@@ -114,7 +115,10 @@ class _ReluSquared(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     """y = r x with r = 1 / sqrt(mean(x^2) + eps), so that dx = r (dy - y mean(y dy)), the mean over a row.
 
-    In autograd's own form the backward pass takes 13 passes over memory in fp32, and keeps x in fp32 for them.
+    In autograd's own form the backward pass takes 13 passes over memory in fp32, and keeps x in fp32 for them. This one
+    rounds y, r and the mean to bf16: an error of 0.0024 of dx in a step of the demo's model, where torch's is 0.0017.
+    The larger the part of dy along y, the larger the error: 0.004 where it is as large as the rest, which one row in
+    a hundred reaches.
     """
 
     @staticmethod
@@ -127,6 +131,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         y, r = ctx.saved_tensors
         mean = torch.linalg.vecdot(grads[0], y).unsqueeze(-1).div_(y.size(-1))
@@ -142,6 +147,7 @@ class _Rotation(torch.autograd.Function):
         return _rotated(x, cos, sin, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         cos, sin = ctx.saved_tensors
         return _rotated(grads[0], cos, sin, -1), None, None
