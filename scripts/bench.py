@@ -141,7 +141,15 @@ def check_writable(flag: str, path: str) -> None:
 def write_json(config: Config, metrics: dict[str, Any]) -> None:
     if config.json:
         about = {"what": config.what, "commit": provenance.commit(), "config": asdict(config)}
-        Path(config.json).write_text(json.dumps(about | metrics, indent=1), encoding="utf-8")
+        text = json.dumps(about | metrics, indent=1)
+        path = Path(config.json)
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout
+            path.write_text(text)
+            return
+        # Beside the file first: on a full disk what was measured before stays whole.
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(text)
+        new.replace(path)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -389,7 +397,10 @@ def sweep(config: Config) -> None:
     combinations = [dict(zip(used, values, strict=True)) for values in itertools.product(*different)]
     configs = [replace(config, what="train", **combination) for combination in combinations]
     for point in configs:
-        check_ranges(point)
+        try:
+            check_ranges(point)
+        except UserError as error:
+            raise UserError(f"{' '.join(f'--{flag}' for flag in sorted(SWEEP_FLAGS - {'plot'}))}: {error}") from error
         check_threads("--sweep_threads", point.threads)
     points: list[benchmark.Point] = []
     measurements: dict[str, Any] = {}
@@ -463,6 +474,8 @@ def random_model(config: Config, device: Any) -> tuple[Any, Any]:
     words = [bytes([value]) for value in range(256)]
     words += [b"%d " % number for number in range(config.vocab_size)]
     specials = len(Tokenizer(words).special_ids)
+    if config.vocab_size < 256 + specials:
+        raise UserError(f"--vocab_size {config.vocab_size}: at least {256 + specials}, for bytes and special tokens")
     tokenizer = Tokenizer(words[: config.vocab_size - specials])
     shape = scaling.model_config(config.depth, tokenizer.vocab_size, config.max_seq_len, head_dim=config.head_dim)
     model = GPT(shape, device.kernels).to(device.torch_device)

@@ -1,13 +1,16 @@
 """Two files of `scripts.bench --json` compared, each ratio with its noise; a sweep with its plot."""
 
 import contextlib
+import errno
 import itertools
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,8 +248,38 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     stats.failed = 1
     with pytest.raises(UserError, match="--batches 2: 5 of 15 requests"):
         bench.main(config)
-    with pytest.raises(UserError, match="--vocab_size"):
-        bench.main(replace(config, vocab_size=300))
+    for size in (100, 300):
+        with pytest.raises(UserError, match="--vocab_size"):
+            bench.main(replace(config, vocab_size=size))
+
+
+def test_a_full_disk_leaves_what_was_measured_before(tmp_path, monkeypatch):
+    file = tmp_path / "bench.json"
+    file.write_text("before")
+
+    def full(path, text):
+        with path.open("w") as new:
+            new.write(text[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(Path, "write_text", full)
+        bench.write_json(bench.Config("train", json=str(file)), {})
+    assert file.read_text() == "before"
+    bench.write_json(bench.Config("train", json=str(file)), {"measurements": {}})
+    assert json.loads(file.read_text())["measurements"] == {}
+
+
+def test_a_file_that_is_no_file_is_written_to(tmp_path):
+    """As /dev/stdout, a link, and what it may lead to, a pipe."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(tmp_path / "target")
+    for name in ("link", "target"):
+        with ThreadPoolExecutor(1) as thread:
+            read = thread.submit((tmp_path / "target").read_text)
+            bench.write_json(bench.Config("train", json=str(tmp_path / name)), {})
+            assert json.loads(read.result(timeout=10))["what"] == "train"
+    assert (tmp_path / "link").is_symlink()
 
 
 # ---------------------------------------------------------------------- flags
@@ -281,7 +314,7 @@ def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_m
     ("flags", "words"),
     [
         ({}, "--sweep_rows"),
-        ({"sweep_rows": (4, 0)}, "--device_batch_size 0"),
+        ({"sweep_rows": (4, 0)}, "--sweep_rows .*: --device_batch_size 0"),
         ({"sweep_threads": (1,), "plot": "plot.xyz"}, r"--plot plot\.xyz"),
         ({"sweep_threads": (1,), "plot": "/nowhere/plot.svg"}, "--plot /nowhere"),
     ],
