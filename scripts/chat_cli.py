@@ -154,6 +154,8 @@ def answer_file(config: Config) -> None:
         finally:
             model.scheduler.close(grace=0.0)
     print(f"{len(lines):,} lines in {printable(str(out))}, {batch.failed} of those written now without a reply")
+    if batch.failed == len(lines):
+        raise UserError(f"--in {printable(config.input)}: no line of it got a reply; each line of --out says why")
 
 
 def load_for_file(config: Config) -> Any:

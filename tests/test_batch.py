@@ -159,15 +159,18 @@ def test_the_system_message_goes_before_conversations_that_have_none(base: Path)
         (["--in", "{base}/no.jsonl", "--out", "{base}/out.jsonl"], "no.jsonl"),
         (["--in", "{base}/empty.jsonl", "--out", "{base}/out.jsonl"], "no line"),
         (["--in", "{base}/in.jsonl", "--out", "{base}/other.jsonl"], "other prompts"),
+        (["--in", "{base}/noise.jsonl", "--out", "{base}/out.jsonl"], "no line of it got a reply"),
         (["--in", "{base}/in.jsonl", "--out", "{base}"], "{base}"),
     ],
 )
 def test_a_mistake_costs_one_line(base: Path, capsys: Any, flags: list[str], message: str):
     write(base, "hello")
     (base / "empty.jsonl").write_text("\n")
+    (base / "noise.jsonl").write_bytes(b"\x00\xff\xfe{")
     (base / "other.jsonl").write_text('{"prompt": "hi", "completion": "a"}\n')
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(sys, "argv", ["chat_cli", "--device=cpu", *(flag.format(base=base) for flag in flags)])
         cli.run(chat_cli.main, chat_cli.Config)
     err = capsys.readouterr().err
-    assert stopped.value.code == 1 and err.count("\n") == 1 and message.format(base=base) in err
+    lines = [line for line in err.splitlines() if "line 1 of --in" not in line]  # which is named first
+    assert stopped.value.code == 1 and len(lines) == 1 and message.format(base=base) in lines[0]

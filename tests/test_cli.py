@@ -299,6 +299,10 @@ def test_a_reader_of_the_help_may_leave():
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: standard output: No space left")
+    assert done.stderr.count("\n") == 1
 
 
 TORN_DOWN = """

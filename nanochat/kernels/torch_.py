@@ -20,7 +20,7 @@ from nanochat.shell.cli import UserError
 
 # Of the weights with which the engine decodes; auto: in the dtype of the products.
 WeightFormat = Literal["auto", "fp16"]
-NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU; leave it out"
+NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU: add --dtype float32 there, or leave it out"
 
 SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
 

@@ -52,7 +52,7 @@ def read_lines(path: Path) -> list[Line]:
     try:
         texts = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
     except OSError as error:
-        raise UserError(f"--in {path}: {error.strerror}") from error
+        raise UserError(f"--in {path}: {error.strerror}: name a file with a prompt in each line") from error
     lines = []
     for number, text in enumerate(texts, 1):
         if text.strip():

@@ -144,6 +144,8 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         fail(str(error), code=2)
     except BrokenPipeError:
         _leave_pipe()
+    except OSError as error:
+        fail(f"standard output: {error.strerror}")
     except SystemExit as leaving:
         if leaving.code:
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
@@ -219,8 +221,8 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            where = error.filename or "no file named"
-            fail(f"the disk is full ({where}): free space or point NANOCHAT_BASE_DIR elsewhere")
+            where = f" ({error.filename})" if error.filename else ""
+            fail(f"the disk is full{where}: free space; NANOCHAT_BASE_DIR and flags that name a file lead elsewhere")
         if error.filename is None:
             raise
         fail(f"{error.filename}: {error.strerror}; fix the path, or point NANOCHAT_BASE_DIR elsewhere")
