@@ -126,7 +126,7 @@ source=(--data "$data" --hub "$hub")
 printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data" "$run_folder"
 
 # ---- Run -----------------------------------------------------------------------------------------------
-# Every stage resumes where it stopped; a finished stage has nothing to do.
+# Every stage resumes where it stopped; a finished one trains no more; evaluations are repeated.
 
 again=(--model_tag "$profile" --resume)
 evaluate() { # stage, further flags

@@ -93,8 +93,9 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# Compiling for a CPU takes 25 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
-# Two cores with AMX win that back after 4.6e13 model FLOPs (docs/measurements.md): shorter runs than this stay eager.
+# Compiling for a CPU takes 21 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
+# Two cores with AMX win that back after 4e13 model FLOPs or a little more (docs/measurements.md): a run that is not
+# longer than this stays eager.
 CPU_COMPILE_FLOPS = 6e13
 
 # What a worker of a Ray cluster asks for: one device.
