@@ -126,7 +126,7 @@ source=(--data "$data" --hub "$hub")
 printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data" "$run_folder"
 
 # ---- Run -----------------------------------------------------------------------------------------------
-# Every stage resumes where it stopped; a finished one trains no more; evaluations are repeated.
+# Every stage resumes where it stopped. A finished one trains no more, but is evaluated again.
 
 again=(--model_tag "$profile" --resume)
 evaluate() { # stage, further flags

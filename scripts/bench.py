@@ -147,9 +147,9 @@ def write_json(config: Config, metrics: dict[str, Any]) -> None:
             path.write_text(text)
             return
         # Beside the file first: on a full disk what was measured before stays whole.
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(text)
-        new.replace(path)
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text(text)
+        unfinished.replace(path)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def sweep(config: Config) -> None:
         try:
             check_ranges(point)
         except UserError as error:
-            raise UserError(f"{' '.join(f'--{flag}' for flag in sorted(SWEEP_FLAGS - {'plot'}))}: {error}") from error
+            raise UserError(f"--sweep_rows, --sweep_tokens or --sweep_threads: {error}") from error
         check_threads("--sweep_threads", point.threads)
     points: list[benchmark.Point] = []
     measurements: dict[str, Any] = {}

@@ -200,8 +200,8 @@ def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
     kernels = CpuKernels(torch.bfloat16)
     kernels.has_amx = has_amx
     q, k, v = (x.bfloat16() for x in random_qkv(2, 20, 4, 2))
-    hidden = torch.arange(20) <= torch.tensor([19, 7])[:, None]
-    mask = kernels.prepare_mask(hidden[:, None, None])
+    seen = torch.arange(20) <= torch.tensor([19, 7])[:, None]
+    mask = kernels.prepare_mask(seen[:, None, None])
     out = kernels.cached_attention(q[:, -1:], k, v, scale=0.7, mask=mask)
     for row, length in enumerate((20, 8)):
         first = slice(row, row + 1)

@@ -314,7 +314,7 @@ def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_m
     ("flags", "words"),
     [
         ({}, "--sweep_rows"),
-        ({"sweep_rows": (4, 0)}, "--sweep_rows .*: --device_batch_size 0"),
+        ({"sweep_rows": (4, 0)}, "--sweep_rows, .*: --device_batch_size 0"),
         ({"sweep_threads": (1,), "plot": "plot.xyz"}, r"--plot plot\.xyz"),
         ({"sweep_threads": (1,), "plot": "/nowhere/plot.svg"}, "--plot /nowhere"),
     ],

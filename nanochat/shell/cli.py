@@ -145,7 +145,9 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     except BrokenPipeError:
         _leave_pipe()
     except OSError as error:
-        fail(f"standard output: {error.strerror}")
+        if error.filename is not None:
+            raise
+        fail(f"standard output: {error.strerror}")  # of --help
     except SystemExit as leaving:
         if leaving.code:
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
@@ -222,7 +224,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     except OSError as error:
         if error.errno == errno.ENOSPC:
             where = f" ({error.filename})" if error.filename else ""
-            fail(f"the disk is full{where}: free space; NANOCHAT_BASE_DIR and flags that name a file lead elsewhere")
+            fail(f"the disk is full{where}: free space, or let NANOCHAT_BASE_DIR or a flag name another place")
         if error.filename is None:
             raise
         fail(f"{error.filename}: {error.strerror}; fix the path, or point NANOCHAT_BASE_DIR elsewhere")

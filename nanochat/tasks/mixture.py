@@ -35,7 +35,8 @@ FIRST_EXAMPLES = 100  # if the model can learn nothing from any of them, it will
 BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
 # Rewarded for stories alone, a model draws more wrong sums, 1 in 5 where it was 1 in 17, and forgets small talk. With
-# sums as one question in eight one run of two forgot a third of them, with one in four none (docs/measurements.md).
+# a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
+# (docs/measurements.md).
 BUILT_IN_RL_TASKS = "stories:3,arithmetic:1"
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 
