@@ -392,6 +392,7 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         explainers.append(explain)  # one line for a failed collective instead of a traceback
 
     # The runtime: its variables before its first call, then this process's device.
+    _choose_host_math()  # the rotary tables are computed on the host for every device
     module: ModuleType = getattr(torch, kind)
     if kind == "cpu":
         _keep_freed_memory()
@@ -551,6 +552,16 @@ def _use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)  # torch_npu passes it on to CANN's operators
     # torch would also fill all new memory, to make reads of it repeatable. Nothing here reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _choose_host_math() -> None:
+    """Have MKL choose its code for cos, exp and the like now, in one thread."""
+    # It chooses in the first call. Where two threads make that call at once, one of them may get code that is right to
+    # 1e-4 only, for this one call (source: github.com/pytorch/pytorch/issues/188792). The first call was that of the
+    # rotary tables: in one start of 14 their second half was off, and so were all losses of the run.
+    one = torch.ones(1)
+    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.tanh):
+        function(one)
 
 
 def _keep_freed_memory() -> None:
