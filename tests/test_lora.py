@@ -332,9 +332,19 @@ def scheduled(engine: Engine, requests: list[Request]) -> list[tuple[list[int], 
     return [([one.token_id for one in reply], [one.logprob or 0.0 for one in reply]) for reply in replies]
 
 
-@pytest.mark.parametrize("shape", ["fast", "ungrouped", "qwen2", "qwen3"])
-def test_each_row_of_a_batch_has_its_own_adapter(shape):
-    """The same prompt with several adapters at once: each reply is that of the merged model alone."""
+no_fp16 = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products")
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [
+        *((shape, "auto") for shape in ("fast", "ungrouped", "qwen2", "qwen3")),
+        pytest.param("fast", "fp16", marks=no_fp16),
+    ],
+)
+def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
+    """The same prompt with several adapters at once: each reply is that of the merged model alone. Over a base in fp16
+    the adapters stay in fp32: what they are merged into has rounded weights."""
     tokenizer = tiny_tokenizer()
     changes = {"vocab_size": tokenizer.vocab_size}
     settings = (LIVELY, Lora(2, 16.0, targets=("k_proj", "o_proj", "up_proj")))
@@ -342,6 +352,10 @@ def test_each_row_of_a_batch_has_its_own_adapter(shape):
 
     def engine_of(*merged: Adapters, **options: Any) -> Engine:
         model = lively_model(tiny_config(**{**SHAPES[shape], **changes}))
+        if weights == "fp16":
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight.data = module.weight.data.half().float()
         for one in merged:
             merge(model, one)
         engine = Engine(model, tokenizer, cpu_device(), **options)
@@ -354,7 +368,7 @@ def test_each_row_of_a_batch_has_its_own_adapter(shape):
     for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
         expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
     assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
-    engine = engine_of(adapters=adapters)
+    engine = engine_of(adapters=adapters, weights=weights)
     chosen = list(enumerate((1, 0, 2, 1), start=4))
     for found in (
         decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),
