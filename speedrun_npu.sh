@@ -82,8 +82,8 @@ case $profile in
     mid=(--device_batch_size 8 --total_batch_size 2048 --num_iterations 200 --eval_every 100 --eval_tokens 32768
       --save_every 100)
     sft=(--device_batch_size 8 --target_examples_per_step 16 --num_iterations 110 --eval_every 55 --save_every 55)
-    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 42 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
-      --eval_every 0 --eval_examples 100 --save_every 10)
+    rl=(--device_batch_size 8 --loss dr_grpo --num_iterations 54 --examples_per_step 8 --num_samples 8 --lr_scale 0.4
+      --eval_every 0 --eval_examples 200 --save_every 10)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories
     ;;
   *) # depth by what so many devices train in an evening, batch by their memory
