@@ -14,8 +14,8 @@ import os
 import platform
 import re
 import resource
-import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -269,10 +269,12 @@ class Device:
         # It generates Triton kernels for an accelerator, and C++ for a CPU.
         if self.kind != "cpu":
             return None if importlib.util.find_spec("triton") else "triton"
-        for name in (os.environ.get("CXX"), "g++", "clang++"):
-            if name and shutil.which(name):
-                return None
-        return "a C++ compiler"
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+        try:
+            subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return f"the C++ compiler {compiler}"
+        return None
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record what `function` launches, without running it. The function must have run before: lazy set-up inside a
@@ -506,7 +508,11 @@ def shutdown(device: Device) -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """For a failed collective one line with its cause and what to do; None for other errors."""
+    """For failed code of torch.compile or a failed collective one line with its cause and what to do; None for other
+    errors."""
+    if type(error).__name__ in ("InductorError", "BackendCompilerFailed"):  # importing them would load the compiler
+        # "...Error: what happened", in its first lines; then commands and a compiler's own output
+        return f"torch.compile failed ({str(error).strip().splitlines()[0][:300]}): leave it out with --compile off"
     # A collective fails on every rank, and only one rank has the cause: the others notice that it is gone, or wait for
     # it until their limit. So the line says whether to look here or elsewhere.
     text = str(error)
@@ -558,7 +564,7 @@ def _choose_host_math() -> None:
     """Have MKL choose its code for cos, exp and the like now, in one thread."""
     # It chooses in the first call. Where two threads make that call at once, one of them may get code that is right to
     # 1e-4 only, for this one call (source: github.com/pytorch/pytorch/issues/188792). The first call was that of the
-    # rotary tables: in one start of 14 their second half was off, and so were all losses of the run.
+    # rotary tables: in 5 of 55 starts their second half was off, and so were all losses of the run.
     one = torch.ones(1)
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.tanh):
         function(one)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,10 +357,10 @@ def function(x: int) -> int:
         ("cuda", "on", "triton", 0, UserError),
         ("cpu", "auto", None, 0, "eager (too short a run to repay compiling)"),
         ("cpu", "auto", None, 1e20, "compiled"),
-        ("cpu", "auto", "a C++ compiler", 1e20, "eager (a C++ compiler is missing)"),
+        ("cpu", "auto", "the C++ compiler g++", 1e20, "eager (the C++ compiler g++ is missing)"),
         ("cpu", "on", None, 0, "compiled"),
-        ("cpu", "on", "a C++ compiler", 1e20, UserError),
-        ("cpu", "off", "a C++ compiler", 1e20, "eager (--compile off)"),
+        ("cpu", "on", "the C++ compiler g++", 1e20, UserError),
+        ("cpu", "off", "the C++ compiler g++", 1e20, "eager (--compile off)"),
         ("npu", "auto", None, 1e20, "eager (compile is opt-in here: --compile on)"),
         ("npu", "on", None, 0, "compiled"),
         ("npu", "off", None, 0, "eager (--compile off)"),
@@ -380,18 +381,29 @@ def test_what_is_compiled(
     assert made == (("compiled", function) if how == "compiled" else function)
 
 
-def test_a_cpu_compiles_with_a_compiler_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: set[str] = set()
-    monkeypatch.setattr(devices.shutil, "which", lambda name: name if name in found else None)
+def test_a_cpu_compiles_with_the_compiler_that_torch_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one of CXX, else g++ (clang++ on a Mac); it must run."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
     os.environ.pop("CXX", None)
-    assert cpu_device()._missing_compiler() == "a C++ compiler"
-    found.add("clang++")
+    os.environ["PATH"] = str(tmp_path)
+    assert cpu_device()._missing_compiler() == f"the C++ compiler {default}"
+    (tmp_path / default).symlink_to(sys.executable)
     assert cpu_device()._missing_compiler() is None
-    found.clear()
-    os.environ["CXX"] = "my-c++"
-    assert cpu_device()._missing_compiler() == "a C++ compiler"
-    found.add("my-c++")
-    assert cpu_device()._missing_compiler() is None
+    os.environ["CXX"] = str(tmp_path / "nothing")
+    assert cpu_device()._missing_compiler() == f"the C++ compiler {tmp_path}/nothing"
+    os.environ["CXX"] = "/bin/false"
+    assert cpu_device()._missing_compiler() == "the C++ compiler /bin/false"
+
+
+class InductorError(RuntimeError):
+    """As torch's, whose module would load the compiler."""
+
+
+def test_code_that_cannot_be_compiled_is_one_line() -> None:
+    error = InductorError("CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\nno header")
+    line = devices.explain(error)
+    assert line is not None and "\n" not in line
+    assert "C++ compile error" in line and "--compile off" in line
 
 
 # ---------------------------------------------------------------------- several processes

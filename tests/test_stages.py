@@ -415,7 +415,7 @@ def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
     assert counted >= first + 0.2
     program(4)  # the run is over
     assert meter.compiling == counted
-    assert capsys.readouterr().out == "compiling, about 30s, once\n"
+    assert capsys.readouterr().out == "compiling, about 25s, once\n"
 
 
 def test_what_is_loaded_is_not_searched_for_garbage():

@@ -20,7 +20,7 @@ from nanochat.shell import screen
 from nanochat.shell.log import duration, print0
 from nanochat.train import Meter
 
-COMPILER_SECONDS = 30  # roughly: 34 were measured on two cores (docs/measurements.md)
+COMPILER_SECONDS = 25  # roughly: 21 to 25 were measured on two cores (docs/measurements.md)
 
 
 def compile_blocks(
