@@ -65,7 +65,7 @@ class Config:
     device_batch_size: Size = 8  # train: rows
     document_tokens: Count = 0  # train: rows are packed with documents of so many tokens; 0: each is one
     optimizer: Literal["muon", "adamw"] = "muon"  # train: of the matrices; with --source fine-tuning's AdamW
-    steps: Positive = 20  # train: measured, each between two measurements of the bare product
+    steps: Positive = 20  # train: measured, each before a measurement of the bare product
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
     fp8: bool = False  # train: the products of the blocks in 8 bits (FP8), where the device has it
@@ -92,16 +92,14 @@ UNUSED_FLAGS = {
     "sweep": SERVE_FLAGS | {"against"},
     "compare": {field.name for field in fields(Config)} - {"what", "files", "decoding"} | SERVE_FLAGS,
 }
+SHAPE_FLAGS = {"depth", "head_dim", "vocab_size"}
 THREADS_A_CORE = 4  # with thousands of threads the machine stands still before anything is measured
 
 
 def main(config: Config) -> None:
     if len(config.files) != (2 if config.what == "compare" else 0):
         raise UserError("`compare` takes two files, such as `compare before.json after.json`; the others take none")
-    for flags in (config, config.decoding):
-        for field in fields(flags):
-            if field.name in UNUSED_FLAGS[config.what] and getattr(flags, field.name) != field.default:
-                raise UserError(f"--{field.name} is not used by `bench {config.what}`: leave it out")
+    refuse(config, UNUSED_FLAGS[config.what], f"is not used by `bench {config.what}`")
     if config.what == "compare":
         from nanochat.report import benchmark
 
@@ -111,12 +109,22 @@ def main(config: Config) -> None:
     if config.against and (not config.source or config.document_tokens):
         raise UserError("--against transformers: with --source, a model of another family, and no --document_tokens")
     check_threads("--threads", config.threads)
-    if config.json:
+    if config.source:
+        refuse(config, SHAPE_FLAGS, "does not change the model of --source")
+    if config.json is not None:
         check_writable("--json", config.json)
     if config.what == "sweep":
         sweep(config)
         return
     write_json(config, train(config) if config.what == "train" else serve(config))
+
+
+def refuse(config: Config, flags: set[str], reason: str) -> None:
+    """Raises UserError: when one of these flags is set."""
+    for part in (config, config.decoding):
+        for field in fields(part):
+            if field.name in flags and getattr(part, field.name) != field.default:
+                raise UserError(f"--{field.name} {reason}: leave it out")
 
 
 def check_threads(flag: str, threads: int | None) -> None:
@@ -128,27 +136,31 @@ def check_threads(flag: str, threads: int | None) -> None:
 
 def check_writable(flag: str, path: str) -> None:
     """Raises UserError: when the file cannot be written. It is tried now, not after everything is measured."""
-    file = Path(path)
-    is_new = not file.exists()
     try:
-        file.open("ab").close()
+        for file in {Path(path), beside(Path(path))}:
+            is_new = not file.exists()
+            file.open("ab").close()
+            if is_new:
+                file.unlink()
     except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror}: name a file that can be written") from error
-    if is_new:
-        file.unlink()
+        raise UserError(f"{flag} {error.filename}: {error.strerror}: name a file that can be written") from error
+
+
+def beside(path: Path) -> Path:
+    """Where a file is written before it takes its place; what is no file, such as /dev/stdout, is written itself."""
+    is_none = path.is_symlink() or (path.exists() and not path.is_file())
+    return path if is_none else path.with_name(f"{path.name}.tmp")
 
 
 def write_json(config: Config, metrics: dict[str, Any]) -> None:
-    if config.json:
-        about = {"what": config.what, "commit": provenance.commit(), "config": asdict(config)}
-        text = json.dumps(about | metrics, indent=1)
-        path = Path(config.json)
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout
-            path.write_text(text)
-            return
-        # Beside the file first: on a full disk what was measured before stays whole.
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text(text)
+    if config.json is None:
+        return
+    about = {"what": config.what, "commit": provenance.commit(), "config": asdict(config)}
+    path = Path(config.json)
+    # Beside the file first: on a full disk what was measured before stays whole.
+    unfinished = beside(path)
+    unfinished.write_text(json.dumps(about | metrics, indent=1))
+    if unfinished != path:
         unfinished.replace(path)
 
 
@@ -389,6 +401,8 @@ def sweep(config: Config) -> None:
         "threads": config.sweep_threads,
     }
     used = {name: values for name, values in axes.items() if values}
+    if config.json is not None and os.path.realpath(config.json) == os.path.realpath(config.plot):
+        raise UserError(f"--json and --plot are both {config.plot}: name two files")
     if not used:
         raise UserError("name what to vary: --sweep_rows 1 4 16, --sweep_tokens 128 512 or --sweep_threads 1 2")
 

@@ -299,6 +299,11 @@ def test_a_file_that_is_no_file_is_written_to(tmp_path):
         ("serve", {"threads": 4096}),
         ("sweep", {"sweep_threads": (1, 4096)}),
         ("train", {"json": "/"}),
+        ("train", {"json": ""}),
+        ("train", {"json": f"/tmp/{'long' * 63}"}),  # no room for the suffix of the file beside it
+        ("train", {"json": f"/tmp/{'long' * 70}"}),
+        ("train", {"depth": 9, "source": "sft"}),
+        ("sweep", {"json": "/tmp/same.svg", "plot": "/tmp/../tmp/same.svg", "sweep_rows": (1,)}),
         ("sweep", {"plot": "/proc/sweep.svg", "sweep_rows": (1,)}),
     ],
 )

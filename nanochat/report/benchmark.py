@@ -23,6 +23,7 @@ from nanochat.shell.untrusted import read_json
 
 PRODUCT_NAME = "bare product"  # the measurements that show how fast the machine itself was begin so
 RESAMPLES = 10_000
+AT_ONCE = 10**7  # resampled numbers in memory
 CONFIDENCE = 0.95
 FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
@@ -76,7 +77,7 @@ def load(path: str) -> Benchmark:
         measurements = {}
         for name, measured in content["measurements"].items():
             if not isinstance(measured["values"], list):
-                raise TypeError(f"{name} has no list of values")
+                raise ValueError(f"{name} has no list of values")
             values = [float(value) for value in measured["values"]]
             if not values or not all(math.isfinite(value) and value > 0 for value in values):
                 raise ValueError(f"{name} has a value that is no positive number")
@@ -87,7 +88,8 @@ def load(path: str) -> Benchmark:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: name two files of `python -m scripts.bench --json`") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        other = {KeyError: f"no {error}", TypeError: "another shape", AttributeError: "another shape"}
+        reason = other.get(type(error), str(error))
         raise UserError(f"{path} is no file of today's `bench --json` ({reason}): measure again") from error
     return Benchmark(path, str(what), settings, measurements)
 
@@ -117,8 +119,11 @@ def _resampled_medians(values: Sequence[float], generator: np.random.Generator) 
     count = len(values)
     block = round(math.sqrt(count))
     starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / block), 1))
-    places = (starts + np.arange(block)) % count  # past the last measurement comes the first
-    return np.median(np.asarray(values)[places.reshape(RESAMPLES, -1)[:, :count]], axis=1)
+    medians = []
+    for part in np.array_split(starts, math.ceil(RESAMPLES * count / AT_ONCE)):  # a long file fits in memory
+        places = (part + np.arange(block)) % count  # past the last measurement comes the first
+        medians.append(np.median(np.asarray(values)[places.reshape(len(part), -1)[:, :count]], axis=1))
+    return np.concatenate(medians)
 
 
 def differences(before: Benchmark, after: Benchmark) -> list[str]:
