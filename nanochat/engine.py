@@ -10,7 +10,8 @@ and RL use it through `Engine`; serve/scheduler.py admits and releases rows whil
     4. release   rows that have ended leave, and the others close the gaps
 
 A reply depends on its prompt, its settings and its seed alone, not on the rows next to it. In fp32 on a CPU that is
-exact. Elsewhere the number of rows changes the shapes of the products, and with them their rounding.
+exact. Elsewhere, with weights in fp16 and where tokens are guessed, the number of rows changes the shapes of the
+products, and with them their rounding.
 
 The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the row is forced to continue with
 `<|output_start|> 5 <|output_end|>`, and the model resumes after that.
@@ -364,9 +365,10 @@ class Slots:
     The running rows occupy the first slots without gaps: slot i holds `rows[i]`, and a step computes the rows that run
     and no others. Prompts are read into the slots after them.
 
-    Rows do not affect one another. In fp32 on a CPU that is exact by construction: a packed product computes a row with
-    the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by itself, and pieces and
-    attended keys are padded to whole vectors, which adds exact zeros. tests/test_scheduler.py compares 480 requests.
+    Rows do not affect one another. In fp32 on a CPU that is exact by construction, without guesses: a packed product
+    computes a row with the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by
+    itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros. tests/test_scheduler.py
+    compares 480 requests. Tokens that are tried together attend in one product: with guesses logprobs move by 1e-6.
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
