@@ -355,7 +355,19 @@ def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> 
     plain, ours = TorchKernels(), CpuKernels()
     torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
     torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
-    for op in (lambda x: gradients.rms_norm(x, eps), lambda x: gradients.rotate(x, cos, sin)):
+
+
+def test_written_out_gradients_refuse_to_have_gradients() -> None:
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    weight, scale, table = torch.randn(6, 6), torch.randn(()), torch.randn(3, 6)
+    for op in (
+        gradients.relu_squared,
+        lambda x: gradients.product(x, weight),
+        lambda x: gradients.stacked_products(x, weight)[0],
+        lambda x: gradients.mix(x, x, scale, scale)[0],
+        lambda x: gradients.rms_norm(x, 0.1),
+        lambda x: gradients.rotate(x, table, table),
+    ):
         first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="once_differentiable"):
             first.sum().backward()

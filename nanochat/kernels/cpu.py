@@ -1,4 +1,5 @@
-"""What a CPU does better than with torch's fused operators: attention by matrix products, weights packed for decoding.
+"""What a CPU does better than with torch's operators: attention by matrix products, norms and rotations with gradients
+that are written out (gradients.py), weights packed for decoding.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
@@ -137,7 +138,7 @@ class HalfLinear(nn.Module):
         super().__init__()
         most = torch.finfo(torch.float16).max
         if not weight.abs().amax() <= most:  # FBGEMM would clip it, in the model itself
-            raise UserError(f"--weights fp16: the model has weights above {most:,.0f}, fp16's largest; leave it out")
+            raise UserError(f"--weights fp16: the model has weights that are NaN or above {most:,.0f}; leave it out")
         self.out_features, self.in_features = weight.shape
         bias = None if bias is None else bias.detach()
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
