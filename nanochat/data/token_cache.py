@@ -77,14 +77,15 @@ class CachedCorpus:
         # Training reads all rows of a file with --val_data, and without it the first 90%: then the last block is cut.
         last_block = json.dumps(corpus.read_block(corpus.block_count() - 1))
         about = {
-            "format": FORMAT, "tokenizer": tokenizer.fingerprint(), "data": corpus.name, "files": files,
+            "format": FORMAT, "tokenizer": tokenizer.fingerprint(), "files": files,
             "rows": [corpus.records.first, len(corpus.records)],
             "text": [fingerprint(corpus), hashlib.sha256(last_block.encode()).hexdigest()],
         }  # fmt: skip
         self.folder = root / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "about.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+            text = json.dumps({"data": corpus.name, **about}, indent=1)  # the same files may have several names
+            (self.folder / "about.json").write_text(text, encoding="utf-8")
         except OSError as error:
             self._stop_writing(f"{self.folder}: {error.strerror}")
 
