@@ -472,6 +472,7 @@ def all_reduce_of(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return failure.value
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = f"if rank == 1:\n    raise RuntimeError({SOCKET_TIMEOUT!r})\nprint('all_reduce ok')\n"
     failure = all_reduce_of(script, tmp_path, monkeypatch)

@@ -362,6 +362,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_hostile_folder_is_refused_in_two_seconds_and_500_mb(tmp_path, folder):
     whole = save_step(folder, 1)
     cases = {}

@@ -323,6 +323,7 @@ def deaf(device: Device, faults: Faults) -> None:
         select.select([], [], [], 0.2)
 
 
+@pytest.mark.slow
 def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown():
     module_seconds, module.BEAT_SECONDS = module.BEAT_SECONDS, 0.1
     try:

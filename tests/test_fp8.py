@@ -94,6 +94,7 @@ def test_an_evaluation_computes_as_ever() -> None:
     assert relative(layer(x), exact_layer(x)) > 0.01
 
 
+@pytest.mark.slow
 def test_the_blocks_large_matrices_are_replaced() -> None:
     config = tiny_config(**WIDE)
     model, plain = lively_model(config), lively_model(config)

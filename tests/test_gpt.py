@@ -222,6 +222,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
         assert other.any(), f"{name} has no effect"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduction", "shape"), [("sum", "fast"), ("none", "fast"), ("sum", "ungrouped")])
 def test_the_compiler_sees_one_graph(reduction: str, shape: str) -> None:
     """The loss of packed rows, forward and backward, traced without generating code."""

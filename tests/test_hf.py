@@ -398,6 +398,7 @@ def test_our_own_models_have_a_family_or_none():
     assert hf.family_of(GPTConfig()) is None
 
 
+@pytest.mark.slow
 def test_bench_has_transformers_losses_and_replies(folders, tmp_path):
     """Both sides of a comparison do the same work, or it would say nothing."""
     folder = tmp_path / "folder"

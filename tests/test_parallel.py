@@ -425,6 +425,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, str(folder))
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
     check_equal([rank["trained"] for rank in two_ranks])
 

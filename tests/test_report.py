@@ -603,6 +603,7 @@ def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(ba
 # ---------------------------------------------------------------------- in a browser
 
 
+@pytest.mark.slow
 def test_all_can_use_the_report_also_on_a_phone(whole, base, tmp_path, open_page, axe_violations):
     """axe-core's rules, light and dark; no wider than a phone, also with long words and a comparison."""
     earlier = "e" * 90

@@ -312,6 +312,7 @@ def test_a_wrong_reply_is_one_line(sampler, fake, fault, message):
     assert message in failure(lambda: sampler(prompts, settings, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [0, 429, 503])
 def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, status, capsys):
     prompts, settings = prompts_and_settings(1.0)
@@ -358,6 +359,7 @@ def test_without_a_reply_for_long_the_sampler_gives_up(sampler, fake, how):
     assert time.monotonic() - began < 2.4
 
 
+@pytest.mark.slow
 def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_address, folder, capsys):
     """It gets neither requests nor weights, and both again when it is back."""
     model = policy()
@@ -391,6 +393,7 @@ def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_add
     assert other.weights == sampler.weights.name
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_its_patience_once(sampler, fake_address, folder, capsys):
     model = policy()
     prompts, settings = prompts_and_settings(1.0)
@@ -489,6 +492,7 @@ def serving_source(source: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_with_a_server_has_the_bits_of_one_without(taught, staleness):  # noqa: F811
     """Also where the server samples while the trainer trains. With a staleness the policy becomes another one."""
@@ -509,6 +513,7 @@ def test_a_run_with_a_server_has_the_bits_of_one_without(taught, staleness):  # 
         assert sha256(taught, "rl", 3, "now") != sha256(taught, "rl", 3, "alone")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_no_step(taught, capsys, monkeypatch):  # noqa: F811
     """It dies in the second step: the run saves, and ends with one line. With the server back it continues as if
     nothing had been."""

@@ -797,6 +797,7 @@ def test_a_jail_killed_at_its_start_costs_one_run(monkeypatch: pytest.MonkeyPatc
     assert passes(SQUARE, CHECKS)
 
 
+@pytest.mark.slow
 def test_the_kernel_takes_a_jail_before_its_parent():
     code = "import time\ntime.sleep(30)"
     with ThreadPoolExecutor(1) as pool:

@@ -261,6 +261,7 @@ def test_the_same_seed_gives_the_same_run(base, tokenizer, monkeypatch, data):
     assert sha256(base, 4, tag="other") != first_sha
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
     """12 steps; 6 and 6; 6, 3 and 3; and 3 and 9 because the later step is damaged."""
     flags = (*TINY, data, "--num_iterations=12", "--save_every=3", "--eval_every=6", "--seed=3")

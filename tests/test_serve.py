@@ -1080,6 +1080,7 @@ def serve_fake(port_to: Any) -> None:
         chat_web.serve(chat_web.Config(), listener)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_every_stream_with_a_final_event():
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()

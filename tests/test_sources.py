@@ -425,6 +425,7 @@ def test_a_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
     assert done.stdout.startswith(f"True {path}"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["one value", "many values", "a long page", "many rows"])
 def test_a_parquet_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
     """A dictionary holds a value once, however many rows have it, and brotli packs a million to one."""

@@ -230,6 +230,7 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
     assert set(drawn["sft"]) == set(range(first, first + 32)) and min(drawn["again"]) == first + 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "stage", "flags"),
     [
@@ -570,6 +571,7 @@ def test_odd_conversations_are_counted_and_change_nothing(start, tmp_path):
     assert all(math.isfinite(line["val_loss"]) for line in metrics(start, "sft", "odd"))
 
 
+@pytest.mark.slow
 def test_odd_conversations_are_counted_over_a_resume(start, tmp_path, monkeypatch):
     """Stopped between two log lines, the next line counts what was there before."""
     rows = [conversation(f"What is {n}?", f"It is {n}.", **({} if n % 3 else {"train": False})) for n in range(40)]

@@ -812,6 +812,7 @@ def test_a_client_sees_what_its_own_key_has_made(base, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- the page about it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["sft", "grpo"])
 def test_the_loops_of_the_page_learn(place, address, monkeypatch, capsys):
     page = (Path(__file__).resolve().parent.parent / "docs" / "train_server.md").read_text(encoding="utf-8")

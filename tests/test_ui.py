@@ -28,12 +28,13 @@ from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences
 from nanochat.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow  # a server and a browser
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = PAGE.read_text(encoding="utf-8")
 
 SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
 STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
-
 
 FILES = load_page()
 POLICY = content_policy(SOURCE)
@@ -1407,7 +1408,6 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(15)
 
 
-@pytest.mark.slow
 def test_with_the_real_server(open_page, real_server, tmp_path):
     """A conversation through `scripts.chat_web`: stopped, tried again, edited, reloaded, on a phone, with payloads."""
     page = open_page(None)

@@ -97,6 +97,7 @@ def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: st
     assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, 1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, shape: str):
     on_cpu = cases.greedy_tokens("cpu", shape=shape)
