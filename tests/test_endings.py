@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
-from tiny import run_command
+from tiny import is_running, run_command
 
 from nanochat import model_folder
 from nanochat.tokenizer import Tokenizer
@@ -241,7 +241,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, home, stra
         ranks = workers_of(process)
         killed = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
-        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        while any(map(is_running, ranks)):
             assert time.monotonic() - killed < 30, output.read_text()
             time.sleep(0.05)
         gone = time.monotonic() - killed
@@ -265,7 +265,7 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
         ranks = workers_of(process)
         os.kill(process.pid, signal.SIGKILL)
         killed = time.monotonic()
-        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        while any(map(is_running, ranks)):
             assert time.monotonic() - killed < 30, output.read_text()
             time.sleep(0.05)
     finally:

@@ -1,6 +1,7 @@
 """Training opens no door: all ports listen on this host alone, and a pickle that is planted in a store does nothing."""
 
 import base64
+import contextlib
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from test_endings import ROOT, RUN, environment, home, kill, start, wait_for  # noqa: F401 (home is a fixture)
+from test_endings import ROOT, RUN, environment, home, start, wait_for  # noqa: F401 (home is a fixture)
 from tiny import command_on_a_rank, run_ranks
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
@@ -85,10 +86,12 @@ def test_the_documented_command_opens_no_door_and_standalone_says_that_it_does(l
     shutil.copytree(home, base)
     process, output = start(base, documented(launcher))
     planted = tmp_path / "planted"
+    members = [process.pid]
     try:
         wait_for(output, r"^base +5/", process)
-        places = [place for pid in family(process.pid) for place in listening(pid)]
-        for worker in family(process.pid)[1:]:
+        members = family(process.pid)
+        places = [place for pid in members for place in listening(pid)]
+        for worker in members[1:]:
             os.kill(worker, signal.SIGSTOP)  # the launcher alone is tested from here on
         plant(process, planted)
         deadline = time.monotonic() + 15  # torchrun reads its rendezvous every 5 s
@@ -96,8 +99,10 @@ def test_the_documented_command_opens_no_door_and_standalone_says_that_it_does(l
             time.sleep(0.1)
         alive = process.poll() is None
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        kill(process)
+        for pid in members:  # stopped ranks would stay: they are in no group of the launcher's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
     elsewhere = [place for place in places if place[0] not in LOOPBACK]
     warnings = output.read_text().count("is open to the network")
     assert len(places) >= 4  # the launcher's store, rank 0's, and of each rank the socket of its collectives

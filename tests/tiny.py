@@ -195,6 +195,16 @@ def _rank(
         raise
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended. One that has ended stays in /proc until its parent has asked how, and a host's
+    first process, which inherits orphans, may take its time."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
 def run_command(script: str, *flags: str, ranks: int = 2) -> str:
     """What `torchrun --nproc_per_node=<ranks> -m scripts.<script> -- <flags>` prints, without torchrun's start."""
     return "".join(run_ranks(command_on_a_rank, script, flags, world_size=ranks))
