@@ -653,7 +653,7 @@ def check_devices(kind: str, machine: Machine, torch: str) -> tuple[Any, str]:
     if not (ROOT / "nanochat").is_dir():
         raise Skip("the next checks need the project: run this file in its folder")
     devices = importlib.import_module("nanochat.device")
-    cli = importlib.import_module("nanochat.shell.cli")
+    cli = importlib.import_module("nanochat.cli")
     try:
         device = devices.init(kind)
     except cli.UserError as error:

@@ -4,7 +4,7 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
 
     model.safetensors  meta.json  tokenizer.json     what a later stage or the engine needs
     training.json  training.rank<r>.safetensors      what only a resume needs, at any number of ranks: the state of
-                                                     optimizer, loader and random generators (shell/storage.py)
+                                                     optimizer, loader and random generators (storage.py)
     manifest.json                                    size and sha256 of every other file
 
 A run that trains adapters alone (lora.py) saves adapter.safetensors in place of model.safetensors: a few MB, and in
@@ -30,22 +30,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import lora, model_folder
+from nanochat import model_folder, storage
+from nanochat.adapters import lora
+from nanochat.adapters.lora import Lora
+from nanochat.cli import UserError
+from nanochat.collectives import decide_on_rank_zero, gather_values
 from nanochat.device import Device
 from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lora import Lora
+from nanochat.log import warn
 from nanochat.optim import Optimizer
-from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.parallel.fsdp import fill, load_whole, require_shapes, shard, trained_parameters, whole_weights
 from nanochat.parallel.mesh import Layout
 from nanochat.scaling import ContextMethod, with_context
-from nanochat.shell import storage
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import warn
-from nanochat.shell.untrusted import read_json
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
+from nanochat.untrusted import read_json
 
 MAX_LAYERS = 1000  # as --depth
 MAX_ROTARY_BYTES = 256 << 20  # half a million tokens of context at a head_dim of 64, however small the model

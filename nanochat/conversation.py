@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.cli import UserError
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Settings, TemplateError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # {"role": str, "content": str | list[Part], "train"?: bool}

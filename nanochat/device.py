@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from nanochat import store
+from nanochat.cli import UserError, explainers, ignore_exported_ranks
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.torch_ import TorchKernels
-from nanochat.shell import store
-from nanochat.shell.cli import UserError, explainers, ignore_exported_ranks
-from nanochat.shell.log import warn
+from nanochat.log import warn
+from nanochat.operators import TorchKernels
 
 # In the order in which `auto` looks for them: an accelerator before the CPU.
 KINDS = ("npu", "cuda", "cpu")

@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import lora
+from nanochat.adapters import lora
 from nanochat.attention import KVCache
+from nanochat.calculator import calculate, can_continue
+from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.kernels.torch_ import WeightFormat
+from nanochat.operators import WeightFormat
 from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
-from nanochat.shell.cli import Interrupted, UserError, check_ranges
-from nanochat.shell.screen import bar
+from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools.calculator import calculate, can_continue
 from nanochat.tools.lookup import Lookup
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]
@@ -367,7 +367,7 @@ class Slots:
 
     Rows do not affect one another. In fp32 on a CPU that is exact by construction, without guesses: a packed product
     computes a row with the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by
-    itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros. tests/test_scheduler.py
+    itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros. test_scheduler.py
     compares 480 requests. Tokens that are tried together attend in one product: with guesses logprobs move by 1e-6.
     """
 

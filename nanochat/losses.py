@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from nanochat.alignment.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, no_baseline
+from nanochat.cli import UserError
+from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
-from nanochat.parallel.collectives import sum_over_ranks
-from nanochat.shell.cli import UserError
+from nanochat.packing import PackedBatch
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanochat import lora
+from nanochat import paths, storage
+from nanochat.adapters import lora, peft
+from nanochat.adapters.lora import Adapters
+from nanochat.cli import UserError
+from nanochat.collectives import decide_on_rank_zero
 from nanochat.data import hub
 from nanochat.device import Device
-from nanochat.families import hf, peft
+from nanochat.families import hf
 from nanochat.gpt import GPTConfig
-from nanochat.lora import Adapters
-from nanochat.parallel.collectives import decide_on_rank_zero
+from nanochat.log import warn
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
-from nanochat.shell import paths, storage
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import warn
-from nanochat.shell.untrusted import read_json, require_file
+from nanochat.untrusted import read_json, require_file
 
 FORMAT_VERSION = 2
 MAX_TASKS = 1000

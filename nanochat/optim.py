@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, split_like
-from nanochat.parallel.collectives import all_gather, reduce_scatter
+from nanochat.collectives import all_gather, reduce_scatter
+from nanochat.operators import AdamWUpdate, TorchKernels, split_like
 from nanochat.parallel.fsdp import local
 from nanochat.parallel.mesh import Layout
 

@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanochat import user_code
 from nanochat.alignment import rewards as reward_functions
 from nanochat.alignment.advantages import has_signal
 from nanochat.alignment.rewards import Reward
+from nanochat.cli import Failed, Interrupted, UserError
+from nanochat.collectives import gather_values, sum_over_ranks
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import PackedBatch, pack_sequences
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.losses import PolicyBatch, token_logp
-from nanochat.parallel.collectives import gather_values, sum_over_ranks
+from nanochat.mixture import Mixture
+from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.shell import user_code
-from nanochat.shell.cli import Failed, Interrupted, UserError
-from nanochat.shell.screen import bar
+from nanochat.screen import bar
+from nanochat.task import Example, Task
 from nanochat.tasks.environment import Environment
-from nanochat.tasks.mixture import Mixture
-from nanochat.tasks.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------- the sampler

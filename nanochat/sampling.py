@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from nanochat.shell.cli import Range, UserError, check_ranges
+from nanochat.cli import Range, UserError, check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor

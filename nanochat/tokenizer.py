@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import tiktoken
 
-from nanochat.shell.cli import UserError
-from nanochat.shell.untrusted import read_json
+from nanochat.cli import UserError
+from nanochat.untrusted import read_json
 
 if TYPE_CHECKING:
     from nanochat.families.chat_template import ChatTemplate

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat.run.flags import SamplingFlags
+from nanochat.cli import Count, Positive, UserError, run
+from nanochat.flags import SamplingFlags
+from nanochat.log import print0, print_table, record
+from nanochat.paths import STAGES, run_dir
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.shell.cli import Count, Positive, UserError, run
-from nanochat.shell.log import print0, print_table, record
-from nanochat.shell.paths import STAGES, run_dir
-from nanochat.shell.screen import phase
+from nanochat.screen import phase
 
 if TYPE_CHECKING:
     from nanochat.engine import Engine
@@ -57,13 +57,13 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import device as devices
+    from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.checkpoint_manager import load_model
     from nanochat.data.sources import by_part, mean_by_weight, open_corpus, parts_of
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine
     from nanochat.evals import core
-    from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.model_folder import tag_of
 
     # ------------------------------------------------------------------ load

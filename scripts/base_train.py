@@ -14,15 +14,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from nanochat.run.flags import SourceFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size, UserError
-from nanochat.shell.log import counted, print0
-from nanochat.shell.paths import checkpoint_dir, tokenizer_dir
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size, UserError
+from nanochat.flags import SourceFlags
+from nanochat.log import counted, print0
+from nanochat.paths import checkpoint_dir, tokenizer_dir
+from nanochat.screen import phase, track
 
 if TYPE_CHECKING:
-    from nanochat.run.stage import Start
+    from nanochat.stage import Start
 
 Rate = Annotated[float, Range(0, 1e4)]
 # The shape of a new model where a flag is not set. A model of --source has its own.
@@ -121,14 +121,14 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import scaling
-    from nanochat.data.loader import Loader, LoaderState
+    from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
     from nanochat.data.token_cache import cached
-    from nanochat.evals.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
+    from nanochat.loader import Loader, LoaderState
     from nanochat.parallel.fsdp import shard
     from nanochat.run.memory import Ledger, full_rows
-    from nanochat.run.stage import Run, Start, begin, count_micro_batches, open_device
+    from nanochat.stage import Run, Start, begin, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_adamw, make_optimizer, next_token_loss, train_step
 

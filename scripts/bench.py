@@ -37,10 +37,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.run.flags import DecodingFlags
-from nanochat.shell import provenance
-from nanochat.shell.cli import Count, Depth, Positive, Range, Size, UserError, check_ranges, out_of_memory, run
-from nanochat.shell.log import counted, print0, warn
+from nanochat import provenance
+from nanochat.cli import Count, Depth, Positive, Range, Size, UserError, check_ranges, out_of_memory, run
+from nanochat.flags import DecodingFlags
+from nanochat.log import counted, print0, warn
 
 Made = TypeVar("Made")
 

@@ -30,15 +30,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from nanochat import screen
+from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
-from nanochat.run.flags import DecodingFlags, SamplingFlags
+from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.log import warn
+from nanochat.paths import base_dir
 from nanochat.sampling import SamplingParams
-from nanochat.shell import screen
-from nanochat.shell.cli import Positive, UserError, run
-from nanochat.shell.log import warn
-from nanochat.shell.paths import base_dir
-from nanochat.shell.untrusted import CONTROL, printable
 from nanochat.tokenizer import replace_surrogates
+from nanochat.untrusted import CONTROL, printable
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from nanochat.run.flags import EpochFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Frozen, Positive, Range, UserError
-from nanochat.shell.log import counted, print0
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Count, Frozen, Positive, Range, UserError
+from nanochat.flags import EpochFlags
+from nanochat.log import counted, print0
+from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def main(config: Config) -> None:
 
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
+    from nanochat.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
-    from nanochat.run.stage import Horizon, Run, begin, open_optimizer
-    from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
+    from nanochat.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.registry import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
 

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.run.flags import DecodingFlags, SamplingFlags
+from nanochat.cli import Count, Positive, UserError, run
+from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.log import counted, print0, print_table, record, warn
+from nanochat.paths import STAGES, run_dir
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import Count, Positive, UserError, run
-from nanochat.shell.log import counted, print0, print_table, record, warn
-from nanochat.shell.paths import STAGES, run_dir
-from nanochat.shell.screen import bar, has_bars, phase
+from nanochat.screen import bar, has_bars, phase
 
 
 @dataclass(frozen=True)

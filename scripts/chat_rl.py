@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from nanochat.run.flags import ChatFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Frozen, Positive, Range
-from nanochat.shell.log import print0
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Count, Fraction, Frozen, Positive, Range
+from nanochat.flags import ChatFlags
+from nanochat.log import print0
+from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def main(config: Config) -> None:
     from nanochat import losses, rollout, scaling
     from nanochat.alignment import rewards, value
     from nanochat.alignment.advantages import overlong_penalty
+    from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_rl_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run import rl
-    from nanochat.run.stage import Run, begin, open_optimizer
     from nanochat.samplers.ahead import Ahead
     from nanochat.samplers.kinds import open_sampler
     from nanochat.sampling import seed_of
-    from nanochat.tasks.mixture import FIRST_EXAMPLES, Mixture, default_rl_tasks, open_mixture
-    from nanochat.tasks.task import Example, Task
+    from nanochat.stage import Run, begin, open_optimizer
+    from nanochat.task import Example, Task
     from nanochat.train import StepStats, train_step
 
     # ------------------------------------------------------------------ loss, rewards

@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nanochat.run.flags import EpochFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Positive, Range, UserError
-from nanochat.shell.log import counted, print0
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Count, Positive, Range, UserError
+from nanochat.flags import EpochFlags
+from nanochat.log import counted, print0
+from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def main(config: Config) -> None:
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
     from nanochat.alignment.reward_model import to_rate
+    from nanochat.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.run.memory import full_rows
-    from nanochat.run.stage import Horizon, Run, begin, open_optimizer
-    from nanochat.tasks.mixture import Mixture, default_dpo_tasks, open_mixture
+    from nanochat.stage import Horizon, Run, begin, open_optimizer
     from nanochat.tasks.registry import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
 

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.run.flags import EpochFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Positive, Range
-from nanochat.shell.log import counted, print0
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Positive, Range
+from nanochat.flags import EpochFlags
+from nanochat.log import counted, print0
+from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,8 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.conversation import Rendered
-    from nanochat.data.packing import PackedBatch, pack_sequences
     from nanochat.losses import masked_loss
-    from nanochat.run.memory import full_rows
-    from nanochat.run.stage import Horizon, Run, begin, open_optimizer
-    from nanochat.tasks.mixture import (
+    from nanochat.mixture import (
         FIRST_EXAMPLES,
         Mixture,
         default_tasks,
@@ -47,6 +44,9 @@ def main(config: Config) -> None:
         open_mixture,
         require_learnable,
     )
+    from nanochat.packing import PackedBatch, pack_sequences
+    from nanochat.run.memory import full_rows
+    from nanochat.stage import Horizon, Run, begin, open_optimizer
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat.run.flags import DecodingFlags
+from nanochat.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
+from nanochat.flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
-from nanochat.shell.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
-from nanochat.shell.untrusted import printable
+from nanochat.untrusted import printable
 
 if TYPE_CHECKING:
-    from nanochat.lora import Adapters
+    from nanochat.adapters.lora import Adapters
 
 MAX_NAME = 100  # characters of --name
 

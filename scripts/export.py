@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanochat.cli import UserError, run
+from nanochat.log import print0, warn
 from nanochat.sampling import NEUTRAL
-from nanochat.shell.cli import UserError, run
-from nanochat.shell.log import print0, warn
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,9 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import checkpoint_manager, model_folder
+    from nanochat.adapters import peft
     from nanochat.data import hub
-    from nanochat.families import hf, peft
+    from nanochat.families import hf
 
     out = Path(config.out).expanduser().absolute()
     if out.exists():
@@ -126,9 +127,8 @@ def write_as_ours(
     for_transformers: bool,
 ) -> None:  # fmt: skip
     """A checkpoint of this project without training state; `for_transformers`: its modeling file goes with it."""
-    from nanochat import checkpoint_manager, model_folder
+    from nanochat import checkpoint_manager, model_folder, storage
     from nanochat.exported.tokenizer_files import tokenizer_files
-    from nanochat.shell import storage
     from nanochat.tokenizer import EXPORTED_NAME
 
     kept = {key: meta[key] for key in KEPT if key in meta}
@@ -178,7 +178,7 @@ def write_as_family(
 
 def write_contents(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
     """Write files by name, as JSON or as text; returns them as a manifest lists them."""
-    from nanochat.shell import storage
+    from nanochat import storage
 
     files = {}
     for name, content in contents.items():

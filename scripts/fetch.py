@@ -6,7 +6,7 @@ python -m scripts.fetch --data fineweb-edu-chinese --hub modelscope
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.shell.cli import run
+from nanochat.cli import run
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.tasks.mixture import default_rl_tasks, default_tasks
+    from nanochat.mixture import default_rl_tasks, default_tasks
     from nanochat.tasks.registry import open_task, parse_tasks
 
     learned = config.tasks or default_tasks(config.data, config.hub)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import Count, Positive, Range, Seed, UserError, run
-from nanochat.shell.log import print0
-from nanochat.shell.screen import phase
+from nanochat.cli import Count, Positive, Range, Seed, UserError, run
+from nanochat.log import print0
+from nanochat.screen import phase
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def main(config: Config) -> None:
     except ImportError as error:
         raise UserError(f'{error}: install the harness with `pip install -e ".[eval]"`') from error
     from nanochat import device as devices
+    from nanochat import provenance
     from nanochat.checkpoint_manager import load_model
     from nanochat.evals.harness import NanochatLM, Tasks
-    from nanochat.shell import provenance
 
     # ------------------------------------------------------------------ which tasks
     if config.include_path is not None and not Path(config.include_path).is_dir():

@@ -9,11 +9,11 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.mid_train -- --tasks
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nanochat.run.flags import StageFlags
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Fraction, Positive, Range, UserError
-from nanochat.shell.log import counted, print0
-from nanochat.shell.screen import phase, track
+from nanochat import cli
+from nanochat.cli import Count, Fraction, Positive, Range, UserError
+from nanochat.flags import StageFlags
+from nanochat.log import counted, print0
+from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import scaling
-    from nanochat.data.loader import Loader, LoaderState
-    from nanochat.evals.bpb import bits_per_byte, validation_rows
+    from nanochat.bpb import bits_per_byte, validation_rows
+    from nanochat.loader import Loader, LoaderState
+    from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
     from nanochat.run.memory import full_rows
-    from nanochat.run.stage import Run, begin, count_micro_batches
-    from nanochat.tasks.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
+    from nanochat.stage import Run, begin, count_micro_batches
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ model, data

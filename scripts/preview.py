@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nanochat.shell import cli
-from nanochat.shell.cli import Count, Positive, Seed
+from nanochat import cli
+from nanochat.cli import Count, Positive, Seed
 
 if TYPE_CHECKING:
     from nanochat.conversation import Rendered
@@ -45,11 +45,11 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     from nanochat.checkpoint_manager import load_config
     from nanochat.cross_entropy import IGNORE
-    from nanochat.data.packing import pack_sequences
+    from nanochat.log import counted, print0, print_table
+    from nanochat.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
     from nanochat.model_folder import find_source
-    from nanochat.shell.log import counted, print0, print_table
-    from nanochat.shell.screen import track
-    from nanochat.tasks.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
+    from nanochat.packing import pack_sequences
+    from nanochat.screen import track
     from nanochat.tasks.registry import FileForm, parse_tasks, require_pairs
 
     # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
@@ -109,8 +109,8 @@ def main(config: Config) -> None:
 
 def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
     """The tokens as text, those to learn marked."""
-    from nanochat.shell.screen import is_terminal
-    from nanochat.shell.untrusted import printable
+    from nanochat.screen import is_terminal
+    from nanochat.untrusted import printable
 
     before, after = ("\x1b[32m", "\x1b[0m") if is_terminal() else ("[[", "]]")
     parts = []
@@ -123,7 +123,7 @@ def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
 
 def table_row(name: str, examples: Sequence[Sequence["Rendered"]]) -> list[str]:
     """The COLUMNS of a task."""
-    from nanochat.tasks.mixture import is_learned
+    from nanochat.mixture import is_learned
 
     texts = [text for example in examples for text in example]
     learned = [example for example in examples if is_learned(*example)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nanochat.shell.cli import Count, Depth, Positive, Range, Seed, Size, UserError, run
-from nanochat.shell.log import print0
+from nanochat.cli import Count, Depth, Positive, Range, Seed, Size, UserError, run
+from nanochat.log import print0
 
 
 @dataclass(frozen=True)

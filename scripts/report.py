@@ -7,9 +7,9 @@ python -m scripts.report --model_tag new --against cpu
 
 from dataclasses import dataclass
 
-from nanochat.shell.cli import run
-from nanochat.shell.log import print0
-from nanochat.shell.paths import base_dir, safe_tag
+from nanochat.cli import run
+from nanochat.log import print0
+from nanochat.paths import base_dir, safe_tag
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.shell.cli import run
-from nanochat.shell.paths import tokenizer_dir
+from nanochat.cli import run
+from nanochat.paths import tokenizer_dir
 
 HELD_OUT_CHARS = 1_000_000
 

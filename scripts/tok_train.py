@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.shell.cli import Positive, Size, UserError, run
-from nanochat.shell.log import print0, record
-from nanochat.shell.paths import base_dir, tokenizer_dir
-from nanochat.shell.screen import begin, end
+from nanochat.cli import Positive, Size, UserError, run
+from nanochat.log import print0, record
+from nanochat.paths import base_dir, tokenizer_dir
+from nanochat.screen import begin, end
 
 VOCAB_SIZE = 32_768
 SMALL_VOCAB_SIZE = 1024

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from nanochat.cli import Positive, Range, UserError, run
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
-from nanochat.shell.cli import Positive, Range, UserError, run
 
 if TYPE_CHECKING:
     from nanochat.train_service.service import Service
@@ -88,7 +88,7 @@ def choose_keys(config: Config) -> tuple[str, ...]:
 def open_service(config: Config) -> "Service":
     from nanochat import device as devices
     from nanochat.model_folder import find_source, tag_of
-    from nanochat.shell.paths import base_dir
+    from nanochat.paths import base_dir
     from nanochat.train_service.service import Limits, Service
     from nanochat.train_service.tenants import Base
 

@@ -17,7 +17,7 @@ import torch
 
 from nanochat import device as devices
 from nanochat.gpt import GPTConfig
-from nanochat.shell.paths import checkpoint_dir
+from nanochat.paths import checkpoint_dir
 from nanochat.tokenizer import Tokenizer
 
 
@@ -105,7 +105,7 @@ def tiny_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def family_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tokenizers of other model families, in folders of Hugging Face's form."""
-    from families import FAMILIES, save_family  # here, because few tests need the tokenizers library
+    from tiny_families import FAMILIES, save_family  # here, because few tests need the tokenizers library
 
     root = tmp_path_factory.mktemp("families")
     return {family: save_family(root / family, family) for family in FAMILIES}

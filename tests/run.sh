@@ -2,7 +2,7 @@
 # The checks: style, types, tests. Makes .venv if there is none. Arguments go to pytest.
 #
 #   bash tests/run.sh
-#   bash tests/run.sh tests/test_gpt.py -k cache
+#   bash tests/run.sh tests/core/test_gpt.py -k cache
 set -euo pipefail
 
 case ${1-} in --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac

@@ -27,10 +27,10 @@ from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from tiny import save_checkpoint, tiny_tokenizer
 
+from nanochat import cli, paths
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.shell import cli, paths
 from nanochat.tasks.conversations import Conversations, messages_of
 from scripts import chat_cli
 

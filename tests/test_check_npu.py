@@ -19,7 +19,7 @@ from tiny import is_running
 import check_npu
 from check_npu import Chip, Fail, Holder, Machine, Report, Skip
 from nanochat import device as devices
-from nanochat.kernels.torch_ import TorchKernels
+from nanochat.operators import TorchKernels
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ import pytest
 
 import check_npu
 from nanochat import device as devices
-from nanochat.shell.paths import STAGES
+from nanochat.paths import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend.zh.md")}

@@ -280,7 +280,7 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
 SLOW = """
 import os, sys, time
 sys.argv = ["base_train", *sys.argv[1:]]
-from nanochat.shell import cli, storage
+from nanochat import cli, storage
 from scripts import base_train
 
 write_file = storage.write_file
@@ -334,7 +334,7 @@ LEAK = """
 import os, sys
 sys.argv = ["base_train", *sys.argv[1:]]
 from nanochat import checkpoint_manager
-from nanochat.shell import cli
+from nanochat import cli
 from scripts import base_train
 
 def resident():

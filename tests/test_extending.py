@@ -19,7 +19,7 @@ import torch
 from nanochat.tasks.registry import task_class
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
-from nanochat.shell.paths import tokenizer_dir
+from nanochat.paths import tokenizer_dir
 
 def call(script, *flags):
     print("TRIAL", script)
@@ -27,7 +27,7 @@ def call(script, *flags):
     flags = [*flags, "--device=cpu", "--dtype=float32", "--num_iterations=2", "--log_every=1"]
     module.main(cli.parse(module.Config, flags))
 
-from nanochat.shell import cli
+from nanochat import cli
 torch.set_num_threads(1)
 task = task_class("reverse")("test")
 assert task.grade(task.example(0), [{"type": "text", "text": task.example(0).answer}])

@@ -7,9 +7,9 @@ import pytest
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
+from nanochat import paths
 from nanochat.conversation import render
-from nanochat.shell import paths
-from nanochat.tasks.mixture import open_mixture
+from nanochat.mixture import open_mixture
 
 QUESTION = {"role": "user", "content": "Hi?"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_chat_cli import SUM, SUM_ANSWERED, add_checkpoint, table_model
 
-from nanochat.shell.cli import parse
+from nanochat.cli import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))

@@ -27,14 +27,12 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from tiny import run_command
 
-from nanochat import checkpoint_manager, train
+from nanochat import checkpoint_manager, cli, loader, train
 from nanochat import device as devices
-from nanochat.data import loader
-from nanochat.evals.bpb import bits_per_byte
+from nanochat.bpb import bits_per_byte
+from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
-from nanochat.run.stage import _facts
-from nanochat.shell import cli
-from nanochat.shell.log import REQUIRED
+from nanochat.stage import _facts
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
 
@@ -125,7 +123,7 @@ def sha256(base: Path, step: int, name: str = "model.safetensors", tag: str = "d
 
 HELP = """
 import contextlib, importlib, io, json, sys
-from nanochat.shell import cli
+from nanochat import cli
 pages = {}
 for script in sys.argv[1:]:
     out = io.StringIO()
@@ -354,7 +352,7 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
         return bits_per_byte(*arguments, should_stop=should_stop, **further)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanochat.evals.bpb.bits_per_byte", stopped)
+        patch.setattr("nanochat.bpb.bits_per_byte", stopped)
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             call("base_train", *flags, "--model_tag=two")
     call("base_train", *flags, "--model_tag=two", "--resume")

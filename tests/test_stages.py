@@ -23,27 +23,26 @@ from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base 
 from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
-from nanochat import scaling
+from nanochat import paths, scaling
+from nanochat import stage as stages
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import pack_pairs
 from nanochat.engine import Engine
 from nanochat.gpt import Block
-from nanochat.kernels.torch_ import TorchKernels
+from nanochat.log import REQUIRED
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
+from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
+from nanochat.operators import TorchKernels
+from nanochat.packing import pack_pairs
 from nanochat.run import rl
-from nanochat.run import stage as stages
 from nanochat.run.compiling import CompiledBlocks, CompilerClock
 from nanochat.run.faults import Faults
-from nanochat.run.stage import Run
-from nanochat.shell import paths
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import REQUIRED
+from nanochat.stage import Run
+from nanochat.task import Example, Task
 from nanochat.tasks.arithmetic import Addition
-from nanochat.tasks.mixture import FAR_DRAW, EpochMixture, Mixture
-from nanochat.tasks.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step
 

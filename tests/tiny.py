@@ -20,13 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager
+from nanochat import checkpoint_manager, cli
 from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.kernels.torch_ import TorchKernels
-from nanochat.shell import cli
+from nanochat.operators import TorchKernels
 from nanochat.tokenizer import Tokenizer
 
 MERGES = (

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from nanochat.conversation import Rendered
-from nanochat.data.packing import pack_pairs, pack_sequences
 from nanochat.device import Device
+from nanochat.log import warn
 from nanochat.losses import JudgedBatch, PairBatch, gain_sum, reply_logp
-from nanochat.shell.log import warn
-from nanochat.tasks.mixture import JudgedReply, Mixture, is_learned
+from nanochat.mixture import JudgedReply, Mixture, is_learned
+from nanochat.packing import pack_pairs, pack_sequences
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import mean_loss
 

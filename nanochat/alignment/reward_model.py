@@ -14,12 +14,12 @@ import torch
 from nanochat import device as devices
 from nanochat.alignment.preferences import Replies
 from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
-from nanochat.shell.cli import UserError
-from nanochat.tasks.mixture import JudgedReply
+from nanochat.mixture import JudgedReply
+from nanochat.packing import pack_sequences
 
 ROWS = 8  # that are rated at once
 

@@ -24,15 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanochat import user_code
 from nanochat.alignment.reward_model import load_reward_model
+from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
+from nanochat.log import print0
 from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
-from nanochat.shell import user_code
-from nanochat.shell.cli import Failed, Interrupted, UserError
-from nanochat.shell.log import print0
-from nanochat.tasks.task import Example, Task
+from nanochat.task import Example, Task
 
 
 @dataclass(frozen=True)

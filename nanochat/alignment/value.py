@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanochat.cli import UserError
+from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.losses import PolicyBatch
-from nanochat.parallel.collectives import sum_over_ranks
-from nanochat.shell.cli import UserError
 
 
 def settings(flags: Any, has_values: bool) -> tuple[dict[str, float], dict[str, float]]:

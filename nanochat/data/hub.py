@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nanochat.cli import UserError
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
-from nanochat.shell.cli import UserError
-from nanochat.shell.paths import data_dir, model_dir, open_lock
+from nanochat.paths import data_dir, model_dir, open_lock
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0

@@ -13,11 +13,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
+from nanochat.cli import UserError
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import HUB_NAME, TASKS
-from nanochat.data.files import RECORD_SUFFIXES, Columns, Fields, Records, list_files, open_file, refuse_links_out
 from nanochat.data.splits import choose_files
-from nanochat.shell.cli import UserError
+from nanochat.text_files import RECORD_SUFFIXES, Columns, Fields, Records, list_files, open_file, refuse_links_out
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nanochat.cli import UserError
 from nanochat.data.catalog import DATASETS
-from nanochat.data.files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
-from nanochat.shell.cli import UserError
+from nanochat.text_files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
 
 COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
 NAMES = ("demo", "pydoc", *DATASETS)

@@ -28,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.data.loader import Document, Documents, tokenize
 from nanochat.data.sources import FileCorpus, WeightedCorpora, fingerprint
-from nanochat.shell.log import warn
-from nanochat.shell.paths import base_dir
+from nanochat.loader import Document, Documents, tokenize
+from nanochat.log import warn
+from nanochat.paths import base_dir
 from nanochat.tokenizer import Tokenizer
 
 FORMAT = 1

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nanochat.cli import Failed, UserError
+from nanochat.collectives import sum_over_ranks
 from nanochat.conversation import Message, Part, fit_prompt, parse_reply, parts_of, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
-from nanochat.parallel.collectives import sum_over_ranks
 from nanochat.rollout import engine_sampler, play
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.shell.cli import Failed, UserError
-from nanochat.shell.screen import track
+from nanochat.screen import track
+from nanochat.task import Example, Kind, Task
 from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
-from nanochat.tasks.task import Example, Kind, Task
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # of the examples: the first N are the same N for every model, and of every subject

@@ -25,6 +25,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanochat.cli import UserError
+from nanochat.collectives import gather_values
 from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine
@@ -32,10 +34,8 @@ from nanochat.evals.core import ScoredText, batches, score_texts
 from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.gpt import GPT
-from nanochat.parallel.collectives import gather_values
 from nanochat.sampling import NEUTRAL, SamplingParams, seed_of
-from nanochat.shell.cli import UserError
-from nanochat.shell.screen import bar, track
+from nanochat.screen import bar, track
 from nanochat.tokenizer import Tokenizer, replace_surrogates
 
 REPLY_TOKENS = 256  # of a task that does not say how long its replies may be; `hf` has the same

@@ -1,7 +1,7 @@
 """nanochat's model for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
 This file stands alone: `python -m scripts.export --to hf` copies it next to the weights. It computes what
-nanochat/gpt.py computes, which explains each choice. tests/test_export.py compares the two.
+nanochat/gpt.py computes, which explains each choice. tests/exported/test_export.py compares the two.
 
 Legend: B batch, T new tokens, S cached and new tokens, C width, H query heads, K key/value heads, D head dim.
 """

@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import cached_property, wraps
 from typing import Any
 
-from nanochat.shell.cli import UserError
+from nanochat.cli import UserError
 from nanochat.tokenizer import replace_surrogates
 
 # Operations that a template may use for one conversation: a second, or six where all are calls. Of a text 64 characters

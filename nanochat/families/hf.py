@@ -9,7 +9,7 @@ There is no second model: Qwen, Llama and Mistral are values of GPTConfig. Weigh
 its own rows, from files that are mapped and never unpickled. Whoever made the folder may be hostile: what config.json
 asks for is compared with the headers of the weights before anything is built.
 
-Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/test_hf.py.
+Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/families/test_hf.py.
 """
 
 import math
@@ -23,11 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanochat import storage
 from nanochat.gpt import GPT, GPTConfig, RopeScaling
+from nanochat.log import warn
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
-from nanochat.shell import storage
-from nanochat.shell.log import warn
-from nanochat.shell.untrusted import read_json, require_file
+from nanochat.untrusted import read_json, require_file
 
 PIECE_BYTES = 32 << 20  # read at once: what a load takes beyond the weights themselves
 SHARD_BYTES = 5 << 30  # of a file that is written: hubs and file systems take larger ones badly
@@ -318,7 +318,7 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
 
 def describe(folder: Path, family: str, config: GPTConfig, fingerprint: str) -> dict[str, Any]:
     """What a checkpoint's meta.json holds, of a folder that has none; the config is added by the caller."""
-    # It has read the web: that decides about the default tasks (tasks/mixture.py). Family and context are for an export
+    # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
     # after stages that may have shortened the context.
     pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family, "context": config.sequence_len}
     return {

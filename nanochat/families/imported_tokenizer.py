@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.families.chat_template import ChatTemplate, RenderedText
-from nanochat.shell.untrusted import read_json, read_text
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
+from nanochat.untrusted import read_json, read_text
 
 MAX_IDS = 1 << 20  # the largest vocabularies have 262,144; a single id of 10**9 would fill the memory with empty tokens
 MAX_TEMPLATE = 1 << 18  # characters; the longest that are in use have about 15,000

@@ -11,10 +11,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, cached_products
+from nanochat.cli import UserError
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels import gradients
-from nanochat.kernels.torch_ import NO_FP16, TorchKernels, WeightFormat
-from nanochat.shell.cli import UserError
+from nanochat.operators import NO_FP16, TorchKernels, WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024

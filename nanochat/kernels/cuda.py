@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # as this file calls it from torch 2.12 on: device.py looks first
 
 from nanochat.attention import Segments
-from nanochat.kernels.torch_ import TorchKernels
+from nanochat.operators import TorchKernels
 
 
 class CudaKernels(TorchKernels):

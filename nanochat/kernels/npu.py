@@ -15,7 +15,7 @@ import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend mac
 from torch import Tensor
 
 from nanochat.attention import Segments, cached_products
-from nanochat.kernels.torch_ import AdamWUpdate, TorchKernels, unfused_adamw
+from nanochat.operators import AdamWUpdate, TorchKernels, unfused_adamw
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
 MOST_DOCUMENTS = 2048  # in a call

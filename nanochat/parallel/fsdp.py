@@ -17,11 +17,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanochat.cli import UserError
+from nanochat.collectives import reduce_scatter
 from nanochat.device import Device
-from nanochat.parallel.collectives import reduce_scatter
 from nanochat.parallel.mesh import Layout
-from nanochat.shell.cli import UserError
-from nanochat.shell.storage import held_box, is_dtensor, local
+from nanochat.storage import held_box, is_dtensor, local
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:

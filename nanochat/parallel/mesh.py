@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.shell.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import counted, print_table, warn
-from nanochat.shell.untrusted import read_json
+from nanochat.cli import UserError
+from nanochat.log import counted, print_table, warn
+from nanochat.untrusted import read_json
 
 PRODUCT_NAME = "bare product"  # the measurements that show how fast the machine itself was begin so
 RESAMPLES = 10_000

@@ -21,9 +21,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from nanochat.log import duration
+from nanochat.paths import SCRIPTS
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
-from nanochat.shell.log import duration
-from nanochat.shell.paths import SCRIPTS
 
 
 @dataclass

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nanochat import screen
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, Block
-from nanochat.shell import screen
-from nanochat.shell.log import duration, print0
+from nanochat.log import duration, print0
 from nanochat.train import Meter
 
 COMPILER_SECONDS = 25  # roughly: 21 to 25 were measured on two cores (docs/measurements.md)

@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from nanochat import screen
+from nanochat import store as job_store
+from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.parallel.collectives import sum_over_ranks
-from nanochat.shell import screen
-from nanochat.shell import store as job_store
-from nanochat.shell.log import print0
+from nanochat.log import print0
 
 POLL_SECONDS = 0.5  # between two looks at the store; a tenth of it while a stop is agreed on
 BEAT_SECONDS = 1.0

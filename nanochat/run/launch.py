@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from nanochat.shell import store
-from nanochat.shell.cli import fail
+from nanochat import store
+from nanochat.cli import fail
 
 BACKEND = "loopback"
 TIMEOUT_SECONDS = 600

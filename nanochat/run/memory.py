@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat import device as devices
 from nanochat.attention import Segments
-from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
+from nanochat.log import print0
 from nanochat.optim import Optimizer
-from nanochat.shell.log import print0
-from nanochat.shell.storage import local
+from nanochat.packing import PackedBatch
+from nanochat.storage import local
 from nanochat.train import LossFunction, train_step
 
 BLOCK = 512  # bytes

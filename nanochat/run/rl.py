@@ -8,17 +8,17 @@ from typing import Any
 from nanochat import rollout
 from nanochat.alignment import rewards
 from nanochat.alignment.rewards import Reward
+from nanochat.cli import UserError
 from nanochat.engine import Slots
+from nanochat.log import print0, warn
 from nanochat.losses import PolicyBatch, PolicyLoss, clipped_objective
 from nanochat.optim import Optimizer
 from nanochat.run.memory import full_rows
-from nanochat.run.stage import Start
 from nanochat.samplers.agreement import LARGEST_DIFFERENCE
 from nanochat.samplers.kinds import require_sampler
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import print0, warn
+from nanochat.stage import Start
+from nanochat.task import Example, Task
 from nanochat.tasks.registry import parse_tasks, require_grades
-from nanochat.tasks.task import Example, Task
 
 
 def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) -> None:

@@ -1,15 +1,15 @@
 """Whether a sampler outside of this process computes what the trainer computes."""
 
 from nanochat import rollout
+from nanochat.cli import Failed
+from nanochat.collectives import gather_values
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.packing import pack_sequences
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.parallel.collectives import gather_values
+from nanochat.log import print0
+from nanochat.packing import pack_sequences
 from nanochat.rollout import Reply, Sampler
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import Failed
-from nanochat.shell.log import print0
 from nanochat.tokenizer import Tokenizer
 
 PROBE = "The first question is what"

@@ -26,21 +26,20 @@ from typing import Any
 import httpx2
 import torch
 
-from nanochat import checkpoint_manager
+from nanochat import checkpoint_manager, storage
+from nanochat.adapters.lora import SCALAR_HEAD, merged_weights
+from nanochat.cli import Failed, Interrupted, UserError
+from nanochat.collectives import decide_on_rank_zero, gather_values
 from nanochat.device import Device
 from nanochat.engine import ending
 from nanochat.families import hf
 from nanochat.gpt import GPT
-from nanochat.lora import SCALAR_HEAD, merged_weights
+from nanochat.log import print0, warn
 from nanochat.model_folder import FORMAT_VERSION
-from nanochat.parallel.collectives import decide_on_rank_zero, gather_values
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
-from nanochat.shell import storage
-from nanochat.shell.cli import Failed, Interrupted, UserError
-from nanochat.shell.log import print0, warn
-from nanochat.shell.screen import bar
+from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from nanochat import rollout
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
+from nanochat.paths import run_dir
 from nanochat.rollout import Reply
 from nanochat.samplers.http import HttpSampler
 from nanochat.samplers.ray import RaySampler
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import UserError
-from nanochat.shell.paths import run_dir
 from nanochat.tokenizer import Tokenizer
 
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nanochat import device as devices
+from nanochat.adapters.lora import merged_weights
+from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lora import merged_weights
+from nanochat.log import print0, warn
 from nanochat.rollout import Reply, engine_sampler
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import Failed, Interrupted, UserError
-from nanochat.shell.log import print0, warn
-from nanochat.shell.screen import bar
+from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from nanochat.cli import UserError
+from nanochat.log import warn
 from nanochat.sampling import seed_of
+from nanochat.screen import bar
 from nanochat.serve import prompts
 from nanochat.serve.replies import ChatSerializer, CompletionSerializer, usage_of
 from nanochat.serve.scheduler import Chunk, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
 from nanochat.serve.state import LoadedModel
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import warn
-from nanochat.shell.screen import bar
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.shell.cli import UserError
+from nanochat.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 MAX_SCHEMA = 16_384  # characters of JSON

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanochat.cli import UserError
 from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
-from nanochat.shell.cli import UserError
 
 # Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
 # many are 15 MB and take half a second to write, spread over the reply's tokens.

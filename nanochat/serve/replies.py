@@ -26,11 +26,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanochat.conversation import text_of
+from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.tools import Calls, CallWriter
-from nanochat.shell.log import print0
 
 CHUNKS_AT_ONCE = 64  # written before the event loop's other clients get their turn; 3 ms with 20 logprobs each
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections

@@ -23,10 +23,10 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
+from nanochat.cli import Range
 from nanochat.conversation import Message, Part, check_messages, text_of
 from nanochat.sampling import SamplingParams
 from nanochat.serve.tools import Calls, call_schema, call_text, is_calculator
-from nanochat.shell.cli import Range
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 5_000

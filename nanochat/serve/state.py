@@ -11,11 +11,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from nanochat.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Vocabulary
 from nanochat.serve.scheduler import Overloaded, Scheduler
 from nanochat.serve.schema import ApiError
-from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 # Reads other weights from a folder; returns their fingerprint, and what takes them over while no request runs.

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from nanochat import paths
 from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
 from nanochat.engine import Engine
 from nanochat.model_folder import weights_sha256
 from nanochat.serve.state import ReadUpdate
-from nanochat.shell import paths
-from nanochat.shell.cli import UserError
 
 
 def fingerprint_of(folder: Path) -> str:

@@ -8,11 +8,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanochat.calculator import calculate
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out_pair, words
-from nanochat.tasks.task import Example, GeneratedTask, turn
+from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks.typed import as_typed
-from nanochat.tools.calculator import calculate
 
 
 @dataclass(frozen=True)

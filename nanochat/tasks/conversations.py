@@ -28,13 +28,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nanochat.cli import UserError
 from nanochat.conversation import Message, check_messages
 from nanochat.data.records import open_part
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import warn
-from nanochat.shell.screen import track
+from nanochat.log import warn
+from nanochat.screen import track
+from nanochat.task import Example, Split
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example, Split
 
 LISTS = ("messages", "conversations", "conversation")
 QUESTIONS = ("instruction", "prompt", "question", "query")

@@ -14,12 +14,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from nanochat.cli import UserError
 from nanochat.conversation import Part, text_of
 from nanochat.data.records import open_records
 from nanochat.demo.checker import check_story
-from nanochat.shell.cli import UserError
+from nanochat.task import Example, Split, turn
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example, Split, turn
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 HONEST = re.compile(

@@ -14,8 +14,8 @@ from decimal import Decimal
 from typing import Any
 
 from nanochat.conversation import Part, text_of
+from nanochat.task import Example, turn
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example, turn
 
 MARK = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
 NUMBER = re.compile(r"\s*\$?\s*([-+\u2212]?)\s*\$?\s*([0-9.,]+)(?![0-9.,]|/[0-9])")

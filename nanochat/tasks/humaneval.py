@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanochat.conversation import Part, text_of
+from nanochat.task import Example, turn
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example, turn
 from nanochat.tools.sandbox import passes
 
 INSTRUCTION = "Complete this Python function. Answer with the whole function in one code block."

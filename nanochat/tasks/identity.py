@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nanochat.conversation import Message, Part, text_of
 from nanochat.demo.corpus import story
+from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks.arithmetic import Arithmetic
-from nanochat.tasks.task import Example, GeneratedTask, turn
 from nanochat.tasks.typed import as_typed
 
 SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.", "You are a helpful assistant.")

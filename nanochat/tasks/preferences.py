@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.conversation import Message, check_messages
+from nanochat.task import Example, Pair, reply_alone
 from nanochat.tasks.conversations import (
     QUESTIONS,
     BadRecords,
@@ -37,7 +38,6 @@ from nanochat.tasks.conversations import (
     tools_of,
     with_system,
 )
-from nanochat.tasks.task import Example, Pair, reply_alone
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '

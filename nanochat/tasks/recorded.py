@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.data.records import Fields, open_split
-from nanochat.tasks.task import Example, Split, Task
+from nanochat.task import Example, Split, Task
 
 
 class RecordTask(Task):

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nanochat import user_code
+from nanochat.cli import UserError
 from nanochat.data.catalog import HUB_NAME
-from nanochat.shell import user_code
-from nanochat.shell.cli import UserError
+from nanochat.task import EnvironmentTask, Split, Task
 from nanochat.tasks.environment import Environment
-from nanochat.tasks.task import EnvironmentTask, Split, Task
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
 

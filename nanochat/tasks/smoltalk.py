@@ -9,9 +9,9 @@ Sources: Ben Allal et al. 2025, SmolLM2: When Smol Goes Big (arXiv:2502.02737); 
 
 from typing import Any
 
+from nanochat.task import Example
 from nanochat.tasks.conversations import messages_of
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example
 
 
 class SmolTalk(RecordTask):

@@ -11,7 +11,7 @@ from functools import cache
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out
 from nanochat.demo.plots import NAME_COLUMN, tables
-from nanochat.tasks.task import Example, GeneratedTask, Split, turn
+from nanochat.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SPELL = (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nanochat.conversation import Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import check_story
-from nanochat.tasks.task import Example, GeneratedTask, Split, turn
+from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks.typed import as_typed
 
 ORDERS = (

@@ -7,9 +7,9 @@ Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall
 
 from typing import Any
 
+from nanochat.task import Example, Pair
 from nanochat.tasks.preferences import pair_of
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tasks.task import Example, Pair
 
 
 class UltraFeedback(RecordTask):

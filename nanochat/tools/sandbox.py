@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
-from nanochat.shell.cli import UserError
+from nanochat.cli import UserError
 from nanochat.tools.jail import MACHINES, OK, STANDING
 
 MEMORY_BYTES = 512 * 1024**2  # for a program, besides the bare interpreter

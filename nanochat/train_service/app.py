@@ -26,10 +26,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from nanochat.cli import UserError
 from nanochat.serve.app import LOOPBACK
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
-from nanochat.shell.cli import UserError
 from nanochat.train_service import bodies, wire
 from nanochat.train_service.service import SCHEME, Model, Service
 from nanochat.train_service.tenants import Trained

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanochat.cli import UserError, out_of_memory
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
-from nanochat.shell.cli import UserError, out_of_memory
 from nanochat.train_service.log import RequestLog
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.tenants import Trained, TrainedModel

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat import model_folder
-from nanochat.shell import storage
-from nanochat.shell.cli import UserError
+from nanochat import model_folder, storage
+from nanochat.cli import UserError
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanochat.cli import UserError
 from nanochat.losses import clipped_objective, weighted_log_objective
-from nanochat.shell.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, NewToken, Row, Slots
 from nanochat.gpt import GPT
 from nanochat.sampling import SamplingParams
-from nanochat.shell.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples
 

@@ -21,13 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanochat import model_folder
+from nanochat import model_folder, paths, storage
+from nanochat.cli import UserError
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import tokenizer_files
+from nanochat.log import warn
 from nanochat.serve.schema import ApiError
-from nanochat.shell import paths, storage
-from nanochat.shell.cli import UserError
-from nanochat.shell.log import warn
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished, is_name
 from nanochat.train_service.log import REFUSED, Entry, RequestLog

@@ -25,15 +25,16 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import lora, model_folder
+from nanochat import model_folder
+from nanochat.adapters import lora
+from nanochat.adapters.lora import Lora
+from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
-from nanochat.lora import Lora
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.parallel.fsdp import load_whole, whole_weights
 from nanochat.parallel.mesh import lay_out
-from nanochat.shell.cli import UserError
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
 
@@ -95,7 +96,7 @@ class Base:
 
 
 def _attach_to_head(model: GPT, trained: Trained) -> None:
-    """Put an adapter on the output head, which nanochat/lora.py does not do. Drawn as the others are."""
+    """Put an adapter on the output head, which nanochat/adapters/lora.py does not do. Drawn as the others are."""
     settings = Lora(trained.rank)
     c = model.config
     adapter = lora.Adapter(c.vocab_size, c.width, settings, model.device)

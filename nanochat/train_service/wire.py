@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.shell.cli import UserError
+from nanochat.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
 MASKED_LOGPROB = -99999.0  # of a place without a token in a table of the likeliest ones

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import lora, scaling
+from nanochat import scaling
+from nanochat.adapters import lora
 from nanochat.attention import Segments
-from nanochat.data.packing import PackedBatch
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.kernels import npu
 from nanochat.losses import masked_loss
 from nanochat.optim import StateFormat
+from nanochat.packing import PackedBatch
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
 from nanochat.run.memory import Ledger, full_rows

@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import engine, lora, scaling
+from nanochat import engine, scaling
+from nanochat.adapters import lora
+from nanochat.adapters.nf4 import NF4Linear
 from nanochat.attention import Segments
-from nanochat.data.packing import PackedBatch
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.torch_ import TorchKernels, unfused_adamw
 from nanochat.losses import masked_loss
-from nanochat.nf4 import NF4Linear
+from nanochat.operators import TorchKernels, unfused_adamw
+from nanochat.packing import PackedBatch
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators

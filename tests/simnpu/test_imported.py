@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import save_family
 from safetensors.torch import load_file
 from test_scripts import call
 from test_stages import metrics
 from tiny import cpu_device
+from tiny_families import save_family
 
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render_prompt

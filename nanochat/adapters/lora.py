@@ -1,0 +1,349 @@
+"""LoRA: fine-tune a model through small matrices, its adapters, while its own weights stay as they are.
+
+A linear layer y = W x becomes y = W x + scale B A x, with A (rank, inputs) and B (outputs, rank). Only A and B are
+trained, so only they have gradients, optimizer state and a place in the checkpoint. B starts at 0: at the first step
+the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
+
+    attach(model, lora)      put adapters into a GPT and freeze all else
+    without_adapters(model)  the same model with its adapters switched off: the reference of DPO and GRPO
+    merged_weights(model)    the weights of a model without adapters that computes the same: what other samplers get
+    Adapters                 the adapters of a model as tensors, to be merged into weights
+
+The matrices that can have an adapter are those of GPTConfig.parts, by the names that Hugging Face and peft give them.
+Where several of them are stacked in one of ours, each has an A and a B of its own, as it has there. The frozen weights
+are in the dtype of the products, or with `base_format` "nf4" those of the blocks in 4.5 bits (nf4.py).
+
+Legend: r rank, I inputs, O outputs of a matrix.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from nanochat.adapters.nf4 import NF4Linear, dequantize, quantize
+from nanochat.cli import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.parallel.fsdp import fill, held_rows, local, unwrapped, whole
+
+SCALAR_HEAD = "scalar_head.weight"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The settings of all adapters of a model."""
+
+    rank: int
+    alpha: float = 32.0
+    dropout: float = 0.0  # of what A reads, in training
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    rank_stabilized: bool = False
+    base_format: Literal["plain", "nf4"] = "plain"  # the frozen matrices of the blocks: as they are, or in 4 bits
+
+    @property
+    def scale(self) -> float:
+        # alpha / rank: the best learning rate then hardly depends on the rank (source: Hu et al. 2021). At ranks of 64
+        # and more the product B A grows only as sqrt(rank), and rsLoRA's alpha / sqrt(rank) keeps its size (source:
+        # Kalajdzievski 2023, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA).
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
+    """The targets that a flag names, "all" or names with commas.
+
+    Raises UserError: when the model has no such matrix, or one that is too small for the rank.
+    """
+    rows = {name: count for parts in config.parts.values() for name, count in parts.items()}
+    names = tuple(rows) if text == "all" else tuple(name.strip() for name in text.split(","))
+    inputs = {"o_proj": config.n_head * config.head_dim, "down_proj": config.mlp_width}
+    for name in names:
+        if name not in rows:
+            raise UserError(f"--lora_targets {name}: this model has {', '.join(rows)}; name some of them, or all")
+        shape = (rows[name], inputs.get(name, config.width))
+        if rank > min(shape):
+            sizes = f"{shape[0]} x {shape[1]}"
+            raise UserError(f"--lora_rank {rank}: {name} of this model is {sizes}, so at most {min(shape)}")
+    return names
+
+
+# ---------------------------------------------------------------------- a model with adapters
+
+
+class Adapter(nn.Module):
+    """The A and B of one matrix."""
+
+    def __init__(self, outputs: int, inputs: int, lora: Lora, device: torch.device):
+        super().__init__()
+        self.scale = lora.scale
+        # In fp32, as all that is trained: an update is often smaller than bf16 resolves.
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, inputs, device=device))
+        self.lora_B = nn.Parameter(torch.empty(outputs, lora.rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., I) -> scale B A x (..., O)."""
+        inner = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # (..., r)
+        return F.linear(inner, self.lora_B.to(x.dtype))
+
+
+class LinearAdapters(nn.ModuleDict):
+    """The adapters of a linear layer by the names of the matrices that are stacked in it; not each has one."""
+
+    def __init__(self, parts: dict[str, int], inputs: int, lora: Lora, device: torch.device):
+        super().__init__({name: Adapter(parts[name], inputs, lora, device) for name in parts if name in lora.targets})
+        self.parts = parts
+        self.lora = lora
+        self.dropout = lora.dropout
+        self.enabled = True  # False: without adapters, see `without_adapters`
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """x (..., I) -> what is added to each part of the layer's product, (..., O of the part)."""
+        # Dropout only where something is learned: evaluation and sampling run without gradients.
+        if self.dropout and torch.is_grad_enabled():
+            x = F.dropout(x, self.dropout)
+        return [
+            self[name](x) if name in self else x.new_zeros(*x.shape[:-1], rows) for name, rows in self.parts.items()
+        ]
+
+
+def _add_adapters(linear: Any, inputs: tuple[Tensor], y: Any) -> Any:
+    """y = W x becomes W x + scale B A x: a hook that runs after the layer, whichever class of layer it is."""
+    if not linear.adapters.enabled:
+        return y
+    added = linear.adapters(*inputs)
+    if isinstance(y, tuple):  # of a StackedLinear
+        return y[0] + torch.stack(added[:2]), y[1] + added[2]
+    return y + torch.cat(added, dim=-1)
+
+
+def attach(model: GPT, lora: Lora) -> None:
+    """Freeze a model and put adapters into its blocks, in place. The model may still be on the meta device: then
+    `load_base` and `init_adapters` fill it."""
+    model.requires_grad_(False)
+    if model.scalar_head is not None:
+        # It has nothing to adapt: it is trained, and saved, with the adapters.
+        model.scalar_head.float().requires_grad_(True)
+    for block in model.blocks:
+        for path, parts in model.config.parts.items():
+            linear: Any = block.get_submodule(path)
+            if lora.base_format == "nf4":
+                parent, _, name = path.rpartition(".")
+                linear = NF4Linear(linear)
+                setattr(block.get_submodule(parent), name, linear)
+            if set(parts) & set(lora.targets):
+                linear.adapters = LinearAdapters(parts, linear.in_features, lora, model.device)
+                linear.register_forward_hook(_add_adapters)
+
+
+def adapters_in(model: nn.Module) -> list[LinearAdapters]:
+    return [module for module in model.modules() if isinstance(module, LinearAdapters)]
+
+
+def settings_of(model: nn.Module) -> Lora | None:
+    """The settings of a model's adapters; None: it has none."""
+    found = adapters_in(model)
+    return found[0].lora if found else None
+
+
+@torch.no_grad()
+def init_adapters(model: GPT, seed: int = 0) -> None:
+    """A is random and B is 0: their product is 0, but the gradient of B is not. As in `GPT.init_weights`, A is the same
+    on every device and layout."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            bound = 1 / math.sqrt(module.lora_A.size(1))  # as nn.Linear draws its weights, and peft its A
+            fill(module.lora_A, (torch.rand(module.lora_A.shape, generator=generator) * 2 - 1) * bound)
+            local(module.lora_B).zero_()
+
+
+class without_adapters:  # noqa: N801 (called as a function)
+    """A model with its adapters switched off, as a function of what the model takes: no second model is in memory."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        found = adapters_in(unwrapped(self.model))
+        for adapters in found:
+            adapters.enabled = False
+        try:
+            return self.model(*inputs, **options)
+        finally:
+            for adapters in found:
+                adapters.enabled = True
+
+
+# ---------------------------------------------------------------------- adapters as tensors
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a whole model: settings, and tensors by their parameters' names."""
+
+    lora: Lora
+    tensors: dict[str, Tensor]  # blocks.3.attention.qkv.adapters.q_proj.lora_A ...
+
+    def merged(self, name: str, weight: Tensor, config: GPTConfig) -> Tensor:
+        """A weight (O, I) of the base, with what its adapters add to it: W + scale B A, in fp32."""
+        parts = _parts_of(name, config)
+        # Merged into what they were trained over: a base of 4 bits is rounded first.
+        if parts and self.lora.base_format == "nf4":
+            weight = dequantize(*quantize(weight), weight.shape, torch.float32)
+        merged = weight.float().clone()
+        start = 0
+        for target, rows in parts.items():
+            adapter = f"{name.removesuffix('weight')}adapters.{target}"
+            if f"{adapter}.lora_A" in self.tensors:
+                A = self.tensors[f"{adapter}.lora_A"].float()
+                B = self.tensors[f"{adapter}.lora_B"].float()
+                merged[start : start + rows].addmm_(B, A, alpha=self.lora.scale)
+            start += rows
+        return merged
+
+    def require_fit(self, config: GPTConfig, where: str) -> None:
+        """Raises UserError: when they are not of a model of this shape."""
+        with torch.device("meta"):
+            model = GPT(config)
+            attach(model, self.lora)
+        expected = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        found = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        if SCALAR_HEAD not in found:
+            expected.pop(SCALAR_HEAD, None)  # adapters of an earlier stage have none
+        for name in sorted({*expected, *found}):
+            if expected.get(name) != found.get(name):
+                raise UserError(
+                    f"{where} holds adapters for another model: {name} is {found.get(name, 'missing')}, this model's "
+                    f"is {expected.get(name, 'missing')}; name the base that they were trained on"
+                )
+
+
+@torch.no_grad()
+def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights by name, one at a time, whole on each rank and with its adapters merged in fp32. All ranks call
+    it together."""
+    parameters = dict(model.named_parameters())
+    lora = settings_of(model)
+    if lora is None:
+        yield from ((name, whole(parameter)) for name, parameter in parameters.items())
+        return
+    tensors = {name: whole(parameters.pop(name)) for name in list(parameters) if ".adapters." in name}
+    adapters = Adapters(lora, tensors)
+    for name, parameter in parameters.items():
+        yield name, adapters.merged(name, whole(parameter), model.config)
+    for path, layer in model.named_modules():
+        if isinstance(layer, NF4Linear):
+            # To round a weight that is rounded already changes nothing: a block's largest value is one of the table.
+            yield f"{path}.weight", adapters.merged(f"{path}.weight", layer.dequantized(), model.config)
+
+
+def _parts_of(name: str, config: GPTConfig) -> dict[str, int]:
+    """The matrices that a parameter is stacked from; none where it can have no adapters."""
+    matrix = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
+    return config.parts.get(matrix[1], {}) if matrix else {}
+
+
+def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
+    """The adapters of a checkpoint: its file, and what its meta data says of them, `facts`.
+
+    Raises ValueError or TypeError: when these are no settings of ours.
+    """
+    settings = {name: entry[name] for name in Lora.__dataclass_fields__}
+    lora = Lora(**{**settings, "targets": tuple(entry["targets"])})
+    is_valid = isinstance(lora.rank, int) and lora.rank > 0 and lora.base_format in ("plain", "nf4")
+    if not is_valid or not lora.targets or set(lora.targets) - set(Lora.targets) or not math.isfinite(lora.alpha):
+        raise ValueError("its adapters' settings are not ours")
+    with safe_open(path, framework="pt") as file:
+        return Adapters(lora, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def facts(lora: Lora) -> dict[str, Any]:
+    """The settings for a checkpoint's meta data."""
+    return {**asdict(lora), "targets": list(lora.targets)}
+
+
+# Fills a tensor with rows of a parameter: its name, how many rows it has, and the first one to read.
+RowReader = Callable[[str, int, int, Tensor], None]
+
+
+@torch.no_grad()
+def load_base(model: GPT, shapes: dict[str, torch.Size], read: RowReader, sources: Sequence[Adapters] = ()) -> None:
+    """Fill a model's own parameters, which have these `shapes`, with the adapters of `sources` merged into them one
+    after the other. Of a sharded model this rank's rows."""
+    for name, shape in shapes.items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        is_matrix = bool(_parts_of(name, model.config))
+        if not is_matrix or not (sources or isinstance(layer, NF4Linear)):
+            target = model.get_parameter(name)
+            read(name, shape[0], held_rows(target).start, local(target))
+            continue
+        # Blocks of 64 weights and products of adapters need the whole matrix: one is in main memory at a time.
+        weight = torch.empty(shape)
+        read(name, shape[0], 0, weight)
+        for adapters in sources:
+            weight = adapters.merged(name, weight, model.config)
+        if isinstance(layer, NF4Linear):
+            layer.set_weight(weight)
+        else:
+            fill(model.get_parameter(name), weight)
+
+
+# ---------------------------------------------------------------------- several adapters side by side
+
+
+class ChosenAdapters:
+    """Several adapters over one model, each row of a batch with its own: one base in memory for all of them.
+
+    It hooks itself to the model's layers, packed ones too. Adapter 0 is the model as it is.
+    """
+
+    def __init__(self, model: GPT, adapters: Sequence[Adapters], dtype: torch.dtype):
+        self.chosen = torch.zeros(1, dtype=torch.long, device=model.device)  # (rows,) set before each forward pass
+        for i, block in enumerate(model.blocks):
+            for path, parts in model.config.parts.items():
+                linear: Any = block.get_submodule(path)
+                # The A of a layer's targets lie one below the other, in R rows at most. Where an adapter has fewer
+                # targets or a smaller rank, and where a part of the product meets another part's A, there are zeros.
+                R = max(one.lora.rank * len(set(parts) & set(one.lora.targets)) for one in adapters)
+                A = torch.zeros(1 + len(adapters), R, linear.in_features)
+                B = torch.zeros(1 + len(adapters), linear.out_features, R)
+                for number, one in enumerate(adapters, start=1):
+                    first = 0  # in R
+                    start = 0  # of the part's rows
+                    for part, rows in parts.items():
+                        if part in one.lora.targets:
+                            its_A, its_B = (one.tensors[f"blocks.{i}.{path}.adapters.{part}.lora_{m}"] for m in "AB")
+                            end = first + one.lora.rank
+                            A[number, first:end] = its_A
+                            B[number, start : start + rows, first:end] = its_B * one.lora.scale
+                            first = end
+                        start += rows
+                if R:
+                    on_device = (A.to(model.device, dtype), B.to(model.device, dtype))
+                    linear.register_forward_hook(partial(self._add, *on_device))
+
+    def _add(self, A: Tensor, B: Tensor, linear: nn.Module, inputs: tuple[Tensor], y: Any) -> Any:
+        (x,) = inputs  # (rows, T, I)
+        added = x @ A[self.chosen].mT @ B[self.chosen].mT  # (rows, T, O)
+        if isinstance(y, tuple):  # of a StackedLinear
+            q, k, v = added.chunk(3, dim=-1)
+            return y[0] + torch.stack((q, k)), y[1] + v
+        return y + added
+
+
+def describe(model: GPT, lora: Lora) -> str:
+    """One line for the log: how much is trained, and what the frozen base takes."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
+    quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
+    frozen += sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
+    base = "4-bit NF4" if lora.base_format == "nf4" else str(model.embedding.weight.dtype).removeprefix("torch.")
+    return f"adapters of rank {lora.rank}: {trained:,} parameters; frozen base: {frozen:,} bytes, {base}"

@@ -1,0 +1,102 @@
+"""Folders of the library peft, which hold the adapters of a Hugging Face model: in and out.
+
+    adapter_config.json          the settings, and where the model is that they belong to
+    adapter_model.safetensors    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight (r, I) and so on
+
+Source: the format of peft 0.21, which is the oracle of tests/adapters/test_peft.py.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from nanochat import storage
+from nanochat.adapters.lora import Adapters, Lora
+from nanochat.cli import UserError
+from nanochat.families.hf import theirs_of
+from nanochat.gpt import GPTConfig
+from nanochat.untrusted import read_json, require_file
+
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder holds adapters as peft saves them, and no model."""
+    return (path / SETTINGS).is_file() and not (path / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """Where the model is that a folder's adapters belong to: a path, or the name of a hub's repository."""
+    return str(read_json(folder / SETTINGS).get("base_model_name_or_path"))
+
+
+def names(config: GPTConfig) -> dict[str, tuple[str, str]]:
+    """For each tensor that a folder can hold, by name: ours, and the matrix that it adapts."""
+    found = {}
+    for layer in range(config.n_layer):
+        for path in config.parts:
+            for theirs, _ in theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
+                module = theirs.removesuffix(".weight")
+                target = module.rpartition(".")[2]
+                for side in ("lora_A", "lora_B"):
+                    ours = f"blocks.{layer}.{path}.adapters.{target}.{side}"
+                    found[f"base_model.model.{module}.{side}.weight"] = (ours, target)
+    return found
+
+
+def write(folder: Path, adapters: Adapters, config: GPTConfig, base: str) -> None:
+    """Write a folder's two files; `base` is where peft finds the model."""
+    tensors = {
+        theirs: adapters.tensors[ours] for theirs, (ours, _) in names(config).items() if ours in adapters.tensors
+    }
+    storage.write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    lora = adapters.lora
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rank_stabilized,
+        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False,
+    }  # fmt: skip
+    storage.write_json(folder / SETTINGS, settings)
+
+
+def read(folder: Path, config: GPTConfig) -> Adapters:
+    """Adapters from a folder, for a base of this shape.
+
+    Raises UserError: when they are of a kind that is not plain LoRA on the blocks' matrices, or of another model.
+    """
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} has no {WEIGHTS}: name a folder that peft has saved, with safetensors")
+    settings = read_json(folder / SETTINGS)
+    # peft's variants store other numbers under the same names; what is unset or empty changes nothing.
+    variants = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
+    used = [name for name in variants if settings.get(name)]
+    used += [f"bias {settings['bias']}"] if settings.get("bias", "none") != "none" else []
+    if settings.get("peft_type") != "LORA" or used:
+        kind = ", ".join(used) or settings.get("peft_type")
+        raise UserError(f"{folder} is not plain LoRA ({kind}): merge it with peft, and name that model as --source")
+    rank = settings.get("r")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(settings.get("lora_alpha"), int | float):
+        raise UserError(f"{folder / SETTINGS} has no rank r above 0 or no lora_alpha: save it again with peft")
+    require_file(folder / WEIGHTS)
+    known = names(config)
+    tensors = {}
+    targets = set()
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for theirs in file.keys():  # noqa: SIM118
+            if theirs not in known:
+                raise UserError(
+                    f"{folder} holds adapters for another model, or on other matrices than {', '.join(Lora.targets)}: "
+                    f"{theirs[:200]}; name the base that they were trained on"
+                )
+            ours, target = known[theirs]
+            tensors[ours] = file.get_tensor(theirs).to(torch.float32, copy=True)  # the file may change
+            targets.add(target)
+    lora = Lora(
+        rank, settings["lora_alpha"], settings.get("lora_dropout", 0.0), tuple(n for n in Lora.targets if n in targets),
+        settings.get("use_rslora", False),
+    )  # fmt: skip
+    adapters = Adapters(lora, tensors)
+    adapters.require_fit(config, str(folder))
+    return adapters

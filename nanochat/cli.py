@@ -1,0 +1,300 @@
+"""A dataclass in, a command line out; and one clear line for a user's mistake.
+
+Every script ends with `run(main, Config)`. The dataclass's fields are the flags, the comment after a field is its help,
+and the field's annotation states which values it takes (`Range`) and whether a resumed run may change it (`Frozen`).
+
+Exit codes: 0 done, 1 the run failed (one line names the next step), 2 bad flags. `NANOCHAT_TRACEBACK=1` shows the
+whole traceback of a failure. `NANOCHAT_BASE_TRAIN="--depth=2"`, and the like for every script, appends flags to those
+of the command line.
+"""
+
+import atexit
+import contextlib
+import errno
+import functools
+import io
+import os
+import re
+import shlex
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from nanochat import screen
+from nanochat.untrusted import printable
+
+Config = TypeVar("Config")
+T = TypeVar("T")
+
+
+# Each explains a device runtime's own errors in one line with a fix, or returns None; `device.init` adds to them.
+explainers: list[Callable[[BaseException], str | None]] = []
+
+
+class UserError(ValueError):
+    """A mistake the user can fix; its text names the flag and the next step."""
+
+
+class Interrupted(Exception):
+    """A stop was requested while this was under way: it has no result, on any rank."""
+
+
+class Failed(Interrupted):
+    """What is outside of the training failed, such as a user's function: the run saves, and ends with this line."""
+
+
+# ---------------------------------------------------------------------- what an annotation states about a flag
+
+
+@dataclass(frozen=True)
+class Range:
+    """Metadata: the least and the greatest value of a number. Nothing here has more than 10**12 of anything."""
+
+    low: float
+    high: float = 10**12
+
+    @property
+    def least(self) -> str:
+        return "above 0" if 0 < self.low <= 1e-9 else f"at least {self.low:g}"
+
+
+# Number flags, as in `depth: Positive = 8`. None, where a flag allows it, is in every range.
+Positive = Annotated[int, Range(1)]
+Count = Annotated[int, Range(0)]
+Depth = Annotated[int, Range(1, 1000)]  # layers: a million of them are built for hours before the memory is full
+Size = Annotated[int, Range(1, 10**7)]  # of what the memory holds whole
+Seed = Annotated[int, Range(0, 2**62)]
+Fraction = Annotated[float, Range(0, 1)]
+
+# A flag that a resumed run must not change, as in `seed: Frozen[Seed] = 0`. Every other flag may change.
+FROZEN = "frozen"
+Frozen = Annotated[T, FROZEN]
+
+
+def check_ranges(config: Any) -> None:
+    """Raises UserError: when a flag's value is outside the range of its annotation."""
+    for flag, metadata in _metadata_of_flags(type(config)).items():
+        value = getattr(config, flag)
+        if is_dataclass(value):  # flags that several scripts share, such as SamplingParams
+            check_ranges(value)
+            continue
+        for limits in metadata:
+            if value is None or not isinstance(limits, Range):
+                continue
+            if not value >= limits.low:  # NaN is not in any range either
+                raise UserError(f"--{flag} {value}: {limits.least}")
+            if value > limits.high:
+                text = str(value)
+                shown = text if len(text) <= 20 else f"{text[:20]}..."
+                raise UserError(f"--{flag} {shown}: at most {limits.high:,}")
+
+
+def frozen_flags(config_type: type) -> list[str]:
+    """The names of a dataclass's `Frozen` fields."""
+    return [flag for flag, metadata in _metadata_of_flags(config_type).items() if FROZEN in metadata]
+
+
+@functools.cache  # a server checks the settings of every request
+def _metadata_of_flags(config_type: type) -> dict[str, list[Any]]:
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    return {flag: _metadata(annotation) for flag, annotation in hints.items()}
+
+
+def _metadata(annotation: Any) -> list[Any]:
+    """What `Annotated` attaches to a type, and to its parts as in `Positive | None`."""
+    found = list(getattr(annotation, "__metadata__", ()))
+    for part in typing.get_args(annotation):
+        found += _metadata(part)
+    return found
+
+
+# ---------------------------------------------------------------------- from the command line to main
+
+
+def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
+    """Read flags into the dataclass and check their ranges; leaves with code 2 and one line for a bad flag.
+
+    Hyphens and underscores are alike. A leading `--`, which torchrun passes on, is skipped.
+    """
+    import tyro
+
+    module = sys.modules[config_type.__module__]
+    script = module.__spec__.name if module.__spec__ else config_type.__module__
+    command = f"python -m {script}" if module.__spec__ else Path(sys.argv[0]).name
+
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--"]:
+        argv = argv[1:]
+    variable = f"NANOCHAT_{script.rpartition('.')[2].upper()}"
+    try:
+        argv = [*argv, *shlex.split(os.environ.get(variable, ""))]
+    except ValueError as error:
+        fail(f"{variable} in the environment holds flags as a shell would read them: {error}", code=2)
+
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message), _optional_flags():
+            config = tyro.cli(config_type, prog=command, args=argv, description=module.__doc__, use_underscores=True)
+        check_ranges(config)
+    except UserError as error:
+        fail(str(error), code=2)
+    except BrokenPipeError:
+        _leave_pipe()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        fail(f"standard output: {error.strerror}")  # of --help
+    except SystemExit as leaving:
+        if leaving.code:
+            fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
+        raise  # --help
+    return config
+
+
+def _optional_flags() -> contextlib.AbstractContextManager[None]:
+    """While this is active, `--help` shows `--step INT` for a field that may be None; tyro's own is `{None}|INT`."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
+        if info.type_origin not in (typing.Union, types.UnionType) or len(kinds) != 1:
+            return None
+        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+        if not isinstance(spec, PrimitiveConstructorSpec):
+            return None
+        return replace(
+            spec,
+            is_instance=lambda value: value is None or spec.is_instance(value),
+            str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+        )
+
+    return registry
+
+
+# Python's words for a text that is no number, and ours.
+NO_NUMBER = (
+    (r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number"),
+    (r"could not convert string to float: ('.*?')", r"\1 is no number"),
+)
+
+
+def _without_frame(text: str) -> str:
+    """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
+    text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
+    sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
+    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # of its own UserError
+    for python, plain in NO_NUMBER:
+        sections = [re.sub(python, plain, section) for section in sections]
+    return "; ".join(section for section in sections if not section.startswith("For full helptext"))
+
+
+def run(main: Callable[[Config], None], config_type: type[Config], *, shows_progress: bool = False) -> None:
+    """Parse, run, and turn what a user can fix into one line on stderr and exit code 1.
+
+    `shows_progress`: with bars in a terminal, and a heartbeat elsewhere (screen.py).
+    """
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    ignore_exported_ranks()
+    config = parse(config_type)
+    if os.environ.get("NANOCHAT_TRACEBACK") == "1":
+        main(config)
+        return
+    try:
+        with screen.opened() if shows_progress else contextlib.nullcontext():
+            main(config)
+    except SystemExit as leaving:  # a signal stopped the run, which has saved
+        _leave_torchrun(leaving.code)
+        raise
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)
+    except BrokenPipeError:
+        _leave_pipe()
+    except UserError as error:
+        fail(str(error))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            where = f" ({error.filename})" if error.filename else ""
+            fail(f"the disk is full{where}: free space, or let NANOCHAT_BASE_DIR or a flag name another place")
+        if error.filename is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}; fix the path, or point NANOCHAT_BASE_DIR elsewhere")
+    except (RuntimeError, MemoryError, ImportError) as error:  # every backend's out-of-memory error is a RuntimeError
+        line = _explain(error)
+        if line is None:
+            raise
+        fail(line)
+    _leave_torchrun(0)
+
+
+def _leave_pipe() -> typing.NoReturn:
+    """End without a word where the reader of a pipe left, as `head` does, and there was more to say."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+    sys.exit(1)
+
+
+def _leave_torchrun(status: Any) -> None:
+    """End a process of torchrun's at once, without taking the interpreter apart; others end as Python ends them."""
+    # The threads of the collective library outlive the process group where a sharded model refers to it. One that drops
+    # a tensor while the interpreter is taken apart aborts the process (SIGABRT, "terminate called without an active
+    # exception"), and torchrun reports that a finished run has failed: 2 of 80 runs of chat_dpo with --parallel fsdp.
+    if "TORCHELASTIC_RUN_ID" in os.environ and isinstance(status, int):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def ignore_exported_ranks() -> None:
+    """Take RANK and WORLD_SIZE out of the environment where no launcher set them, with a warning."""
+    # Guides on several nodes have both exported in the shell. A single process that believes them waits for others that
+    # never start, or prints nothing because it is not rank 0. A launcher of processes sets LOCAL_RANK as well.
+    if "LOCAL_RANK" in os.environ:
+        return
+    exported = [name for name in ("RANK", "WORLD_SIZE") if os.environ.pop(name, None) is not None]
+    if exported:
+        names = " ".join(exported)
+        print(f"warning: {names} of this shell ignored, torchrun sets them: `unset {names}`", file=sys.stderr)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a host or a device reports that its memory is full."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
+def _explain(error: BaseException) -> str | None:
+    """One line for a failure of the machine rather than of the code; None for others."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if out_of_memory(error):
+        return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"
+    cause: BaseException | None = error
+    while cause is not None:  # torch imports an accelerator's package by itself and hides why that failed
+        missing = re.search(r"\S+\.so\S*(?=: cannot open shared object file)", str(cause))
+        if missing:
+            return (
+                f"{missing[0]} is not found: run `source .../set_env.sh` of the accelerator's software in this shell "
+                "first (`python check_npu.py` shows where it is), then run this again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    for explain in explainers:
+        line = explain(error)
+        if line:
+            return line
+    return None
+
+
+def fail(message: str, code: int = 1) -> typing.NoReturn:
+    """Print one line and leave."""
+    line = printable(" ".join(message.split()))
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,74 @@
+"""The collectives that files outside of the optimizer call, and two that torch renamed.
+
+Every rank calls a collective, in the same order; a rank that does not call it leaves the others waiting.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.cli import UserError
+from nanochat.device import Device
+
+
+def sum_over_ranks(tensor: Tensor, device: Device) -> Tensor:
+    """Sum a tensor over all ranks, in place, and return it. One process returns it as it is."""
+    if device.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_values(value: Any, device: Device) -> list[Any]:
+    """The ranks' values, in rank order, on every rank. A value is what JSON can hold; a tuple arrives as a list."""
+    # Not by torch's all_gather_object: that one unpickles what arrives, and a pickle can run any program.
+    text = json.dumps(value).encode()
+    if device.world_size == 1:
+        return [json.loads(text)]
+    # A collective moves tensors of one size: all texts are filled up to the longest with spaces, which JSON ignores.
+    longest = torch.tensor(len(text), dtype=torch.int32, device=device.torch_device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device.torch_device)
+    texts = [torch.empty_like(own) for _ in range(device.world_size)]
+    dist.all_gather(texts, own)
+    return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
+
+
+def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str | None:
+    """The result of `decide` on rank 0, on every rank.
+
+    It reads folders that all hosts share: another host may see a listing that is seconds old.
+
+    Raises UserError: on all ranks, when `decide` fails on rank 0.
+    """
+    decision: str | None = None
+    failure: Exception | None = None
+    if device.is_main:
+        try:
+            decision = decide()
+        except Exception as error:
+            failure = error
+    decision, message = gather_values((decision, None if failure is None else str(failure)), device)[0]
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise UserError(message)
+    return decision
+
+
+# torch 2.13 renamed both; older versions know the second name only.
+
+
+def reduce_scatter(share: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
+    """Sum `whole` over the ranks, and leave in `share` the part of the sum that belongs to this rank."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(share, whole, **options)
+
+
+def all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
+    """Fill `whole` with the ranks' shares, in rank order."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(whole, share, **options)

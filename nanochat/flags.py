@@ -1,0 +1,206 @@
+"""The flags that scripts share: a training script's Config inherits them and adds its own.
+
+An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see cli.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+
+import tyro
+
+from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
+from nanochat.sampling import NEUTRAL, SamplingParams
+
+Epochs = Annotated[float, Range(1e-9, 10**6)]
+Share = Annotated[float, Range(0, 0.9)]
+
+if TYPE_CHECKING:
+    from nanochat.adapters.lora import Lora
+    from nanochat.gpt import GPTConfig
+    from nanochat.optim import StateFormat
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """The flags of every training script."""
+
+    # evaluation, logging, saving
+    eval_every: Count = 100  # steps between evaluations; 0: only at the beginning and the end
+    log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
+    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all
+    keep_every: Count = 0  # also keep checkpoints of steps that are a multiple of this; 0: none
+    profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder
+    run: str | None = None  # the run's name at a tracker
+    track: str = ""  # wandb, swanlab, tensorboard; several with commas
+    model_tag: str | None = None  # the checkpoints' folder name; default: d<depth> in pretraining, then the source's
+    resume: bool = False  # continue from the newest whole checkpoint of this tag
+    dry_run: bool = False  # print how much memory a step takes on each device, and end
+    # processes
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
+    replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
+    activation_checkpointing: bool = False  # compute a block's activations twice to save memory
+    # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
+    optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # of running means; bfloat16: half, but rounded
+    offload_optimizer: bool = False  # keep the optimizer's state in main memory; each step copies it there and back
+    hang_seconds: Positive = 600  # when a rank makes no progress for so long, every rank ends and names it
+    # device
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
+    deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
+    seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
+
+    @property
+    def kept_as(self) -> "StateFormat":
+        """How the optimizer keeps its state."""
+        import torch  # not at the top: --help must answer at once
+
+        from nanochat.optim import StateFormat
+
+        return StateFormat(getattr(torch, self.optimizer_dtype), self.offload_optimizer)
+
+
+@dataclass(frozen=True)
+class SourceFlags(TrainFlags):
+    """The flags of a stage that continues a trained model."""
+
+    # model
+    source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
+    source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
+    source_step: int | None = None  # step of the source; default: the newest
+    max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
+    # How a context longer than the source's is reached; auto: yarn, or as the source's own is.
+    rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
+
+
+@dataclass(frozen=True)
+class StageFlags(SourceFlags):
+    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+
+    # data
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
+    bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
+
+
+@dataclass(frozen=True)
+class ChatFlags(StageFlags):
+    """The flags of SFT, DPO and RL, which can train adapters alone (nanochat/adapters/lora.py)."""
+
+    # optimizer
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
+    # With adapters its default is this. Good rates for them are about ten times those of full fine-tuning, at any rank
+    # (source: Schulman et al. 2025, LoRA Without Regret); the one of SFT is QLoRA's (source: Dettmers et al. 2023).
+    adapter_rate: ClassVar[float] = 2e-4
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # of matrices, with --learning_rate
+    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
+    # adapters
+    lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train adapters of this rank alone; 0: the model itself
+    lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # they are multiplied by alpha / rank
+    lora_rslora: Frozen[bool] = False  # by alpha / sqrt(rank), for ranks of 64 and more
+    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of what an adapter reads, in training
+    lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
+    lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
+
+    def __post_init__(self):
+        scales = {name: getattr(type(self), name, None) for name in ("lr_scale", "table_lr_scale")}
+        for name, default in scales.items():
+            if self.learning_rate is not None and getattr(self, name, None) != default:
+                raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
+        if self.weight_decay and self.adamw_rate is None:
+            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
+        if not self.lora_rank:
+            for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
+                if getattr(self, name) != getattr(ChatFlags, name):
+                    raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
+
+    def lora(self, config: "GPTConfig") -> "Lora | None":
+        """The adapters for a model of this shape; None: none. Raises UserError: when it cannot have them."""
+        if not self.lora_rank:
+            return None
+        from nanochat.adapters.lora import Lora, choose_targets  # it imports torch, and --help must answer at once
+
+        targets = choose_targets(self.lora_targets, self.lora_rank, config)
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_dropout, targets, self.lora_rslora, self.lora_base)
+
+    @property
+    def adamw_rate(self) -> float | None:
+        """The rate at which AdamW trains; None: the rates by the rules, of Muon."""
+        if self.learning_rate is None and self.lora_rank:
+            return self.adapter_rate
+        return self.learning_rate
+
+    @property
+    def largest_norm(self) -> float | None:
+        """What `train_step` clips gradients to; None: it does not."""
+        # Trainers of models from elsewhere clip to 1, and so do their recipes. Muon's updates have one size, however
+        # large the gradient is.
+        default = 0.0 if self.adamw_rate is None else 1.0
+        norm = default if self.max_grad_norm is None else self.max_grad_norm
+        return norm or None
+
+
+@dataclass(frozen=True)
+class EpochFlags(ChatFlags):
+    """The flags of SFT and DPO, which learn from examples as they are."""
+
+    # horizon and batch
+    num_iterations: Positive = 200  # steps
+    num_epochs: Epochs | None = None  # instead of --num_iterations: every example of --tasks comes once an epoch
+    # What elsewhere is batch size x gradient accumulation x devices.
+    target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as it takes
+    val_share: Frozen[Share | None] = None  # held out of a file that has no test split; default: 0.1
+    # optimizer
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all
+    warmup_ratio: Share | None = None  # first part of the run, in which the rates rise; default: at most 40 steps
+    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_epochs is not None and self.num_iterations != type(self).num_iterations:
+            raise UserError("--num_epochs and --num_iterations both set the horizon: leave one of them out")
+
+
+Flags = TypeVar("Flags", bound=SamplingParams)
+
+
+def _unset_by_default(flags: type[Flags]) -> type[Flags]:
+    """The fields of SamplingParams with their ranges and help, None by default: a new setting needs no line here.
+
+    tyro reads the help from SamplingParams' comments, which it does not find for fields of `make_dataclass`.
+    """
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    hint = tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")
+    flags.__annotations__ = {name: Annotated[hints[name] | None, hint] for name in NEUTRAL}
+    for name in NEUTRAL:
+        setattr(flags, name, None)
+    return flags
+
+
+@dataclass(frozen=True)
+class DecodingFlags:
+    """The flags of every script that only decodes, by the names of `Engine`."""
+
+    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
+    graphs: Literal["auto", "on", "off"] = "auto"
+    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, and the same
+    # replies up to rounding. None while more than 32 / (1 + so many) replies run, or any has a JSON schema, a penalty
+    # or a logit bias.
+    speculate: Annotated[int, Range(0, 16)] = 0
+    # fp16: weights of half the size and faster products on an x86 CPU without bf16, rounded to 3 digits, so that a
+    # reply may take another word where two are about as likely; auto: as the products take them.
+    weights: Literal["auto", "fp16"] = "auto"
+
+
+@dataclass(frozen=True)
+@_unset_by_default
+class SamplingFlags(SamplingParams):
+    """The flags of every script that samples: a setting that is not set is the checkpoint's."""
+
+    def over(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a checkpoint (`meta["sampling"]`), with those that are set in place of its own."""
+        flags = {name: getattr(self, name) for name in NEUTRAL if getattr(self, name) is not None}
+        return SamplingParams(**{**sampling, **flags, "seed": self.seed})

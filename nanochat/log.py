@@ -1,0 +1,345 @@
+"""The output of a run: printing from rank 0 only, metrics.jsonl, trackers.
+
+Metrics are plain numbers; nothing here waits for a device. `step` counts from 0 and is the index of the
+optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
+"""
+
+import datetime
+import importlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from nanochat import screen
+from nanochat.cli import UserError
+from nanochat.paths import base_dir, naming
+from nanochat.screen import duration
+from nanochat.untrusted import printable
+
+Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
+
+# Every line of metrics.jsonl has these. mfu is a fraction of peak; seconds is training time so far, without
+# evaluation and saving.
+REQUIRED = ("step", "loss", "lr", "tokens", "tok_per_sec", "mfu", "seconds", "peak_memory_bytes")
+
+
+NOTHING = ("", "0", "0.0%")
+
+
+def print0(*values: object) -> None:
+    """Print on rank 0 only, at once; texts of a model, or of files, with their control characters made visible."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(*(printable(str(value)) for value in values), flush=True)
+        screen.printed()
+
+
+def warn(message: str) -> None:
+    """One line on stderr, on rank 0 only."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
+        screen.printed()
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Collection[str] = ()) -> None:
+    """An aligned table, on rank 0: numbers to the right, the first column and a last one called "on" to the left.
+
+    A column of `optional` is left out where no row has anything in it.
+    """
+    kept = []
+    for place, column in enumerate(columns):
+        if column not in optional or any(row[place] not in NOTHING for row in rows):
+            kept.append(place)
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in kept]
+    lines = []
+    for row in (columns, *rows):
+        cells = []
+        for place, width in zip(kept, widths, strict=True):
+            is_text = place == 0 or columns[place] == "on"
+            cells.append(f"{row[place]:{'<' if is_text else '>'}{width}}")
+        lines.append("  ".join(cells).rstrip())
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    print0("\n".join(["", lines[0], rule, *lines[1:]]))
+
+
+def record(stage: str, tag: str | None, began: float, device: Any = None, steps: tuple[int, int] | None = None) -> None:
+    """Append a command that ended well, or saved and left, to `runs/commands.jsonl`: the report adds up their times.
+
+    `began` is the `time.time()` at its start. `steps` are the finished steps when a training loop began and when it
+    ended: the report sees from them what belongs to one run. Only rank 0 writes.
+    """
+    if device is not None and not device.is_main:
+        return
+    spec = sys.modules["__main__"].__spec__
+    script = spec.name if spec else Path(sys.argv[0]).stem
+    started = datetime.datetime.fromtimestamp(began, datetime.timezone.utc)
+    line: dict[str, Any] = {
+        "script": script.rpartition(".")[2],
+        "command": shlex.join(["python", "-m", script, *sys.argv[1:]]),
+        "stage": stage,
+        "tag": tag,
+        "seconds": round(time.time() - began, 3),
+        "started": started.isoformat(timespec="seconds"),
+    }
+    if steps is not None:
+        line["first_step"], line["last_step"] = steps
+    if device is not None:
+        line["world_size"] = device.world_size
+        line["device"] = device.name
+        line["kind"] = device.kind
+        line["dtype"] = str(device.dtype).removeprefix("torch.")
+    path = base_dir() / "runs" / "commands.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # the command's own work is done and on the disk
+        warn(f"{path}: {error.strerror}: the report will not name this command")
+
+
+class RunLog:
+    """The log of one run: `step` with the numbers of a training step, `message` for anything else, `close` at the end.
+
+    Writes `folder/metrics.jsonl`, flushed line by line; a full disk raises OSError. Ranks above 0 write and print
+    nothing. `advance` after each step moves the bar of a terminal, which shows the newest numbers too. A terminal has
+    lines of only some steps, cut to its width.
+
+    Raises UserError: when a tracker is unknown or not installed.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        folder: Path,
+        total_steps: int,
+        *,
+        run: str | None = None,
+        trackers: str = "",  # names with commas between them
+        config: Metrics | None = None,
+        rank: int = 0,
+        start_step: int = 0,
+    ):
+        self.stage = stage
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.rank = rank
+        self._file: IO[str] | None = None
+        self._trackers: dict[str, Any] = {}
+        self._bar = screen.begin(stage, total_steps, done=max(0, start_step), is_run=True)
+        self._next_line = 0  # the step from which on a terminal has a line again
+        if rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._trackers = _start_trackers(trackers, run or f"{stage}-{folder.name}", folder, dict(config or {}))
+        self._path = folder / "metrics.jsonl"
+        _keep_steps_before(self._path, start_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def step(self, metrics: Metrics) -> None:
+        """Log one step: the `REQUIRED` keys that are known, `val_bpb` after an evaluation, and any further number.
+
+        NaN and infinity become null in metrics.jsonl: JSON has no such numbers.
+        """
+        if self._file is None:
+            return
+        values = {key: metrics.get(key) for key in REQUIRED} | dict(metrics)
+        finite = {}
+        for key, value in values.items():
+            finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+        with naming(self._path):
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        known = {key: value for key, value in finite.items() if value is not None}
+        self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
+        if not screen.has_bars():
+            self.message(self._line(values))
+            return
+        self._bar.note = self._note(values)
+        self._bar.seconds_each = self._step_seconds(values)
+        if self._is_worth_a_line(finite):
+            self._next_line = finite["step"] + self.total_steps // 10
+            self.message(self._short_line(values, shutil.get_terminal_size().columns))
+
+    def advance(self, step: int) -> None:
+        """So many steps are finished."""
+        self._bar.done = step
+
+    def message(self, text: str) -> None:
+        if self.rank == 0:
+            print(printable(text), flush=True)
+            screen.printed()
+
+    def close(self) -> None:
+        """Finish the trackers. Closing twice is harmless."""
+        screen.end(self._bar)
+        self._call_trackers(lambda tracker: tracker.finish())
+        self._trackers = {}
+        if self._file is not None:
+            file = self._file
+            self._file = None
+            with naming(self._path):
+                file.close()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call_trackers(self, call: Callable[[Any], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # a tracker never stops a run
+                del self._trackers[name]
+                warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
+
+    def _step_seconds(self, values: Metrics) -> float | None:
+        """What a step takes; None after the first one, which takes longer than any other."""
+        speed = values["tok_per_sec"]
+        if speed and values["tokens"] and values["step"] > self.start_step:
+            return values["tokens"] / (values["step"] + 1) / speed
+        return None
+
+    def _note(self, values: Metrics) -> str:
+        """The numbers beside the bar: `loss 3.2141  12,345 tok/s`; where there is a reward, it counts more."""
+        parts = []
+        name = "reward" if values.get("reward") is not None else "loss"
+        if values[name] is not None:
+            parts.append(f"{name} {values[name]:.4f}")
+        if values["tok_per_sec"] is not None:
+            parts.append(f"{values['tok_per_sec']:,.0f} tok/s")
+        return "  ".join(parts)
+
+    def _is_worth_a_line(self, values: Metrics) -> bool:
+        """In a terminal: the first step and about ten more, evaluations, and steps that went wrong."""
+        is_evaluation = any(name.startswith(("val_", "eval_")) for name in values)
+        return is_evaluation or values["loss"] is None or values["step"] >= self._next_line
+
+    def _short_line(self, values: Metrics, width: int) -> str:
+        """`_line` without what the bar shows, evaluations first, as far as the width reaches."""
+        first, *parts = self._line(values).split(" | ")
+        parts = [part for part in parts if not part.startswith("eta ")]
+        parts.sort(key=lambda part: not part.startswith(("loss ", "val_", "eval_")))
+        line = first
+        for part in parts:
+            if len(line) + len(part) + 3 > width:
+                break
+            line += f" | {part}"
+        return line
+
+    def _line(self, values: Metrics) -> str:
+        """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
+
+        What is unknown, and a count of 0, is left out.
+        """
+        step = values["step"]
+        speed = values["tok_per_sec"]
+        parts = [f"{self.stage} {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
+        if values["loss"] is not None:
+            parts.append(f"loss {values['loss']:.4f}")
+        if values["lr"] is not None:
+            parts.append(f"lr {values['lr']:.3g}")
+        if speed is not None:
+            parts.append(f"{speed:,.0f} tok/s")
+        if values["mfu"] is not None:
+            parts.append(f"mfu {values['mfu']:.1%}")
+        step_seconds = self._step_seconds(values)
+        if step_seconds is not None:
+            parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
+        further = [key for key in values if key not in REQUIRED and values[key] is not None]
+        further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
+        for key in further:
+            value = values[key]
+            if isinstance(value, int) and value == 0:
+                continue
+            parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
+        return " | ".join(parts)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _keep_steps_before(path: Path, start_step: int) -> None:
+    """Drop from metrics.jsonl the steps that a run from `start_step` will write again, and lines that a kill tore."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < start_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    unfinished.replace(path)
+
+
+# ---------------------------------------------------------------------- trackers
+# Optional, each imported when it is requested.
+
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
+
+
+def check_trackers(trackers: str) -> list[str]:
+    """The names in `--track`.
+
+    Raises UserError: when one is unknown, or not installed where rank 0 runs.
+    """
+    names = [name.strip() for name in trackers.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                importlib.import_module(TRACKERS[name])
+            except ImportError as error:
+                raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
+    return names
+
+
+def _start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Start each tracker; one that fails does not stop the run."""
+    started = {}
+    for name in check_trackers(trackers):
+        try:
+            started[name] = _start_tracker(name, run, folder, config)
+        except Exception as error:
+            warn(f"tracker {name} did not start; the run continues without it: {error!r}")
+    return started
+
+
+def _start_tracker(name: str, run: str, folder: Path, config: dict[str, Any]) -> Any:
+    """An object with `log(metrics, step=...)` and `finish()`."""
+    if name == "wandb":
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        return wandb.init(project="nanochat", name=run, config=config, dir=str(folder))
+    if name == "swanlab":
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
+        return swanlab
+    return _TensorBoard(run, folder, config)
+
+
+class _TensorBoard:
+    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
+        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
+
+        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
+        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
+        self.finish = self.writer.close
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)

@@ -1,0 +1,289 @@
+"""Several tasks as one endless sequence of examples: example k is the same at every call and on every machine.
+
+Draws go round a wheel of 1,000 slots that the tasks share by weight, shuffled again for each turn; a task's own
+examples come in a shuffled order, each once before any comes again.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Rendered, render
+from nanochat.data.catalog import DATASETS, TASKS
+from nanochat.families.chat_template import TemplateError
+from nanochat.log import warn
+from nanochat.task import Example, GeneratedTask, Split, Task
+from nanochat.tasks.registry import open_task, parse_tasks
+from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanochat.tasks.conversations import BadRecords
+    from nanochat.tasks.registry import FileForm
+
+WHEEL_SLOTS = 1000
+BLOCK_EXAMPLES = 32
+FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
+FIRST_EXAMPLES = 100  # if the model can learn nothing from any of them, it will not from others
+
+# For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
+BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
+HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
+# Rewarded for stories alone, a model draws more wrong sums, 1 in 5 where it was 1 in 17, and forgets small talk. With
+# a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
+# (docs/measurements.md).
+BUILT_IN_RL_TASKS = "stories:3,arithmetic:1"
+CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
+
+
+def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
+    """The mixture for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
+    if not _from_hub(pretraining_data):
+        return BUILT_IN_TASKS
+    is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
+    here = []
+    for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
+        name = entry.partition(":")[0]
+        if name in TASKS and hub not in TASKS[name].sources:
+            warn(f"no copy of {name} is known on {hub}: it is left out; --tasks {name}=PATH names your own")
+        else:
+            here.append(entry)
+    return ",".join(here)
+
+
+def default_rl_tasks(pretraining_data: str) -> str:
+    """What such a model is rewarded for."""
+    return "gsm8k" if _from_hub(pretraining_data) else BUILT_IN_RL_TASKS
+
+
+def default_dpo_tasks(pretraining_data: str) -> str:
+    """What such a model learns to prefer."""
+    return "ultrafeedback" if _from_hub(pretraining_data) else "stories"
+
+
+def _from_hub(data: str) -> bool:
+    """Whether any of the data that a model has read are from a hub."""
+    # "web" is what models from elsewhere have read (families/hf.py).
+    return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
+
+
+def _names(data: str) -> list[str]:
+    """The names and paths in `--data NAME:WEIGHT,...`, which may be gone by now."""
+    if "," not in data or Path(data).exists():
+        return [data]
+    return [entry.rpartition(":")[0] or entry for entry in data.split(",")]
+
+
+def open_mixture(
+    text: str,
+    split: Split,
+    hub: str = "hf",
+    seed: int = 0,
+    files: "FileForm" = "conversations",
+    bad_records: "BadRecords" = "skip",
+    val_share: float | None = None,
+    by_epoch: bool = False,
+) -> "Mixture":
+    """The mixture that a --tasks flag describes; `files` is what its files hold.
+
+    `bad_records`: whether those that are neither are left out with a warning, or an error. `val_share`: see
+    `open_task`; of 0, tasks without a test split are not in that mixture. `by_epoch`: all examples of all tasks come
+    once before any comes again.
+
+    Raises UserError: when a name is unknown, or data are missing or damaged, or weights would have no effect.
+    """
+    specs = parse_tasks(text)
+    if by_epoch and len({spec.weight for spec in specs}) > 1:
+        raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
+    tasks = [open_task(spec, split, hub, files, bad_records, val_share) for spec in specs]
+    parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
+    if split == "test" and val_share == 0:
+        parts = [(task, weight) for task, weight in parts if len(task)]
+    for spec, task in zip(specs, tasks, strict=True):
+        if not len(task) and not (split == "test" and val_share == 0):
+            hint = "give it two rows or more, or a file for each split"
+            raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
+    kind = EpochMixture if by_epoch else Mixture
+    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
+
+
+@dataclass(frozen=True)
+class JudgedReply:
+    """A question with a reply."""
+
+    rendered: Rendered
+    is_good: bool  # of a pair: it is the chosen one
+
+
+class Mixture:
+    """Examples of several tasks, in an order that is a function of (seed, index)."""
+
+    def __init__(
+        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: "BadRecords" = "skip"
+    ):
+        self.tasks = list(tasks)
+        self.seed = seed
+        self.bad_records = bad_records
+        self._refused = 0  # conversations that the chat format cannot write
+        self._written = 0
+        shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
+        self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): of each on the wheel
+        self._wheel = lru_cache(4)(self._shuffled_wheel)
+        self._order = lru_cache(4 * len(tasks))(self._shuffled_task)
+
+    def draw(self, index: int) -> tuple[Task, int]:
+        """The task of draw `index`, and the number of its example."""
+        turn, slot = divmod(index, int(self.slots.sum()))
+        wheel, earlier = self._wheel(turn)
+        number = int(wheel[slot])
+        task = self.tasks[number]
+        draws_before = turn * int(self.slots[number]) + int(earlier[slot])  # of this task
+        epoch, place = divmod(draws_before, len(task))
+        return task, int(self._order(number, epoch)[place])
+
+    def example(self, index: int) -> Example:
+        task, number = self.draw(index)
+        return task.example(number)
+
+    def before(self, index: int, task: Task, example: Example) -> list[Message]:
+        """What comes before example `index`, of this task: for one in three generated ones another, as in a chat."""
+        # People ask for several things in one chat. After SFT and RL on single questions alone, 5 of 12 stories that
+        # came after a sum ended with their first sentence or were refused (docs/measurements.md).
+        if index % 3 or not isinstance(task, GeneratedTask) or example.messages[0]["role"] == "system":
+            return []
+        other, number = self.draw(FAR_DRAW + index)
+        return other.example(number).messages if isinstance(other, GeneratedTask) else []
+
+    def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int | None = None) -> Rendered:
+        """Example `index` as mid-training reads it, a chat of its own."""
+        task, number = self.draw(index)
+        example = task.example(number)
+        return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
+
+    def rendered_chat(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
+        """Example `index` as SFT reads it, in a chat that may begin with another."""
+        task, number = self.draw(index)
+        example = task.example(number)
+        before = self.before(index, task, example)
+        chat = self._render(tokenizer, task, number, [*before, *example.messages], example.tools, max_tokens)
+        if chat.cut and before:  # without what came before it, it is more likely to fit
+            return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
+        return chat
+
+    def rendered_replies(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> list["JudgedReply"]:
+        """Example `index` as DPO reads it: the question with the chosen reply, and with the rejected one; of a record
+        with one labelled reply the question with that one."""
+        task, number = self.draw(index)
+        tools = task.example(number).tools
+        return [
+            JudgedReply(self._render(tokenizer, task, number, messages, tools, max_tokens), is_good)
+            for messages, is_good in task.judged(number)
+        ]
+
+    def _render(
+        self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
+        tools: Sequence[Any] | None, max_tokens: int | None,
+    ) -> Rendered:  # fmt: skip
+        """`render` of messages of an example. One that the model's chat format refuses is left out: it is empty, and
+        nothing is learned from it. With `bad_records="fail"`, or where all are refused, it is an error that names it.
+        """
+        try:
+            rendered = render(tokenizer, messages, max_tokens, tools)
+        except TemplateError as error:
+            problem = f"--tasks {task.name}: {task.where(number)}: {error}"
+            self._refused += 1
+            if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):
+                raise UserError(problem) from error
+            if self._refused == 1:
+                warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
+            return Rendered([], [], cut=False)
+        self._written += 1
+        return rendered
+
+    def fingerprint(self) -> str:
+        """A sha256 that identifies it: of each task's name, length, file and labels, and of sixteen of its examples."""
+        digest = hashlib.sha256()
+        for task in self.tasks:
+            numbers = sorted({i * len(task) // 16 for i in range(16)})
+            digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
+            digest.update(task.code.encode())
+            digest.update(task.labels)
+        return digest.hexdigest()
+
+    def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
+        """The task at each slot of one turn, and how many slots before it are of the same task. Both (slots,)."""
+        wheel = np.repeat(np.arange(len(self.tasks)), self.slots)
+        np.random.default_rng((self.seed, turn)).shuffle(wheel)
+        earlier = np.zeros(len(wheel), np.int64)
+        for number in range(len(self.tasks)):
+            of_task = wheel == number
+            earlier[of_task] = np.arange(of_task.sum())
+        return wheel, earlier
+
+    def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, number, epoch)).permutation(len(self.tasks[number]))
+
+
+class EpochMixture(Mixture):
+    """The examples of several tasks as one list, shuffled again for each epoch: draws 0 to len - 1 are the first."""
+
+    def __len__(self) -> int:
+        return sum(len(task) for task in self.tasks)
+
+    def draw(self, index: int) -> tuple[Task, int]:
+        epoch, place = divmod(index, len(self))
+        number = int(self._order(0, epoch)[place])  # in the list
+        for task in self.tasks:
+            if number < len(task):
+                return task, number
+            number -= len(task)
+        raise AssertionError("the list is as long as its tasks")
+
+    def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, number, epoch)).permutation(len(self))
+
+
+def is_learned(*replies: Rendered) -> bool:
+    """Whether there is anything to learn from a conversation, or to prefer in a pair: no reply is empty or cut off,
+    and as far as the context reaches they are not the same."""
+    ids = [tuple(reply.ids) for reply in replies]
+    return all(reply.target_count for reply in replies) and len(set(ids)) == len(ids)
+
+
+def require_learnable(rendered: Iterable[Rendered]) -> None:
+    """Raises UserError: when there is nothing to learn from any of a run's first examples."""
+    if not any(map(is_learned, rendered)):
+        raise UserError(
+            "the first examples of --tasks leave nothing to learn: they are longer than --max_seq_len, or the model's "
+            "chat format leaves their replies out; python -m scripts.preview shows what of them is learned"
+        )
+
+
+class MixtureCorpus:
+    """A mixture as a corpus for the loader: whole conversations as documents of tokens."""
+
+    def __init__(self, mixture: Mixture, tokenizer: Tokenizer):
+        self.name = "+".join(task.name for task in mixture.tasks)
+        self.mixture = mixture
+        self.tokenizer = tokenizer
+
+    def block_count(self) -> None:
+        return None
+
+    def read_block(self, index: int) -> list[np.ndarray]:
+        examples = range(index * BLOCK_EXAMPLES, (index + 1) * BLOCK_EXAMPLES)
+        documents = []
+        for number in examples:
+            conversation = self.mixture.rendered(self.tokenizer, number)
+            if not conversation.ids:
+                continue
+            # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
+            bos = self.tokenizer.get_bos_token_id()
+            begin = [] if conversation.ids[0] == bos else [bos]
+            documents.append(np.array([*begin, *conversation.ids], dtype=np.int32))
+        return documents

@@ -1,0 +1,46 @@
+"""Where the rooms plug in: tables of names, through which the core reaches code that it does not import.
+
+A file directly in nanochat/ imports only its neighbours, so that the core can be read without anything else. What the
+core's own code cannot do, such as reading a model of another family, is the work of a room: a folder of nanochat/.
+Each table below is one seam. It maps a name, most often the value of a flag, to a place in a room, and `find` imports
+that place when somebody asks for the name. A new capability is a file in a room and one row here.
+"""
+
+import importlib
+from typing import Any
+
+from nanochat.cli import UserError
+
+# seam -> name -> "module:attribute". Each seam has one meaning, which its comment states.
+ROOMS: dict[str, dict[str, str]] = {}
+
+# Packages that only rooms import, and the extra of pyproject.toml that installs each.
+EXTRAS: dict[str, str] = {}
+
+
+def names(seam: str) -> list[str]:
+    """The names of a seam, in the order of its table."""
+    return list(ROOMS[seam])
+
+
+def find(seam: str, name: str) -> Any:
+    """What a room offers at a seam under a name. The room is imported here, and not before.
+
+    Raises UserError: when a package that the room needs is not installed, with the extra that brings it. Raises
+    KeyError: when the table has no such name; flags check their values against `names` first.
+    """
+    place = ROOMS[seam][name]
+    module, _, attribute = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise explain_missing(error) from error
+
+
+def explain_missing(error: ModuleNotFoundError) -> Exception:
+    """One line for a package of an extra that is not installed; any other error as it is."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return error
+    extra = EXTRAS[package]
+    return UserError(f"{package} is not installed: run `pip install 'nanochat[{extra}]'`, or setup_ascend.sh again")

@@ -1,1 +1,0 @@
-"""The ground floor: the command line, paths, the log, files on disk."""

@@ -1,0 +1,286 @@
+"""Tensors on the disk: files hashed and flushed as they are written, and sharded state that any number of ranks reads.
+
+Every rank writes its part of the training state to `training.rank<r>.safetensors`, without talking to the others.
+`training.json`, the index, holds for every tensor its dtype, its whole shape, and its chunks: which rank wrote which
+box of it. A box is an offset and a size, one number per dimension. A reader cuts from these chunks the box that it
+needs, so a state that 8 ranks wrote loads into 1, 2 or 16.
+
+File format: https://huggingface.co/docs/safetensors (a length, a JSON header, the tensors' bytes). Unlike a pickle, it
+cannot run anything when it is read.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanochat.paths import naming
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+MAX_HEADER_BYTES = 16 << 20  # of safetensors: a tensor takes 100 bytes
+PIECE_BYTES = 1 << 23  # hashed and written at once: still in the processor's cache when it is written
+
+Box = tuple[list[int], list[int]]  # offset, size
+
+# ---------------------------------------------------------------------- files
+
+
+def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
+    """Write buffers one after the other through to the disk; returns the file's `bytes` and `sha256`.
+
+    The hash covers the bytes in memory. A file that differs from them later is damaged, whatever damaged it.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with naming(path):
+        try:
+            for part in parts:
+                view = memoryview(part)
+                size += len(view)
+                for start in range(0, len(view), PIECE_BYTES):
+                    piece = view[start : start + PIECE_BYTES]
+                    digest.update(piece)
+                    while piece:  # os.write may write less than it is given
+                        written = os.write(handle, piece)
+                        piece = piece[written:]
+            os.fsync(handle)  # without it the bytes may still be in the page cache when the power fails
+        finally:
+            os.close(handle)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_json(path: Path, content: Any) -> dict[str, Any]:
+    """`write_file` of a JSON document."""
+    return write_file(path, [json.dumps(content, indent=1).encode()])
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
+    """`write_file` of tensors, as safetensors."""
+    # The widest dtypes first: then every tensor starts at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        offsets = [end, end + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[dtype_name(tensor)], "shape": list(tensor.shape), "data_offsets": offsets}
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
+
+    # Each tensor is written from where it is in memory, one of a device through the host; there is no second copy of
+    # the state.
+    def parts() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        for name in names:
+            if tensors[name].numel():
+                yield tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    return write_file(path, parts())
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """A file's `bytes` and `sha256` as they are on the disk."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    with naming(path):
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def require_header(path: Path) -> None:
+    """Raises ValueError: when the header of a safetensors file is too large to be one."""
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name}: its header is too large")
+
+
+def layers(path: Path) -> int:
+    """How many blocks a file of weights has, from its header alone.
+
+    Raises ValueError: when the header is too large to be one.
+    """
+    require_header(path)
+    with safe_open(path, framework="pt") as file:
+        return len({name.split(".")[1] for name in file.keys() if name.startswith("blocks.")})  # noqa: SIM118
+
+
+# ---------------------------------------------------------------------- sharded state
+
+
+def share_name(rank: int) -> str:
+    return f"training.rank{rank}.safetensors"
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether several ranks hold a tensor's rows between them.
+
+    Where nothing has imported the class of such tensors, none is one: importing it takes as long as all of torch, and
+    most commands run on one process.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def held_box(tensor: Tensor) -> Box:
+    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor."""
+    offset = [0] * tensor.ndim
+    size = list(tensor.shape)
+    if not is_dtensor(tensor):
+        return offset, size
+    from torch.distributed.tensor import Shard  # as in is_dtensor
+
+    mesh = tensor.device_mesh
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            # torch gives each rank ceil(n / ranks) rows; the last ranks hold fewer, or none.
+            dim = placement.dim
+            rows = math.ceil(size[dim] / mesh.size(mesh_dim))
+            start = min(mesh.get_local_rank(mesh_dim) * rows, size[dim])
+            offset[dim] += start
+            size[dim] = min(rows, size[dim] - start)
+    return offset, size
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, over the same memory."""
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
+
+
+def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
+    """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
+    if is_dtensor(tensor):  # a shard that several replicas hold: the first replica's
+        copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+        return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in copies)
+    if name.startswith("rank"):  # of one rank alone: its generators, its loader
+        return name.startswith(f"rank{rank}/")
+    return rank == 0  # the same on all ranks
+
+
+def share_of(state: dict[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that this rank writes of a state (they alias it), and each one's entry for the index."""
+    tensors = {}
+    entries = {}
+    for name, tensor in state.items():
+        if not _is_written_by(rank, name, tensor):
+            continue
+        offset, size = held_box(tensor)
+        if tensor.numel() and not math.prod(size):  # more ranks than rows: this one holds none
+            continue
+        tensors[name] = local(tensor)
+        chunk = {"rank": rank, "offset": offset, "size": size}
+        entries[name] = {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "chunks": [chunk]}
+    return tensors, entries
+
+
+def merge(shares: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join the entries of all ranks into the index.
+
+    Raises ValueError: when they are not those of one state.
+    """
+    index: dict[str, Any] = {}
+    for entries in shares:
+        for name, entry in entries.items():
+            known = index.setdefault(name, {**entry, "chunks": []})
+            if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
+                raise ValueError(f"the ranks hold {name} in different shapes")
+            known["chunks"] += entry["chunks"]
+    check(index)
+    return index
+
+
+def check(index: dict[str, Any]) -> None:
+    """Raises ValueError: when a tensor's chunks cannot be the whole of it."""
+    for name, entry in index.items():
+        shape = entry["shape"]
+        filled = 0
+        for chunk in entry["chunks"]:
+            offset, size = chunk["offset"], chunk["size"]
+            numbers = [*shape, *offset, *size, chunk["rank"]]
+            if not len(shape) == len(offset) == len(size) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+                raise ValueError(f"a part of {name} is no box")
+            if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
+                raise ValueError(f"a part of {name} lies outside of it")
+            filled += math.prod(size)
+        if filled != math.prod(shape) or entry["dtype"] not in DTYPES:
+            raise ValueError(f"parts of {name} are missing")
+
+
+def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Fill a state in place. Each rank reads by itself: of a DTensor its shard, of any other tensor the whole.
+
+    Raises ValueError: when the index has no such tensor, or the files are not what it describes.
+    """
+    # First compare all names, shapes and dtypes: a state of another model changes nothing here.
+    writers = set()
+    for name, tensor in state.items():
+        entry = index.get(name)
+        if entry is None or entry["shape"] != list(tensor.shape) or entry["dtype"] != dtype_name(tensor):
+            raise ValueError(f"the training state has no such {name}: it belongs to another model or optimizer")
+        writers |= {chunk["rank"] for chunk in entry["chunks"]}
+    for writer in sorted(writers):
+        try:
+            with safe_open(folder / share_name(writer), framework="pt") as file:
+                for name, tensor in state.items():
+                    for chunk in index[name]["chunks"]:
+                        if chunk["rank"] == writer:
+                            _copy_overlap(file, name, chunk, tensor)
+        except (SafetensorError, OSError, IndexError) as error:
+            raise ValueError(f"{folder / share_name(writer)} cannot be used ({error})") from error
+
+
+def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -> None:
+    """Copy what a chunk in a file and the part of the tensor that this process holds have in common."""
+    # Boxes overlap where they overlap in every dimension: from the later start to the earlier end.
+    held_offset, held_size = held_box(tensor)
+    from_chunk = []
+    to_held = []
+    for dim, (start, held_start) in enumerate(zip(chunk["offset"], held_offset, strict=True)):
+        first = max(start, held_start)
+        end = min(start + chunk["size"][dim], held_start + held_size[dim])
+        if first >= end:
+            return  # nothing in common
+        from_chunk.append(slice(first - start, end - start))
+        to_held.append(slice(first - held_start, end - held_start))
+    # Only the overlap is read. It is checked against the index before it is copied.
+    stored = file.get_slice(name)
+    if stored.get_shape() != chunk["size"]:
+        raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another shape than training.json")
+    part = stored[tuple(from_chunk)] if from_chunk else file.get_tensor(name)  # a slice cannot read a single number
+    if part.dtype != tensor.dtype:
+        raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another dtype than training.json")
+    local(tensor)[tuple(to_held)].copy_(part)

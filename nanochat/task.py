@@ -1,0 +1,203 @@
+"""What every task is: examples by number, each a conversation with its reference answer, and a grade for a reply.
+
+A new task is one file with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask` (each is
+read from a record of a dataset: recorded.py), and one line in registry.py:
+
+    class Parity(GeneratedTask):
+        name = "parity"
+        baseline = 0.5  # accuracy of guessing
+
+        def example(self, index):
+            number = self.rng(index).randrange(1000)
+            answer = "odd" if number % 2 else "even"
+            return Example(turn(f"Is {number} odd or even?", answer), answer)
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Part, parts_of, text_of
+from nanochat.tasks.environment import Environment, Step
+
+MAX_TURNS = 100  # of an episode by reference replies
+
+Split = Literal["train", "test"]
+Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation. Its last message is the assistant's reference answer; those before it are the question."""
+
+    messages: list[Message]
+    answer: Any = None  # what grading needs
+    letters: tuple[str, ...] = ()  # of a multiple-choice question: the answers to choose from, each a single letter
+    tools: list[dict[str, Any]] | None = None  # functions that the assistant may call, for a chat template
+    fields: dict[str, Any] = field(default_factory=dict)  # of the record that it was read from
+
+    @property
+    def question(self) -> list[Message]:
+        return self.messages[:-1]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two replies to one question, of which the first is preferred."""
+
+    question: list[Message]
+    chosen: Message
+    rejected: Message
+
+    @property
+    def conversations(self) -> tuple[list[Message], list[Message]]:
+        """Both, with nothing to learn from but the replies that are compared."""
+        return reply_alone([*self.question, self.chosen]), reply_alone([*self.question, self.rejected])
+
+
+class Task:
+    """A list of examples, the same for the same arguments on every machine."""
+
+    name: str
+    code: str = ""  # the sha256 of the user's file that defines it
+    labels: bytes | bytearray = b""  # of all examples that are labelled good or bad
+    kind: Kind = "generative"
+    baseline: float = 0.0  # accuracy of guessing at random
+    has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        """`path`: a local file or folder instead of the dataset of a hub."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def example(self, index: int) -> Example:
+        """Example 0 <= index < len."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """The place of an example, for messages."""
+        return f"example {index:,}"
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        """Whether an assistant's reply is right: when its text, or the letter it chose, is the answer."""
+        if self.kind == "dialogue":
+            raise NotImplementedError(f"{self.name} has nothing to grade")
+        text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
+        return text == example.answer
+
+    def reward(self, example: Example, reply: Sequence[Part]) -> float:
+        """The reward in reinforcement learning, 0 to 1; 0 where there is nothing to grade."""
+        return 0.0 if self.kind == "dialogue" else float(self.grade(example, reply))
+
+    def environment(self, example: Example) -> Environment:
+        """An episode of an example in reinforcement learning. The default is over with the first reply."""
+        return OneReply(self, example)
+
+    def pair(self, index: int) -> Pair:
+        """Example `index` for preference optimisation: its reference answer and a wrong one."""
+        messages = self.example(index).messages
+        return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
+
+    def judged(self, index: int) -> list[tuple[list[Message], bool]]:
+        """Example `index` for preference optimisation of single replies: conversations, and whether each ends well. The
+        default is a pair, taken apart."""
+        chosen, rejected = self.pair(index).conversations
+        return [(chosen, True), (rejected, False)]
+
+    def wrong(self, index: int) -> str | list[Part]:
+        """A wrong reply to example `index`, the same at every call. The default is the reference answer of the next
+        example that has another one."""
+        example = self.example(index)
+        for other in range(index + 1, index + 100):
+            reply = self.example(other % len(self)).messages[-1]["content"]
+            if not self.grade(example, parts_of(reply)):
+                return reply
+        raise UserError(f"--tasks {self.name}: all answers are the same, there is no wrong one")
+
+
+class OneReply(Environment):
+    """A question of a task, and the reward of the reply to it."""
+
+    def __init__(self, task: Task, example: Example):
+        self.task = task
+        self.example = example
+        self.tools = example.tools
+
+    def start(self) -> list[Message]:
+        return self.example.question
+
+    def step(self, reply: Sequence[Part]) -> Step:
+        return Step(reward=self.task.reward(self.example, reply))
+
+
+class GeneratedTask(Task):
+    """Examples that a program writes: example `index` is a function of (name, split, index)."""
+
+    sizes = {"train": 100_000, "test": 1_000}
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        self.split: Split = split
+
+    def __len__(self) -> int:
+        return self.sizes[self.split]
+
+    def rng(self, index: int, purpose: str = "") -> random.Random:
+        """The random numbers of one example."""
+        return random.Random(f"{self.name}/{self.split}/{index}{purpose}")
+
+
+class EnvironmentTask(GeneratedTask):
+    """Episodes of an environment, each with random numbers of its own."""
+
+    environment_class: type[Environment]
+    has_pairs = False
+
+    def example(self, index: int) -> Example:
+        """The episode that the environment's reference replies make; without them its question alone."""
+        environment = self.environment_class(self.rng(index))
+        messages = list(environment.start())
+        for _ in range(MAX_TURNS):
+            reply = environment.reference_reply() or ""
+            messages.append({"role": "assistant", "content": reply})
+            step = environment.step(parts_of(reply)) if reply else Step()
+            if not step.messages:
+                break
+            messages += step.messages
+        return Example(messages, answer=index, tools=environment.tools)
+
+    def environment(self, example: Example) -> Environment:
+        return self.environment_class(self.rng(example.answer))
+
+
+def reply_alone(messages: Sequence[Message]) -> list[Message]:
+    """A conversation with nothing to learn from but its last message."""
+    return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
+
+
+def turn(question: str, answer: str | list[Part]) -> list[Message]:
+    """One question with its answer, as messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
+    """A multiple-choice question as one text; its answer is a letter alone.
+
+    Raises ValueError: when there is not a text for each letter, or the answer is no letter.
+    """
+    are_lists = isinstance(choices, Sequence) and isinstance(letters, Sequence) and len(choices) == len(letters)
+    if not are_lists or not all(isinstance(text, str) for text in [*choices, *letters]):
+        raise ValueError("its choices are not as many texts as letters")
+    if answer not in letters or any(len(letter) != 1 for letter in letters):
+        raise ValueError(f"its answer {answer!r} is not one of the letters {', '.join(letters)}")
+    lines = [f"- {letter}: {choice}" for letter, choice in zip(letters, choices, strict=True)]
+    text = "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
+    return Example(turn(text, answer), answer, tuple(letters))
+
+
+def chosen_letter(reply: Sequence[Part]) -> str:
+    """The letter that a reply to a multiple-choice question chose."""
+    return text_of(reply).strip()[:1]

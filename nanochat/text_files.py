@@ -1,0 +1,585 @@
+"""Rows of files: one reader for each format that text and records come in, and `Records` over several files.
+
+A file is a list of rows, cut into blocks of neighbouring rows: the unit in which training shuffles and reads a corpus.
+Blocks are the same at every opening, and any order of reading them gives the same rows. In memory is only where the
+rows are. A damaged or hostile file is a UserError with its name and line.
+
+    .txt        documents between lines `<|endoftext|>`, or else pieces of about 4 KiB: nothing lost, nothing twice
+    .jsonl[.gz] one JSON value a line; a .gz is unpacked into a temporary file when it is opened
+    .json       a list, of which each item is a row; or one JSON value a line
+    .csv        UTF-8 with a header; each row is an object of texts
+    .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
+"""
+
+import array
+import bisect
+import contextlib
+import csv
+import functools
+import gzip
+import io
+import itertools
+import json
+import mmap
+import os
+import re
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from nanochat.cli import UserError
+from nanochat.log import warn
+from nanochat.paths import base_dir
+
+DOCUMENT_BYTES = 4096  # of a .txt without separators
+MAX_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
+MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is no row
+MAX_CSV_ROW_BYTES = 16 << 20  # after a quote that nothing closes all the rest is one row, of four bytes a character
+MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
+MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
+MIN_BOMB_BYTES = 64 << 20  # ... which is looked at from this size on
+BATCH_ROWS = 4  # of a .parquet, decoded at once
+CACHE_BYTES = 128 << 20  # of one parquet file's blocks, for rows in any order
+COPY_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
+SEPARATOR_LINE = re.compile(
+    rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
+)
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
+STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # of JSON: a text up to its end or its first \, or a mark
+IN_TEXT = re.compile(rb'["\\]')
+
+T = TypeVar("T")
+Fields = Mapping[str, type]  # what each record must have, and of which type
+# The columns to read of a .parquet, or what chooses them among those that it has; None: all.
+Columns = Sequence[str] | Callable[[list[str]], list[str] | None] | None
+KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
+
+
+class DataFile:
+    """A file as a list of rows in blocks."""
+
+    path: Path
+    starts: np.ndarray  # (blocks + 1,) int64: the first row of each block, then the number of rows
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, first: int, end: int) -> list[Any]:
+        """The rows `first` to `end`, all of one block."""
+        raise NotImplementedError
+
+    def row(self, row: int) -> Any:
+        """One row; any order of rows is cheap."""
+        return self.read(row, row + 1)[0]
+
+    def where(self, row: int) -> str:
+        """The file and the place in it, for messages."""
+        return f"{self.path} row {row + 1}"
+
+
+class Records:
+    """The rows of several files, one file after the other, or rows `first` to `end` of them.
+
+    With `fields` each record is an object that has them.
+    """
+
+    def __init__(self, files: Sequence[DataFile], fields: Fields | None = None, first: int = 0, end: int | None = None):
+        self.files = files
+        self.fields = fields
+        self.first = first
+        self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in rows
+        starts = [file.starts[1:] + stop - len(file) for file, stop in zip(files, self.ends, strict=True)]
+        # The first record of each block, then the number of records. Blocks outside of first ... end become empty,
+        # and `unique` drops them; one across a bound is cut there.
+        self.starts = np.unique(np.concatenate([[0], *starts]).clip(first, end)) - first  # (blocks + 1,)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        """Raises UserError: when the record is damaged, or lacks a field."""
+        file, row = self.place(index)
+        return self.checked(index, file.row(row))
+
+    def error(self, index: int, problem: str) -> UserError:
+        """What to raise for a record that is not as it should be: its file, its line, the problem."""
+        return UserError(f"{self.where(index)} {problem}")
+
+    def where(self, index: int) -> str:
+        """The file of a record, and its line."""
+        file, row = self.place(index)
+        return file.where(row)
+
+    def checked(self, index: int, value: Any) -> Any:
+        """The value of record `index`. Raises UserError: when it is not an object with the fields."""
+        if self.fields and not isinstance(value, dict):
+            raise self.error(index, f"is not an object with {', '.join(self.fields)}")
+        for name, kind in (self.fields or {}).items():
+            if not isinstance(value.get(name), kind):
+                has = f"it is {value[name]!r:.40}" if name in value else f"its fields are {', '.join(value) or 'none'}"
+                raise self.error(index, f'has no "{name}" that is {KINDS[kind]}: {has}')
+        return value
+
+    def parse(self, index: int, parse: Callable[[Any], T]) -> T:
+        """What `parse` makes of a record. Raises UserError: with the record's place, where it raises ValueError."""
+        value = self[index]
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise self.error(index, f"cannot be used: {error}") from error
+
+    def place(self, index: int) -> tuple[DataFile, int]:
+        """The file of a record, and its row there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        row = self.first + index
+        which = bisect.bisect_right(self.ends, row)
+        file = self.files[which]
+        return file, row - self.ends[which] + len(file)
+
+
+def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path]:
+    """The file itself, or the files below a folder with one of the suffixes, sorted by path; hidden ones are left out.
+
+    Raises UserError: when there is none, or the path is not a file of these kinds.
+    """
+    lead = f"{flag} {path}".strip()
+    known = ", ".join(suffixes)
+    if path.is_dir():
+        files = []
+        for file in path.rglob("*"):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.name.lower().endswith(tuple(suffixes)) and file.is_file() and not hidden:
+                files.append(file)
+        if not files:
+            raise UserError(f"{lead}: no file in this folder ends in {known}")
+        # Data sets come with settings in .json. Such a file holds rows only where there are no others.
+        files = [file for file in files if file.suffix.lower() != ".json"] or files
+        refuse_links_out(path, files)
+        return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    if not path.exists():
+        raise UserError(f"{lead}: no such file or folder")
+    if not path.is_file():
+        raise UserError(f"{lead}: neither a file nor a folder")  # a pipe would block for ever
+    if not path.name.lower().endswith(tuple(suffixes)):
+        raise UserError(f"{lead}: unknown suffix {path.suffix!r}; known are {known}")
+    return [path]
+
+
+def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
+    """Raises UserError: when a file found in a folder is a link to a place outside of it."""
+    # A folder from elsewhere must not choose which other files of this machine are read, trained on and served.
+    for file in files:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{file} is a link out of {folder}: copy the folder with `cp -rL`, or name the file itself")
+
+
+def open_file(path: Path, columns: Columns = None) -> DataFile:
+    """A file of any known format. `columns` of a .parquet: only these are read; None: all.
+
+    Raises UserError: when the file cannot be read.
+    """
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: no permission to read it")
+    name = path.name.lower()
+    if name.endswith(".txt"):
+        return TextFile(path)
+    if name.endswith(".parquet"):
+        return ParquetFile(path, columns)
+    if name.endswith(".csv"):
+        return CsvFile(path)
+    if name.endswith(".json"):
+        return JsonFile(path)
+    return JsonLinesFile(path)
+
+
+@contextlib.contextmanager
+def _damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises on a damaged file into one line with the file's name."""
+    try:
+        yield
+    except UserError:  # it is one line already
+        raise
+    except errors as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
+
+
+class SpanFile(DataFile):
+    """A file whose rows are stretches of its bytes, or of the bytes that it unpacks to."""
+
+    unpacked: IO[bytes] | None = None
+
+    def _index(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Note where the rows begin and end, and cut them into blocks."""
+        # Blocks small enough for a good shuffle of a small file, few enough for a small index of a large one.
+        block_bytes = min(max(self.path.stat().st_size // 4096, 6 * 1024), 1 << 20)
+        bounds = array.array("q")
+        starts: list[int] = []
+        filled = block_bytes  # bytes in the block so far: the first row begins a new one
+        for begin, end in spans:
+            if filled >= block_bytes:
+                starts.append(len(bounds) // 2)
+                filled = 0
+            bounds.extend((begin, end))
+            filled += end - begin
+        self.spans = np.array(bounds, dtype=np.int64).reshape(-1, 2)  # (rows, 2) bytes
+        self.starts = np.array([*starts, len(self.spans)], dtype=np.int64)
+
+    def read(self, first: int, end: int) -> list[Any]:
+        spans = self.spans[first:end].tolist()
+        with self._opened() as file:
+            rows = [os.pread(file.fileno(), stop - begin, begin) for begin, stop in spans]
+        return [self._parse(first + place, row) for place, row in enumerate(rows)]
+
+    def _parse(self, row: int, data: bytes) -> Any:
+        raise NotImplementedError
+
+    def _opened(self) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return self.path.open("rb") if self.unpacked is None else contextlib.nullcontext(self.unpacked)
+
+
+# ---------------------------------------------------------------------- .txt
+
+
+class TextFile(SpanFile):
+    """Bytes `start` to `stop` of a text file as documents. Invalid UTF-8 is replaced, counted and reported once."""
+
+    def __init__(self, path: Path, start: int = 0, stop: int | None = None):
+        self.path = path
+        self.invalid = 0
+        self._index(self._documents(start, stop))
+        if self.invalid:
+            warn(f"{path}: {self.invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
+
+    def _parse(self, row: int, data: bytes) -> str:
+        return data.decode("utf-8", "replace")
+
+    def _documents(self, begin: int, stop: int | None) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each document."""
+        size = self.path.stat().st_size
+        stop = size if stop is None else stop
+        if not size:
+            return  # an empty file cannot be mapped
+        with _mapped(self.path) as data:
+            if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
+            if data[:3] == BYTE_ORDER_MARK:
+                begin = max(begin, len(BYTE_ORDER_MARK))
+            # `find` first: it scans a large file without separators faster than the pattern.
+            has_separators = data.find(b"<|endoftext|>") >= 0 and SEPARATOR_LINE.search(data) is not None
+            limit = MAX_DOCUMENT_BYTES if has_separators else DOCUMENT_BYTES
+            matches = SEPARATOR_LINE.finditer(data, begin, stop) if has_separators else ()
+            separators = (match.span() for match in matches)
+            for separator, after_separator in itertools.chain(separators, [(stop, stop)]):
+                while begin < separator:
+                    end = _document_end(data, begin, separator, limit)
+                    document = data[begin:end]
+                    replaced = document.decode("utf-8", "replace").count("\ufffd")
+                    self.invalid += replaced - document.count("\ufffd".encode())
+                    yield begin, end
+                    begin = end
+                begin = after_separator
+
+
+def text_cut(path: Path) -> int:
+    """The byte where the last 10% of a .txt begin: there, or at the next separator if there is one."""
+    size = path.stat().st_size
+    if size < 2:
+        return 0
+    with _mapped(path) as data:
+        cut = _character_start(data, size * 9 // 10)
+        separator = SEPARATOR_LINE.search(data, cut)
+        return separator.end() if separator and separator.end() < size else cut
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _document_end(data: mmap.mmap, begin: int, end: int, limit: int) -> int:
+    """The end of the document at `begin`: after a blank line, else after a line, else between two characters."""
+    if end - begin <= limit:
+        return end
+    window = data[begin : begin + limit]
+    after_blank_line = max(window.rfind(b"\n\n") + 2, window.rfind(b"\n\r\n") + 3)
+    after_line = window.rfind(b"\n") + 1
+    for length in (after_blank_line, after_line):
+        if length >= limit // 4:
+            return begin + length
+    return _character_start(data, begin + limit)
+
+
+def _character_start(data: mmap.mmap, position: int) -> int:
+    """`position`, or up to 3 bytes before it if it lies inside a UTF-8 character."""
+    for start in range(position, max(position - 4, -1), -1):
+        is_continuation_byte = data[start] & 0xC0 == 0x80
+        if not is_continuation_byte:
+            return start
+    return position
+
+
+# ---------------------------------------------------------------------- .jsonl, .jsonl.gz
+
+
+class JsonLinesFile(SpanFile):
+    """One JSON value a line; blank lines are no rows. A line is parsed when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if path.name.lower().endswith(".gz"):
+            self.unpacked = _unpack(path)
+        self._index(self._lines())
+
+    def where(self, row: int) -> str:
+        """Lines are counted when a message needs it: an index of line numbers would be as large as that of the rows."""
+        number = 1
+        stop = int(self.spans[row, 0])
+        with self._opened() as file:
+            for begin in range(0, stop, COPY_BYTES):
+                number += os.pread(file.fileno(), min(stop - begin, COPY_BYTES), begin).count(b"\n")
+        return f"{self.path} line {number}"
+
+    def _parse(self, row: int, data: bytes) -> Any:
+        try:
+            return json.loads(data.removeprefix(BYTE_ORDER_MARK))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.where(row)} is not JSON: {error}") from error
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each line that is not blank."""
+        begin = 0
+        with self._opened() as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                if len(line) == MAX_LINE_BYTES:
+                    limit = f"longer than {MAX_LINE_BYTES >> 20} MiB"
+                    raise UserError(f"{self.path}: the line at byte {begin:,} is {limit}")
+                end = begin + len(line)
+                if line.strip():
+                    yield begin, end
+                begin = end
+
+
+class JsonFile(JsonLinesFile):
+    """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with path.open("rb") as file:
+            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
+        self.is_list = start.startswith(b"[")
+        self._index(self._items() if self.is_list else self._lines())
+
+    def where(self, row: int) -> str:
+        return f"{self.path} item {row + 1}" if self.is_list else super().where(row)
+
+    def _items(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each item of the list."""
+        # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
+        # would hold the whole list as objects, which take ten times the bytes of the file.
+        with _mapped(self.path) as data:
+            depth = 0
+            begin = 0  # of the item
+            place = 0  # where to look on
+            while match := STRUCTURE.search(data, place):
+                place = match.end()
+                mark = data[place - 1 : place]
+                if mark == b"\\":
+                    place = self._end_of_text(data, place + 1)
+                elif mark in b"[{":
+                    depth += 1
+                    if depth == 1:
+                        begin = place
+                elif mark in b",]}":
+                    depth -= mark != b","
+                    is_end_of_item = depth == 0 or (depth == 1 and mark == b",")
+                    if is_end_of_item and data[begin : place - 1].strip():
+                        yield begin, place - 1
+                    if is_end_of_item:
+                        begin = place
+                if place - begin > MAX_LINE_BYTES:
+                    raise UserError(
+                        f"{self.path}: the item at byte {begin:,} is longer than {MAX_LINE_BYTES >> 20} MiB"
+                    )
+                if depth == 0:
+                    break
+            if depth:
+                raise UserError(f"{self.path} is a damaged .json: the list does not end; fetch or write it again")
+            if data[place : place + COPY_BYTES].strip():
+                raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
+
+    def _end_of_text(self, data: mmap.mmap, place: int) -> int:
+        """The end of the JSON text that `place` is in."""
+        while match := IN_TEXT.search(data, place):
+            place = match.end()
+            if match[0] == b'"':
+                return place
+            place += 1  # what follows a backslash ends nothing
+        return len(data)
+
+
+class CsvFile(SpanFile):
+    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
+        self.header: list[str] = []
+        self._index(self._rows())
+
+    where = JsonLinesFile.where
+
+    def _parse(self, row: int, data: bytes) -> dict[str, str]:
+        [values] = csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True)
+        if len(values) != len(self.header):
+            problem = f"has {len(values)} values, and the header names {len(self.header)}"
+            raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
+        return dict(zip(self.header, values, strict=True))
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each row after the header."""
+        end = 0  # of the lines that the parser has taken; those of a row, as it takes no more
+
+        def lines(file: IO[bytes]) -> Iterator[str]:
+            nonlocal end
+            while line := file.readline(MAX_CSV_ROW_BYTES):
+                end += len(line)
+                if end - begin >= MAX_CSV_ROW_BYTES:
+                    limit = f"longer than {MAX_CSV_ROW_BYTES >> 20} MiB"
+                    raise UserError(f"{self.path}: the row at byte {begin:,} is {limit}: is a quote not closed?")
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    advice = "convert it, for example iconv -f gb18030 -t utf-8"
+                    raise UserError(
+                        f"{self.path} is not UTF-8 (byte {end - len(line) + error.start:,}): {advice}"
+                    ) from error
+                yield text.removeprefix("\ufeff") if begin == 0 else text
+
+        begin = 0
+        with _damage_in_one_line(self.path, ".csv", csv.Error), self.path.open("rb") as file:
+            for values in csv.reader(lines(file), strict=True):
+                if not self.header:
+                    self.header = [name.strip() for name in values]
+                    if values and (not all(self.header) or len(set(self.header)) < len(self.header)):
+                        raise UserError(
+                            f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
+                        )
+                elif values:
+                    yield begin, end
+                begin = end
+
+
+def _refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
+    if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
+
+
+def _unpack(path: Path) -> IO[bytes]:
+    """The text of a .gz in a temporary file, which vanishes with this process.
+
+    gzip can only be read forwards from its beginning, and training reads blocks in shuffled order.
+    Raises UserError: when the file is damaged or a bomb.
+    """
+    base_dir().mkdir(parents=True, exist_ok=True)
+    unpacked = tempfile.TemporaryFile(dir=base_dir())  # noqa: SIM115 (lives as long as its reader)
+    size = 0
+    damage = _damage_in_one_line(path, "gzip file", gzip.BadGzipFile, EOFError, zlib.error)
+    with damage, path.open("rb") as packed, gzip.GzipFile(fileobj=packed) as text:
+        while chunk := text.read(COPY_BYTES):
+            size += len(chunk)
+            _refuse_bomb(path, size, packed.tell())
+            unpacked.write(chunk)
+    unpacked.seek(0)
+    return unpacked
+
+
+# ---------------------------------------------------------------------- .parquet
+
+
+def _packed_bytes(group: Any) -> int:
+    """The compressed size of a row group's columns."""
+    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
+
+
+class ParquetFile(DataFile):
+    """The rows of a parquet file as dictionaries of the wanted columns."""
+
+    def __init__(self, path: Path, columns: Columns = None):
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        self.lock = threading.Lock()
+        # Text that is not UTF-8, and dates and numbers that Python does not have, are found when a row is made of them.
+        self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+        self.rows: Iterator[Any] = iter(())  # of the row group that is being read
+        self.place = (-1, 0)  # that row group, and the row that comes next
+        with _damage_in_one_line(path, "parquet file", *self.damage_errors):
+            # Buffered, not pre-buffered: 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
+            self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+            names = self.file.schema_arrow.names
+            self.columns = columns(names) if callable(columns) else columns and list(columns)
+            for column in self.columns or ():
+                if column not in names:
+                    raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
+            groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
+        self.packed_bytes = [_packed_bytes(group) for group in groups]
+        for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
+            values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
+            _refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
+        # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
+        group_bytes = [group.total_byte_size for group in groups]
+        is_flat = len(self.file.schema.names) == len(names)
+        if self.columns is not None and len(self.columns) == 1 and is_flat:
+            place = names.index(self.columns[0])
+            group_bytes = [group.column(place).total_uncompressed_size for group in groups]
+        # Blocks of at most 16 MiB, and 64 or more per file if there are rows enough for a good shuffle.
+        self.group_ends = list(itertools.accumulate(group.num_rows for group in groups))
+        starts = []
+        for group, end, size in zip(groups, self.group_ends, group_bytes, strict=True):
+            for_shuffling = min(-(-64 // len(groups)), group.num_rows // 8)
+            shares = max(-(-size // MAX_GROUP_BYTES), for_shuffling, 1)
+            step = max(-(-group.num_rows // shares), 1)
+            starts += range(end - group.num_rows, end, step)
+        self.starts = np.array([*starts, sum(group.num_rows for group in groups)], dtype=np.int64)
+        cached_blocks = max(CACHE_BYTES * len(starts) // max(sum(group_bytes), 1), 1)  # that fill CACHE_BYTES
+        self.cached_block = functools.lru_cache(cached_blocks)(self._block)
+
+    def read(self, first: int, end: int) -> list[Any]:
+        group = bisect.bisect_right(self.group_ends, first)
+        with self.lock, _damage_in_one_line(self.path, "parquet file", *self.damage_errors):
+            if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
+                self.rows = self._rows_of(group)
+                self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
+            rows = list(itertools.islice(self.rows, first - self.place[1], end - self.place[1]))
+            self.place = (group, end)
+        assert len(rows) == end - first
+        return rows
+
+    def _rows_of(self, group: int) -> Iterator[Any]:
+        """The rows of a row group, a few at a time."""
+        # A dictionary stores a value once, however many rows have it: 600 bytes hold 1,000 rows of 3 MB. What is
+        # decoded is counted, in steps so small that one of them does not fill the memory.
+        decoded_bytes = 0
+        for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
+            decoded_bytes += batch.nbytes
+            _refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
+            yield from batch.to_pylist()
+
+    def row(self, row: int) -> Any:
+        block = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.cached_block(block)[row - int(self.starts[block])]
+
+    def _block(self, block: int) -> list[Any]:
+        return self.read(int(self.starts[block]), int(self.starts[block + 1]))

@@ -1,0 +1,584 @@
+"""Adapters: nothing changes at the start, gradients as autograd's and peft's, merged = unmerged, 4 bits within their
+bound, and runs that resume exactly, shard equally and leave a few kilobytes.
+
+The stages run as in test_stages, from its small base model.
+"""
+
+import gc
+import math
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_stages as stages
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_serve import client_of
+from test_stages import (  # noqa: F401 (fixtures)
+    SFT,
+    exactly_resumed,
+    losses,
+    metrics,
+    pretrained,
+    sha256,
+    start,
+)
+from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat.adapters import lora
+from nanochat.adapters.lora import Adapters, Lora, adapters_in
+from nanochat.adapters.nf4 import NF4Linear, dequantize
+from nanochat.checkpoint_manager import load_model
+from nanochat.device import Device
+from nanochat.engine import Engine, Row, SamplingParams, Slots
+from nanochat.flags import ChatFlags
+from nanochat.gpt import GPT, Linear, StackedLinear
+from nanochat.parallel.fsdp import fill, shard, whole
+from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.serve.scheduler import Request, Scheduler
+from nanochat.train import make_adamw, next_token_loss, train_step
+from scripts import chat_web
+
+LIVELY = Lora(4, 8.0)
+FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--learning_rate=0.01")
+DPO, RL = (tuple(flag for flag in flags if "lr_scale" not in flag) for flags in (stages.DPO, stages.RL))
+
+
+def tokens_of(config: Any, rows: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, config.vocab_size, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def adapted_model(shape: str = "fast", settings: Lora = LIVELY, lively: bool = True, **options: Any) -> GPT:
+    """A model with adapters; with `lively` their B is not 0."""
+    changes = options.pop("changes", {})
+    model = lively_model(tiny_config(**{**SHAPES[shape], **changes}), **options)
+    return adapt(model, settings, lively)
+
+
+def adapt(model: GPT, settings: Lora = LIVELY, lively: bool = True) -> GPT:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = model.to(model.kernels.dtype)
+    lora.attach(model, settings)
+    for name, layer in model.named_modules():
+        if isinstance(layer, NF4Linear):
+            layer.set_weight(weights[f"{name}.weight"])
+    lora.init_adapters(model)
+    if lively:
+        generator = torch.Generator().manual_seed(7)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    inputs, targets = tokens_of(model.config)
+    model(inputs, targets).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---------------------------------------------------------------------- the mathematics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fresh_adapters_change_no_bit(shape, dtype):
+    kernels = cpu_device(dtype=dtype).kernels
+    plain = lively_model(tiny_config(**SHAPES[shape]), kernels=kernels)
+    inputs, targets = tokens_of(plain.config)
+    adapted = adapted_model(shape, lively=False, kernels=kernels)
+    assert torch.equal(adapted(inputs), plain(inputs)) and torch.equal(adapted(inputs, targets), plain(inputs, targets))
+    assert adapted.embedding.weight.dtype == dtype
+    trained = {p.dtype for p in adapted.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
+
+
+def written_out(layer: Any, x: Tensor) -> Any:
+    """The layer's definition, target by target, by autograd."""
+    if isinstance(layer, NF4Linear):
+        weight = dequantize(layer.codes, layer.factors, (layer.out_features, layer.in_features), torch.float32)
+    else:
+        weight = layer.weight
+    y = F.linear(x, weight, layer.bias)
+    adapters = getattr(layer, "adapters", None)
+    if adapters is not None:
+        parts = list(y.split(list(adapters.parts.values()), dim=-1))
+        for place, name in enumerate(adapters.parts):
+            if name in adapters:
+                dropped = F.dropout(x, adapters.dropout) if adapters.dropout else x
+                parts[place] = (
+                    parts[place] + adapters.lora.scale * dropped @ adapters[name].lora_A.T @ adapters[name].lora_B.T
+                )
+        y = torch.cat(parts, dim=-1)
+    if not (isinstance(layer, StackedLinear) or getattr(layer, "is_stacked", False)):
+        return y
+    q, k, v = y.chunk(3, dim=-1)
+    return torch.stack((q, k)), v
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LIVELY,
+        Lora(4, 8.0, targets=("v_proj", "q_proj", "down_proj"), rank_stabilized=True),
+        Lora(4, 8.0, targets=("o_proj",), dropout=0.3),
+        Lora(4, 8.0, base_format="nf4"),
+        Lora(3, 8.0, targets=("up_proj", "k_proj"), base_format="nf4"),
+    ],
+    ids=["all", "some", "dropout", "nf4", "nf4-some"],
+)
+@pytest.mark.parametrize("shape", ["ungrouped", "qwen2", "qwen3"])
+def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings):
+    model = adapted_model(shape, settings)
+    torch.manual_seed(3)
+    found = gradients(model)
+    assert set(found) == {name for name, _ in model.named_parameters() if ".lora_" in name}
+    model.zero_grad()
+    for linear in (Linear, StackedLinear, NF4Linear):
+        monkeypatch.setattr(linear, "forward", written_out)
+    for adapters in adapters_in(model):
+        adapters.enabled = False
+    torch.manual_seed(3)
+    expected = gradients(model)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_rank_stabilized_adapters_grow_with_the_root():
+    assert Lora(16, 32.0).scale == 2.0 and Lora(16, 32.0, rank_stabilized=True).scale == 8.0
+
+
+def test_dropout_is_for_learning_alone():
+    model = adapted_model(settings=Lora(4, 8.0, dropout=0.5))
+    inputs, _ = tokens_of(model.config)
+    assert not torch.equal(model(inputs), model(inputs))
+    with torch.no_grad():
+        assert torch.equal(model(inputs), model(inputs))
+        assert torch.equal(model(inputs), adapted_model()(inputs))
+
+
+def test_recomputed_blocks_draw_the_same_dropout():
+    kept, recomputed = (adapted_model(settings=Lora(4, 8.0, dropout=0.5)) for _ in range(2))
+    shard(recomputed, Layout(), cpu_device(), activation_checkpointing=True)
+    torch.manual_seed(1)
+    expected = gradients(kept)
+    torch.manual_seed(1)
+    found = gradients(recomputed)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_without_adapters_is_the_base_and_they_come_back():
+    plain = lively_model(tiny_config())
+    model = adapted_model()
+    inputs, targets = tokens_of(plain.config)
+    adapted = model(inputs)
+    assert not torch.equal(adapted, plain(inputs))
+    reference = lora.without_adapters(model)
+    assert torch.equal(reference(inputs), plain(inputs))
+    assert torch.equal(reference(inputs, targets, reduction="none"), plain(inputs, targets, reduction="none"))
+    with pytest.raises(TypeError):
+        reference(no_such=1)
+    assert torch.equal(model(inputs), adapted)
+
+
+# ---------------------------------------------------------------------- what a step keeps
+
+
+class Kept:
+    """Bytes that autograd keeps for backward, each piece of memory once; parameters are not counted."""
+
+    def __init__(self, model: GPT):
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.storages: dict[int, int] = {}
+        self.alive: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.own:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+            self.alive.append(tensor)
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+def kept_bytes(model: GPT) -> int:
+    kept = Kept(model)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        inputs, targets = tokens_of(model.config)
+        model(inputs, targets)
+    return kept.bytes
+
+
+def test_bytes_of_parameters_state_and_what_backward_keeps():
+    device = cpu_device(dtype=torch.bfloat16)
+    changes = {**SHAPES["qwen3"], "width": 64, "mlp_width": 128, "sequence_len": 16}
+    full = lively_model(tiny_config(**changes), kernels=device.kernels)
+    matrices = sum(p.numel() for name, p in full.named_parameters() if name.startswith("blocks") and p.ndim == 2)
+    others = sum(p.numel() for p in full.parameters()) - matrices
+    kept = {"full": kept_bytes(full)}
+    for name in ("plain", "nf4"):
+        model = adapted_model("qwen3", Lora(2, base_format=name), kernels=device.kernels, changes=changes)
+        quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trained == sum(
+            2 * (adapter.lora_A.size(1) + adapter.lora_B.size(0))
+            for adapters in adapters_in(model)
+            for adapter in adapters.values()
+        )
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        if name == "plain":
+            assert frozen == 2 * (matrices + others)
+        else:
+            assert frozen == 2 * others
+            assert sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized) == matrices * 4.5 / 8
+        optimizer = make_adamw(model, 0.01, device)
+        assert sum(tensor.numel() for tensor in optimizer.state_dict().values()) == 2 * trained + 1
+        kept[name] = kept_bytes(model)
+    # Full training keeps the matrices in bf16 and the gradient of the head too; 4 bits keep what 16 do.
+    assert kept["nf4"] == kept["plain"] < kept["full"] - 2 * matrices
+
+
+# ---------------------------------------------------------------------- merged
+
+
+def adapters_of(model: GPT) -> Adapters:
+    settings = lora.settings_of(model)
+    assert settings is not None
+    return Adapters(settings, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+
+
+def merge(model: GPT, adapters: Adapters) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(adapters.merged(name, parameter, model.config))
+
+
+@pytest.mark.parametrize("settings", [LIVELY, Lora(3, 8.0, targets=("k_proj", "up_proj"), base_format="nf4")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_is_unmerged(shape, settings):
+    adapted = adapted_model(shape, settings)
+    merged = lively_model(tiny_config(**SHAPES[shape]))
+    merge(merged, adapters_of(adapted))
+    inputs, _ = tokens_of(merged.config)
+    # Rounding alone, of logits up to 5: a model without norms of q and k has 2e-5 of it.
+    torch.testing.assert_close(merged(inputs), adapted(inputs), rtol=1e-5, atol=3e-5)
+    assert not torch.allclose(merged(inputs), lively_model(tiny_config(**SHAPES[shape]))(inputs), atol=1e-2)
+
+
+@pytest.mark.parametrize("settings", [LIVELY, Lora(4, 8.0, base_format="nf4")], ids=["plain", "nf4"])
+def test_the_engine_reads_adapters_as_they_are_trained(settings):
+    tokenizer = tiny_tokenizer()
+    model = adapted_model(settings=settings, changes={"vocab_size": tokenizer.vocab_size})
+    engine = Engine(model, tokenizer, cpu_device())
+    engine.stop_ids = set()
+    assert engine.model is model, "no second copy of the base is in memory"
+
+    def replies() -> list[list[int]]:
+        return engine.generate([[5, 6, 7], [9] * 5], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0]
+
+    def uncached() -> list[list[int]]:
+        made = []
+        for prompt in ([5, 6, 7], [9] * 5):
+            tokens = list(prompt)
+            for _ in range(12):
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            made.append(tokens[len(prompt) :])
+        return made
+
+    first = replies()
+    assert first == uncached()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.mul_(-3)
+    engine.update(model)
+    assert replies() == uncached() != first
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def decoded(engine: Engine, rows: list[Row]) -> list[tuple[list[int], list[float]]]:
+    """What rows draw that are read and decoded together, and the logprobs of that."""
+    slots = Slots(engine, len(rows), prefill_chunk=16)
+    slots.fill(rows)
+    drawn: dict[Row, list[Any]] = {row: [] for row in rows}
+    while slots.rows:
+        new_tokens = slots.decode(logprobs=0)
+        for new in new_tokens:
+            drawn[new.row].append(new)
+        slots.release({new.row for new in new_tokens if new.finish_reason})  # the others move into the gaps
+    return [([new.id for new in drawn[row]], [new.logprobs[0] for new in drawn[row]]) for row in rows]
+
+
+def scheduled(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """The same of requests of one client, whose equal prompts are read once."""
+    scheduler = Scheduler(engine, slots=len(requests))
+    scheduler.start()
+    streams = scheduler.submit_all(requests)
+    replies = [[one for chunk in stream for one in chunk.logprobs] for stream in streams]
+    scheduler.close()
+    return [([one.token_id for one in reply], [one.logprob or 0.0 for one in reply]) for reply in replies]
+
+
+no_fp16 = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products")
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [
+        *((shape, "auto") for shape in ("fast", "ungrouped", "qwen2", "qwen3")),
+        pytest.param("fast", "fp16", marks=no_fp16),
+    ],
+)
+def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
+    """The same prompt with several adapters at once: each reply is that of the merged model alone. Over a base in fp16
+    the adapters stay in fp32: what they are merged into has rounded weights."""
+    tokenizer = tiny_tokenizer()
+    changes = {"vocab_size": tokenizer.vocab_size}
+    settings = (LIVELY, Lora(2, 16.0, targets=("k_proj", "o_proj", "up_proj")))
+    adapters = [adapters_of(adapted_model(shape, one, changes=changes)) for one in settings]
+
+    def engine_of(*merged: Adapters, **options: Any) -> Engine:
+        model = lively_model(tiny_config(**{**SHAPES[shape], **changes}))
+        if weights == "fp16":
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight.data = module.weight.data.half().float()
+        for one in merged:
+            merge(model, one)
+        engine = Engine(model, tokenizer, cpu_device(), **options)
+        engine.stop_ids = set()
+        engine.call_start = -1
+        return engine
+
+    prompt = tuple(range(5, 25))
+    expected = []
+    for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
+        expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
+    assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
+    engine = engine_of(adapters=adapters, weights=weights)
+    chosen = list(enumerate((1, 0, 2, 1), start=4))
+    for found in (
+        decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),
+        scheduled(engine, [Request(prompt, length, GREEDY, logprobs=0, adapter=number) for length, number in chosen]),
+    ):
+        for (tokens, logprobs), (its_tokens, its_logprobs) in zip(expected, found, strict=True):
+            assert its_tokens == tokens
+            assert its_logprobs == pytest.approx(logprobs, abs=1e-5)
+    again, _ = engine.generate([prompt], max_tokens=6, sampling=GREEDY, adapter=2)
+    assert again[0] == expected[2][0]
+
+
+# ---------------------------------------------------------------------- stages
+
+
+def folder_of(base: Path, stage: str, step: int, tag: str = "d1") -> Path:  # noqa: F811
+    return base / "checkpoints" / stage / tag / f"step_{step:06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "stage", "flags"),
+    [
+        ("chat_sft", "sft", (*SFT, "--lora_dropout=0.1")),
+        ("chat_dpo", "dpo", (*DPO, "--lora_base=nf4")),
+        ("chat_rl", "rl", (*RL, "--kl=0.1", "--updates_per_step=2")),
+    ],
+)
+def test_stages_with_adapters_resume_exactly(start, script, stage, flags):  # noqa: F811
+    steps = 4
+    flags = (*flags, *FLAGS, "--source=base", "--save_every=1", "--eval_every=2", f"--num_iterations={steps}")
+    exactly_resumed(start, script, stage, flags, steps)
+    folder = folder_of(start, stage, steps)
+    names = {path.name for path in folder.iterdir()}
+    assert "adapter.safetensors" in names and "model.safetensors" not in names
+    trained = load_file(folder / "adapter.safetensors")
+    assert {tuple(name.split(".")[-1:])[0] for name in trained} == {"lora_A", "lora_B"}
+    numbers = sum(tensor.numel() for tensor in trained.values())
+    assert (folder / "adapter.safetensors").stat().st_size < 4 * numbers + 2000
+    state = (folder / "training.rank0.safetensors").stat().st_size
+    assert state < 8 * numbers + 20000, "the optimizer's state is the adapters' alone"
+    if stage == "dpo":
+        assert losses(start, stage)[0] == pytest.approx(math.log(2), abs=1e-7)
+        assert metrics(start, stage)[-1]["margin"] != 0
+
+
+@pytest.fixture
+def tuned(start) -> Iterator[Path]:  # noqa: F811
+    call("chat_sft", *SFT, *FLAGS, "--source=base", "--num_iterations=3")
+    yield start
+
+
+def same_weights(one: GPT, other: GPT) -> bool:
+    weights = other.state_dict()
+    return all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
+
+
+def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
+    """It is loaded merged, exported, and trained further; and it misses its base in one line."""
+    model, _, meta = load_model("sft", "cpu")
+    untouched, _, _ = load_model("base", "cpu")
+    assert lora.settings_of(model) is None
+    assert (meta["adapter"]["base"], meta["adapter"]["rank"]) == ("base/d1/step_000020", 4)
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, untouched.state_dict()[name])}
+    assert changed == {name for name in model.state_dict() if ".attention." in name or ".mlp." in name} - {
+        name for name in model.state_dict() if "value_gate" in name or "lookback" in name
+    }
+    # Exported, it is whole by itself.
+    call("export", "--source", "sft", "--out", str(tmp_path / "merged"))
+    exported, _, about = load_model(tmp_path / "merged", "cpu")
+    assert same_weights(exported, model) and "adapter" not in about
+
+    # Adapters upon adapters, and all weights upon adapters.
+    call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=sft", "--num_iterations=1")
+    call("chat_rl", *RL, "--source=dpo", "--num_iterations=1", "--eval_examples=1")
+    upon, _, meta = load_model("dpo", "cpu")
+    assert meta["adapter"]["base"] == "sft/d1/step_000003"
+    assert (folder_of(tuned, "rl", 1) / "model.safetensors").is_file()
+
+    # The base was moved to another tag: it is found by its weights.
+    home = tuned / "checkpoints/base/d1"
+    home.rename(home.with_name("elsewhere"))
+    assert same_weights(load_model("dpo", "cpu")[0], upon)
+    # It is gone, or is another one.
+    shutil.move(tuned / "checkpoints/base", tmp_path / "away")
+    line = complaint(lambda: load_model("sft", "cpu"))
+    assert "base/d1/step_000020" in line and "is missing" in line
+    shutil.copytree(folder_of(tuned, "rl", 1), folder_of(tuned, "base", 20))
+    assert "has other weights now" in complaint(lambda: load_model("sft", "cpu"))
+
+
+def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
+    """Names choose them, /v1/models lists them, and each replies as its merged model does."""
+    strong = ("--lora_rank=4", "--lora_alpha=64", "--learning_rate=0.05")
+    call("chat_sft", *SFT, *strong, "--source=base", "--num_iterations=3")
+    call("export", "--source=sft", "--to=peft", f"--out={tmp_path / 'peft'}")
+    assert same_weights(load_model("base", "cpu", adapter="sft")[0], load_model("sft", "cpu")[0])
+    expected = {}
+    for stage in ("base", "sft"):
+        model, tokenizer, _ = load_model(stage, "cpu")
+        prompt = tokenizer.encode("Max has", prepend=tokenizer.get_bos_token_id())
+        greedy = SamplingParams(temperature=0)
+        reply = Engine(model, tokenizer, cpu_device()).generate([prompt], max_tokens=12, sampling=greedy)[0][0]
+        expected[stage] = tokenizer.decode(reply)
+    assert expected["base"] != expected["sft"]
+    config = chat_web.Config(source="base", adapter=f"sft,theirs={tmp_path / 'peft'}", device="cpu", slots=2)
+    names = chat_web.check(config)
+    try:
+        with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+            listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
+            assert listed == names == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
+            body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
+            for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
+                answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
+                assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[stage])
+            answer = ask("POST", "/v1/completions", json={**body, "model": "other"})
+            assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
+    finally:
+        gc.unfreeze()
+    call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=base", "--num_iterations=1")
+    for source, adapter, message in (
+        ("sft", "sft", "was trained on base/d1/step_000020, and --source is sft/d1/step_000003"),
+        ("base", "base", "holds no adapters"),
+        ("base", "sft,sft", "another model is called nanochat-d1-sft"),
+        ("base", "nanochat=sft", "another model is called nanochat"),
+        ("base", "dpo", "over a base of 4 bits"),
+        ("base", str(tmp_path), f"--adapter {tmp_path} is neither a stage"),
+    ):
+        mistaken = chat_web.Config(source=source, adapter=adapter)
+        assert message in complaint(partial(chat_web.check, mistaken)), message
+
+
+def test_a_mistake_costs_one_line(tuned, capsys):
+    flags = (*SFT, "--source=base", "--num_iterations=4")
+    for more, message in (
+        (("--lora_rank=4", "--lora_targets=q_prj"), "--lora_targets q_prj: this model has q_proj"),
+        (("--lora_rank=4", "--lora_targets=gate_proj"), "--lora_targets gate_proj: this model has"),
+        (("--lora_rank=1000",), "--lora_rank 1000: q_proj of this model is"),
+        (("--resume",), "--lora_rank 4, not 0"),
+        (("--resume", *FLAGS, "--lora_alpha=9"), "--lora_alpha 8.0, not 9.0"),
+    ):
+        assert message in mistake(capsys, "chat_sft", *flags, *more)[1], message
+    call("chat_sft", *flags, "--model_tag=plain", "--source_tag=d1")
+    _, message = mistake(capsys, "chat_sft", *flags, "--model_tag=plain", "--source_tag=d1", "--resume", *FLAGS)
+    assert "--lora_rank 0, not 4" in message
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
+    """Losses, adapters and their optimizer's state after steps under each layout, on the same global batches."""
+    results = {}
+    for how in ("ddp", "fsdp"):
+        layout = lay_out(device, how)  # type: ignore[arg-type]
+        base_weights = lively_model(tiny_config(**SHAPES["qwen3"]))
+        whole_weights = base_weights.state_dict()
+        with torch.device("meta"):
+            model = GPT(base_weights.config, device.kernels).to(device.dtype)
+            lora.attach(model, settings)
+        shard(model, layout, device)
+        model.to_empty(device=device.torch_device)
+        model.fill_rotary()
+        parameters = dict(model.named_parameters())
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+        for name, weight in whole_weights.items():
+            layer = layers.get(name.rpartition(".")[0])
+            if layer is not None and name.endswith("weight"):
+                layer.set_weight(weight)
+            else:
+                fill(parameters[name], weight)
+        lora.init_adapters(model)
+        optimizer = make_adamw(model, 0.01, device, layout=layout)
+        stats = []
+        for step in range(3):
+            inputs, targets = tokens_of(model.config, rows=4, seed=step)
+            mine = slice(device.rank, None, device.world_size)
+            batch = inputs[mine], targets[mine]
+            result = train_step(model, optimizer, [batch], next_token_loss, device=device)
+            stats.append([result.loss.item(), result.grad_norm.item()])
+        results[how] = {
+            "stats": stats,
+            "weights": {n: whole(p).clone() for n, p in model.named_parameters() if p.requires_grad},
+            "state": {n: whole(t).clone() for n, t in optimizer.state_dict().items()},
+        }
+    return results
+
+
+def all_settings(device: Device) -> list[dict[str, Any]]:
+    results = [sharded_steps(device, settings) for settings in (LIVELY, Lora(3, 8.0, base_format="nf4"))]
+    if device.world_size > 1:  # a base in bf16 among adapters in fp32
+        half = Device(**{**vars(device), "dtype": torch.bfloat16})
+        sharded_steps(half, LIVELY)
+    return results
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_train_adapters_as_one_process_does():
+    alone = all_settings(cpu_device())
+    ranks = run_ranks(all_settings, world_size=2)
+    for rank in ranks:
+        for expected, found in zip(alone, rank, strict=True):
+            for how in ("ddp", "fsdp"):
+                for one, other in zip(expected["ddp"]["stats"], found[how]["stats"], strict=True):
+                    assert other == pytest.approx(one, rel=1e-5)
+                for part, tolerance in (("weights", 3e-5), ("state", 1e-4)):
+                    assert found[how][part].keys() == expected["ddp"][part].keys()
+                    for name, value in expected["ddp"][part].items():
+                        torch.testing.assert_close(found[how][part][name], value, rtol=1e-3, atol=tolerance)
+
+
+def test_the_flags_have_no_adapters_by_default():
+    assert ChatFlags().lora(tiny_config()) is None

@@ -1,0 +1,170 @@
+"""Adapters in and out as folders of the library peft: its results, its gradients, its files."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_lora import FLAGS, adapt, adapters_of, gradients, merge, tokens_of
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_stages import SFT, pretrained  # noqa: F401 (a fixture)
+from tiny import SHAPES, complaint, lively_model, tiny_config
+
+from nanochat.adapters import peft as peft_folders
+from nanochat.adapters.lora import Adapters, Lora
+from nanochat.checkpoint_manager import load_model
+from nanochat.gpt import GPT
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tuple[Any, GPT]:
+    """The same tiny Qwen3 as transformers has it and as ours."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    pytest.importorskip("peft", reason="the extra `dev` brings peft")
+    torch.manual_seed(0)
+    settings = transformers.Qwen3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=32,
+        rope_theta=10000.0,
+    )  # fmt: skip
+    theirs = transformers.Qwen3ForCausalLM(settings).float()
+    changes = {"vocab_size": 128, "n_layer": 2, "width": 32, "mlp_width": 48, "window_pattern": "L", "norm_eps": 1e-6}
+    ours = lively_model(tiny_config(**{**SHAPES["qwen3"], **changes}))
+    names = theirs.state_dict()
+    with torch.no_grad():
+        ours.embedding.weight.copy_(names["model.embed_tokens.weight"])
+        ours.norm.weight.copy_(names["model.norm.weight"])
+        for i, block in enumerate(ours.blocks):
+            layer = {name.split(".", 3)[3]: t for name, t in names.items() if name.startswith(f"model.layers.{i}.")}
+            block.attention_norm.weight.copy_(layer["input_layernorm.weight"])
+            block.mlp_norm.weight.copy_(layer["post_attention_layernorm.weight"])
+            block.attention.q_norm.weight.copy_(layer["self_attn.q_norm.weight"])
+            block.attention.k_norm.weight.copy_(layer["self_attn.k_norm.weight"])
+            qkv = [layer[f"self_attn.{name}_proj.weight"] for name in "qkv"]
+            block.attention.qkv.weight.copy_(torch.cat(qkv))
+            block.attention.output.weight.copy_(layer["self_attn.o_proj.weight"])
+            block.mlp.input.weight.copy_(torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]))
+            block.mlp.output.weight.copy_(layer["mlp.down_proj.weight"])
+    inputs, _ = tokens_of(ours.config)
+    torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-4, atol=1e-5)
+    return theirs, ours
+
+
+def clone_of(model: GPT) -> GPT:
+    copied = GPT(model.config)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+@pytest.mark.parametrize("targets", [Lora.targets, ("v_proj", "up_proj")], ids=["all", "some"])
+def test_peft_reads_our_adapters_and_has_their_gradients(qwen, tmp_path, targets):
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    adapted = adapt(clone_of(plain), Lora(4, 6.0, targets=targets, rank_stabilized=len(targets) == 2))
+    peft_folders.write(tmp_path, adapters_of(adapted), plain.config, "somewhere")
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(theirs), str(tmp_path), is_trainable=True)
+    inputs, labels = tokens_of(plain.config)
+    torch.testing.assert_close(adapted(inputs), wrapped(inputs).logits, rtol=1e-5, atol=1e-5)
+
+    loss = F.cross_entropy(wrapped(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    named = {name.replace(".default", ""): p for name, p in wrapped.named_parameters() if p.requires_grad}
+    found = gradients(adapted)
+    gradient_folder = tmp_path / "gradients"
+    gradient_folder.mkdir()
+    peft_folders.write(gradient_folder, Adapters(adapters_of(adapted).lora, found), plain.config, "")
+    as_theirs = load_file(gradient_folder / peft_folders.WEIGHTS)
+    assert set(as_theirs) == set(named)
+    for name, gradient in as_theirs.items():
+        expected = named[name].grad
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_our_model_reads_pefts_adapters(qwen, tmp_path):
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=7, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(copy.deepcopy(theirs), settings).eval()
+    wrapped.save_pretrained(str(tmp_path))
+    source = peft_folders.read(tmp_path, plain.config)
+    assert source.lora == Lora(3, 7, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
+    model = clone_of(plain)
+    merge(model, source)
+    inputs, _ = tokens_of(plain.config)
+    torch.testing.assert_close(model(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-5)
+    # There and back: the same tensors.
+    peft_folders.write(tmp_path / ".", source, plain.config, "")
+    again = peft_folders.read(tmp_path, plain.config)
+    assert again.tensors.keys() == source.tensors.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in source.tensors.items())
+    # Of another model, or of another kind.
+    other = tiny_config(**SHAPES["qwen3"], vocab_size=128)
+    assert "adapters for another model" in complaint(lambda: peft_folders.read(tmp_path, other))
+    path = tmp_path / peft_folders.SETTINGS
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
+    assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
+
+
+@pytest.mark.slow
+def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_path, capsys):  # noqa: F811
+    """From a folder in Hugging Face's layout to adapters, and from there to a merged folder and to one of peft's."""
+    import peft
+    import transformers
+
+    theirs, _ = qwen
+    shutil.copytree(pretrained, base)
+    folder = tmp_path / "qwen"
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(**{**theirs.config.to_dict(), "vocab_size": 512, "max_position_embeddings": 64})
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    shutil.copy(base / "tokenizer" / "tokenizer.json", folder / "nanochat_tokenizer.json")
+    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=2", "--model_tag=q")
+    call("chat_sft", *SFT, *FLAGS, f"--source={folder}", "--num_iterations=3", "--model_tag=q", "--resume")
+    tuned_model, _, meta = load_model("sft", "cpu", model_tag="q")
+    assert meta["adapter"]["base"] == str(folder)
+    flags = ("--source=sft", "--model_tag=q")
+    call("export", *flags, "--to=hf", f"--out={tmp_path / 'merged'}")
+    call("export", *flags, "--to=peft", f"--out={tmp_path / 'peft'}")
+    call("export", f"--source={folder}", f"--adapter={tmp_path / 'peft'}", "--to=hf", f"--out={tmp_path / 'again'}")
+    assert "warning" not in capsys.readouterr().err
+    shutil.copytree(folder, tmp_path / "other")
+    call("export", f"--source={tmp_path / 'other'}", f"--adapter={tmp_path / 'peft'}", f"--out={tmp_path / 'over'}")
+    assert f"names {folder} as its base" in capsys.readouterr().err
+    inputs, _ = tokens_of(tuned_model.config)
+    expected = tuned_model(inputs)
+    untouched = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    assert not torch.allclose(untouched(inputs).logits, expected, atol=1e-3)
+    for name in ("merged", "again"):
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        torch.testing.assert_close(merged(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    wrapped = peft.PeftModel.from_pretrained(untouched, str(tmp_path / "peft"))
+    torch.testing.assert_close(wrapped(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    # As a source: over the model that it names.
+    again, _, _ = load_model(tmp_path / "peft", "cpu")
+    torch.testing.assert_close(again(inputs), expected, rtol=1e-5, atol=1e-5)
+    call("chat_sft", *SFT, *FLAGS, f"--source={tmp_path / 'peft'}", "--num_iterations=1", "--model_tag=further")
+    _, _, meta = load_model("sft", "cpu", model_tag="further")
+    assert meta["adapter"]["base"] == str(tmp_path / "peft")
+    # Mistakes.
+    out = f"--out={tmp_path / 'x'}"
+    assert "no adapters" in mistake(capsys, "export", "--source=base", "--to=peft", out)[1]
+    assert "has no adapter_config.json" in mistake(capsys, "export", "--source=base", f"--adapter={folder}", out)[1]
+    wrong = ("--source=base", f"--adapter={tmp_path / 'peft'}", out)
+    assert "adapters for another model" in mistake(capsys, "export", *wrong)[1]
+    shutil.rmtree(folder)
+    assert "is missing" in mistake(capsys, "export", *flags, out)[1]
+    assert (
+        f"adapters for {folder}, which is no model" in mistake(capsys, "chat_cli", f"--source={tmp_path / 'peft'}")[1]
+    )

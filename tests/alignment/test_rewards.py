@@ -1,0 +1,268 @@
+"""Rewards by functions of the user's own: what they receive, what they may return, and what goes wrong in one line."""
+
+import dataclasses
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_rollout import Echoing, Length, make_engine, questions
+from tiny import complaint, cpu_device, run_ranks
+
+from nanochat import rollout, user_code
+from nanochat.alignment import rewards
+from nanochat.alignment.rewards import Episode, Reward, load_models, parse_rewards, score
+from nanochat.cli import Failed, Interrupted
+from nanochat.device import Device
+from nanochat.mixture import open_mixture
+from nanochat.tasks.environment import Environment
+
+MINE = """
+import asyncio, neighbour, numpy, sys, time
+
+def length(episodes):
+    return [len(episode.reply) for episode in episodes]
+
+async def waits(episodes):
+    async def one(episode):
+        await asyncio.sleep(0)
+        return neighbour.HALF
+    return await asyncio.gather(*map(one, episodes))
+
+async def never(episodes):
+    await asyncio.sleep(60)
+
+def blocks(episodes):
+    time.sleep(60)
+
+def leaves(episodes):
+    sys.exit()
+
+def too_large(episodes):
+    return [10**400] * len(episodes)
+
+def nan(episodes):
+    return [0.0] * len(episodes)
+
+def array(episodes):
+    return numpy.arange(len(episodes))
+
+def fails(episodes):
+    return [1 / len(episode.fields) for episode in episodes]
+
+def too_few(episodes):
+    return [1.0]
+
+def no_number(episodes):
+    return [0.5, float("nan")]
+
+def a_text(episodes):
+    return [0.5, "1"]
+
+def nothing(episodes):
+    pass
+
+def negative(episodes):
+    return [-1.0 for episode in episodes]
+
+constant = 3
+"""
+ROOT = Path(__file__).resolve().parents[2]
+EPISODE = Episode([{"role": "user", "content": "q"}], "abc", None, {}, "task", 0.25, 3, "complete")
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "neighbour.py").write_text("HALF = 0.5")
+    (folder / "mine.py").write_text(MINE)
+    return folder / "mine.py"
+
+
+def values(mine: Path, entry: str, count: int = 2, **options: Any) -> list[float]:
+    (reward,) = parse_rewards(entry.replace("mine.py", str(mine)))
+    return score(reward, [EPISODE] * count, **{"seconds": 5.0, **options})
+
+
+def test_a_function_returns_a_number_for_each_episode(mine):
+    assert values(mine, "task") == [0.25, 0.25]
+    assert values(mine, "mine.py:length") == [3.0, 3.0]
+    assert values(mine, "mine.py:waits:0.1") == [0.5, 0.5], "async, with a module next to it; the weight comes later"
+    assert values(mine, "mine.py:nan") == [0.0, 0.0], "a function's name, and no weight"
+    assert values(mine, "mine.py:array", count=3) == [0.0, 1.0, 2.0]
+    assert values(mine, "mine.py:fails", count=0) == [], "a process without episodes calls nothing"
+    tensor = Reward("tensor", function=lambda episodes: torch.ones(len(episodes)))
+    assert score(tensor, [EPISODE], 1.0) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("fails", r"fails.*mine.py:\d+ `return \[1 / len.*ZeroDivisionError"),
+        ("too_few", "1 values for 2 episodes"),
+        ("no_number", "nan for episode 1"),
+        ("a_text", "'1' for episode 1"),
+        ("too_large", "100000.* for episode 0: not a number up to 1e"),
+        ("leaves", r"fails.*`sys.exit\(\)`: SystemExit$"),
+        ("nothing", "NoneType for 2 episodes"),
+    ],
+)
+def test_what_a_function_does_wrong_is_one_line(mine, entry, words):
+    with pytest.raises(Failed, match=words) as caught:
+        values(mine, f"mine.py:{entry}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["never", "blocks"])
+def test_a_function_that_waits_can_be_stopped(mine, name):
+    with pytest.raises(Failed, match=f"{name} took longer than --hang_seconds 0.2"):
+        values(mine, f"mine.py:{name}", seconds=0.2)
+    with pytest.raises(Interrupted) as caught:
+        values(mine, f"mine.py:{name}", should_stop=lambda: True)
+    assert not isinstance(caught.value, Failed)
+
+
+def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
+    parts = parse_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits")
+    assert [(part.name, part.weight) for part in parts] == [("task", 0.5), ("length", -0.1), ("waits", 1.0)]
+    sums = rewards.fingerprints(parts)
+    assert sums.pop("--reward") == f"task:0.5,{mine}:length:-0.1,{mine}:waits"
+    assert set(sums) == {f"--reward {mine}:length", f"--reward {mine}:waits"} and all(map(len, sums.values()))
+    (tmp_path / "broken.py").write_text("def score(episodes:\n    pass\n")
+    (tmp_path / "raises.py").write_text("import nosuchmodule\n")
+    for text, word in {
+        "": "empty", "nosuch": "none of task", f"{tmp_path}/gone.py:f": "no file", f"{mine}:lengt": "length, waits",
+        f"{mine}:constant": "no function", f"{mine}:length:0": "weight", f"task:nan,{mine}:length": "weight",
+        "task:1e308": "weight",
+        f"{mine}:length,{mine}:length:2": "length twice", f"{tmp_path}/broken.py:score": "broken.py:1 `def score",
+        f"{tmp_path}/raises.py:f": "nosuchmodule",
+    }.items():  # fmt: skip
+        assert word in complaint(lambda text=text: parse_rewards(text))
+
+
+def test_a_models_reward_has_the_name_of_its_folder(monkeypatch, capsys):
+    """Its tag in the log, and its step for a resumed run, also where --reward names the tag written last."""
+    folders = {"rm": Path("/c/rm/new/step_000002"), "rm/old": Path("/c/rm/old/step_000001")}
+    monkeypatch.setattr(rewards, "find_source", lambda source, device, flag: folders[source])
+    monkeypatch.setattr(rewards, "weights_sha256", lambda folder: f"sum of {folder.parent.name}")
+    monkeypatch.setitem(
+        rewards.KINDS, "rm", lambda folder, _: lambda episodes: [float(folder.name[-1])] * len(episodes)
+    )
+    new, old = parts = load_models(parse_rewards("rm:rm:2,rm:rm/old"), cpu_device())
+    assert capsys.readouterr().out == "reward rm:rm: rm/new/step_000002\nreward rm:rm/old: rm/old/step_000001\n"
+    assert (new.name, new.weight, score(new, [EPISODE], 1.0)) == ("rm", 2.0, [2.0])
+    assert (old.name, old.weight, score(old, [EPISODE], 1.0)) == ("old", 1.0, [1.0])
+    assert rewards.fingerprints(parts) == {
+        "--reward": "rm:rm/new/step_000002:2,rm:rm/old/step_000001",
+        "--reward rm:rm/new/step_000002": "sum of new", "--reward rm:rm/old/step_000001": "sum of old",
+    }  # fmt: skip
+    folders["rm"] = folders["rm/old"]
+    assert load_models(parse_rewards("rm:rm,rm:rm/old"), cpu_device())
+    folders["rm/new"] = folders["rm/old"]
+    assert "old twice" in complaint(lambda: load_models(parse_rewards("rm:rm/new,rm:rm/old"), cpu_device()))
+
+
+def test_prompts_need_no_answer(mine, tmp_path):
+    """Rows as trl and verl have them: a function finds their other fields, and an answer where there is one."""
+    user = {"role": "user", "content": "Say a."}
+    rows = [
+        {"prompt": "Say a.", "solution": "a"},
+        {"prompt": [user], "reward_model": {"ground_truth": "a"}},
+        {"messages": [{"role": "system", "content": "Be brief."}, user]},
+        {"question": "Say a.", "answer": 7},
+        {"messages": [user, {"role": "assistant", "content": "a"}], "level": 2},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (task,) = open_mixture(str(tmp_path / "rows.jsonl"), "train", files="prompts", val_share=0.0).tasks
+    examples = [task.example(index) for index in range(len(task))]
+    assert [example.question[-1] for example in examples] == [user] * 5
+    assert [example.fields for example in examples] == rows
+    assert [rewards.answer_of(example) for example in examples] == [None, None, None, 7, "a"]
+    (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
+    assert "prompt" in complaint(lambda: open_mixture(str(tmp_path / "none.jsonl"), "train", files="prompts"))
+    seen: list[Episode] = []
+    own = Reward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
+    rewards.check([own], [(task, examples[0]), (task, examples[4])], 1.0)
+    assert [(one.reply, one.answer, one.task) for one in seen] == [("", None, "prompts"), ("a", "a", "prompts")]
+    (fails,) = parse_rewards(f"{mine}:too_few")
+    assert "before training" in complaint(lambda: rewards.check([fails], [(task, examples[0])] * 2, 1.0))
+
+
+def sample(device: Device, parts: list[Reward], task: Any) -> rollout.Samples:
+    engine = make_engine(device)
+    return rollout.sample_episodes(
+        rollout.engine_sampler(engine, 8), engine.tokenizer, device, questions(4, task), samples=2, max_tokens=10,
+        context=64, seed=1, temperature=1.0, rewards=parts,
+    )  # fmt: skip
+
+
+def test_parts_are_weighed_and_a_broken_reply_is_worth_nothing_at_best():
+    seen: list[Episode] = []
+
+    def length(episodes: list[Episode]) -> list[float]:
+        seen.extend(episodes)
+        return [1.0 + len(episode.messages) for episode in episodes]
+
+    drawn = sample(cpu_device(), [Reward("task", 0.5), Reward("length", 2.0, length)], Echoing())
+    assert list(drawn.parts) == ["task", "length"] and drawn.rewards.shape == (4, 2)
+    assert np.array_equal(drawn.rewards, 0.5 * drawn.parts["task"] + 2.0 * drawn.parts["length"])
+    assert "broken" in drawn.endings and len(set(drawn.endings)) > 1
+    for ending, value in zip(drawn.endings, drawn.parts["length"].flat, strict=True):
+        assert (value == 0) == (ending == "broken")
+    for episode in seen:
+        roles = [message["role"] for message in episode.messages]
+        assert roles[:2] == ["user", "assistant"] and episode.task == "length" and episode.answer in range(4)
+        assert episode.reward in (0.0, 1.0, 3.0, 6.0) and episode.tokens > 0
+    halves = [half.parts["length"] for half in drawn.split(2)]
+    assert [half.shape for half in halves] == [(2, 2)] * 2 and np.array_equal(np.vstack(halves), drawn.parts["length"])
+    negative = sample(cpu_device(), [Reward("own", 1.0, lambda episodes: [-1.0] * len(episodes))], Length())
+    assert (negative.rewards == -1).all(), "also of broken replies: they would be the best ones"
+
+
+def failing_on_rank_1(device: Device) -> str:
+    def function(episodes: list[Episode]) -> list[float]:
+        return [1.0 / (1 - device.rank)] * len(episodes)
+
+    with pytest.raises(Failed) as caught:
+        sample(device, [Reward("own", 1.0, function)], Length())
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_all_ranks_learn_of_a_failure():
+    reasons = run_ranks(failing_on_rank_1, world_size=2)
+    assert reasons[0] == reasons[1] and "ZeroDivisionError" in reasons[0]
+
+
+def test_an_environments_own_mistake_is_one_line(tmp_path):
+    file = tmp_path / "game.py"
+    file.write_text("def step(reply):\n    return {}['no such key']\n")
+    step = user_code.load("--tasks", f"{file}:step")
+
+    class Failing(Echoing):
+        def environment(self, example):
+            game = {"start": lambda self: example.question, "step": lambda self, reply: step(reply)}
+            return type("Game", (Environment,), game)(random.Random(0))
+
+    with pytest.raises(Failed, match=r"game.py:2 `return.*KeyError"):
+        sample(cpu_device(), [rewards.TASK], Failing())
+
+
+def test_the_functions_of_the_page_run(tmp_path):
+    """docs/rl.md, the same code in both languages."""
+    english, chinese = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rl.md", "rl.zh.md"))
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", english, re.DOTALL)
+    assert blocks == re.findall(r"```python\n# (\S+)\n(.*?)```", chinese, re.DOTALL)
+    for name, code in blocks:
+        (tmp_path / name).write_text(code)
+    episode = replace(EPISODE, reply="It is 7.", fields={"solution": "7"})
+    brief, solved = parse_rewards(f"{tmp_path}/mine.py:is_brief,{tmp_path}/mine.py:has_solution")
+    episodes = [episode, replace(episode, reply="x" * 80)]
+    assert score(brief, episodes, 1.0) == score(solved, episodes, 1.0) == [1.0, 0.0]
+    fields = re.findall(r"^\| `(\w+)` \|", english.partition("## An environment")[0], re.MULTILINE)
+    assert set(fields) == {field.name for field in dataclasses.fields(Episode)}

@@ -1,0 +1,349 @@
+"""Attention against a plain masked softmax, and the cache against no cache."""
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat import attention
+from nanochat.attention import KVCache, Segments
+from nanochat.kernels import cpu
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.operators import TorchKernels
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+    """Softmax over everything a query may see, one big matrix; (B, T, H, D) as in the module."""
+    groups = q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    T = q.size(1)
+    distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
+    hidden = (distance < 0) | ((distance >= window) if window else torch.zeros(T, T, dtype=torch.bool))
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), v)
+
+
+def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
+
+
+# ---------------------------------------------------------------------- whole rows
+
+
+@pytest.fixture(params=["cpu", "cpu-blocks", "cpu-long", "torch", "cuda"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchKernels:
+    """Matrix products in one block and in several, torch's fused operator in several, and each device's own."""
+    if request.param in ("cpu-blocks", "cpu-long", "torch"):
+        monkeypatch.setattr(attention, "BLOCK", 3)
+    if request.param == "cpu-long":
+        monkeypatch.setattr(cpu, "PLAIN_TOKENS", 0)
+    if request.param == "cuda":
+        cuda = request.getfixturevalue("cuda_on_cpu")
+        monkeypatch.setattr(cuda.CudaKernels, "device_type", None)
+        return cuda.CudaKernels()
+    return TorchKernels() if request.param == "torch" else CpuKernels()
+
+
+@pytest.fixture(scope="module")
+def cuda_on_cpu() -> Iterator[Any]:
+    """kernels/cuda.py, with the two operators that only a GPU has by their documented meaning.
+
+    Sequences lie between cumulative lengths; a query attends to `window_size_left` keys before its own place and
+    `window_size_right` after it, -1 for no limit (the page of varlen_attn, and Dao-AILab/flash-attention's README).
+    """
+
+    def softmaxes(
+        q: Tensor, k: Tensor, bounds: Tensor, key_bounds: Tensor, longest: int, longest_key: int, dropout: float,
+        is_causal: bool, scale: float, left: int, right: int,
+    ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
+        """Each document's places, and its weights (H, t, s)."""
+        assert bounds.dtype == torch.int32 and torch.equal(bounds, key_bounds)
+        assert (bounds[0], bounds[-1]) == (0, len(q)) and bounds.diff().max() <= longest == longest_key
+        assert dropout == 0
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        for begin, end in itertools.pairwise(bounds.tolist()):
+            place = torch.arange(end - begin)
+            distance = place[:, None] - place
+            hidden = (distance < -right) if right >= 0 else (distance < 0) & is_causal
+            if left >= 0:
+                hidden |= distance > left
+            scores = torch.einsum("thd,shd->hts", q[begin:end], k[begin:end]) * scale
+            yield slice(begin, end), scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float, window_size_left: int, window_size_right: int,
+        **others: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *places, return_debug_mask = places
+        assert not return_debug_mask and all(other is None for other in others.values())
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+        outputs = []
+        for part, weights in softmaxes(q, k, *places, scale, window_size_left, window_size_right):
+            outputs.append(torch.einsum("hts,shd->thd", weights, v[part]))
+        nothing = torch.empty(0)
+        return torch.cat(outputs), nothing, nothing, nothing, nothing
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *places: Any, scale: float,
+        window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *places, _rng_state, _unused = places
+        K = k.size(1)
+        groups = q.size(1) // K
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for part, weights in softmaxes(q, k, *places, scale, window_size_left, window_size_right):
+            from_values = torch.einsum("thd,shd->hts", grad[part], v[part])
+            inner = (grad[part] * out[part]).sum(-1).T[:, :, None]
+            score_grad = weights * (from_values - inner) * scale
+            grads[0][part] = torch.einsum("hts,shd->thd", score_grad, k[part])
+            grads[1][part] = torch.einsum("hts,thd->shd", score_grad, q[part])
+            grads[2][part] = torch.einsum("hts,thd->shd", weights, grad[part])
+        return grads[0], *(x.unflatten(1, (K, groups)).sum(2) for x in grads[1:])
+
+    pytest.importorskip("torch.nn.attention.varlen")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield importlib.import_module("nanochat.kernels.cuda")
+    library._destroy()
+
+
+def test_device_and_length_choose_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def products(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        taken.append("products")
+        return q
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, **_: Any) -> Tensor:
+        taken.append("fused" if attn_mask is None else "fused with mask")
+        return q
+
+    monkeypatch.setattr(cpu, "PLAIN_TOKENS", 8)
+    monkeypatch.setattr(cpu, "masked_products", products)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    for kernels, T, window in (
+        (CpuKernels(), 8, 3),
+        (CpuKernels(), 9, 3),
+        (TorchKernels(), 8, 3),
+        (CpuKernels(), 9, 9),
+    ):
+        kernels.attention(*random_qkv(1, T, 1, 1), scale=1.0, window=window)
+    assert taken == ["products", "fused with mask", "fused with mask", "fused"]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 7, 8, 9, 15, 16, 17])
+def test_windowed_attention_is_a_masked_softmax(kernels: TorchKernels, T: int, window: int) -> None:
+    inputs = [x.requires_grad_() for x in random_qkv(2, T, 4, 2)]
+    out, expected = kernels.attention(*inputs, scale=0.7, window=window), reference(*inputs, 0.7, window)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    weight = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weight).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    # A gradient is a sum of terms of both signs, and its rounding is that of the terms: a gradient of 0 has one too.
+    largest = max(gradient.abs().amax().item() for gradient in expected_gradients)
+    for got, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6 * max(1.0, largest))
+
+
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("window", [0, 3])
+def test_query_heads_share_key_heads_in_order(kernels: TorchKernels, H: int, K: int, window: int) -> None:
+    q, k, v = random_qkv(3, 10, H, K)
+    torch.testing.assert_close(
+        kernels.attention(q, k, v, scale=0.5, window=window), reference(q, k, v, 0.5, window), **CLOSE
+    )
+
+
+def test_a_window_of_one_returns_the_values(kernels: TorchKernels) -> None:
+    q, k, v = random_qkv(2, 9, 2, 2)
+    torch.testing.assert_close(kernels.attention(q, k, v, scale=1.0, window=1), v, **CLOSE)
+
+
+def test_bfloat16_is_near(kernels: TorchKernels) -> None:
+    q, k, v = random_qkv(2, 9, 2, 2)
+    out = kernels.attention(*(x.bfloat16() for x in (q, k, v)), scale=0.5, window=4)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), reference(q, k, v, 0.5, 4), rtol=0.05, atol=0.05)
+
+
+# ---------------------------------------------------------------------- with a cache
+
+
+def cached_attention(
+    cache: KVCache, q: Tensor, k: Tensor, v: Tensor, window: int, layer: int = 0, scale: float = 0.7
+) -> Tensor:
+    """One pass of one layer, as the model and the engine do it between them; `position` moves on."""
+    positions = cache.positions(q.size(1))
+    cache.write(layer, k, v, positions)
+    keys, values = cache.read(layer)
+    q = q.to(keys.dtype)
+    kernels = CpuKernels()
+    mask = kernels.prepare_mask(cache.masks(positions, [window])[window])
+    out = kernels.cached_attention(q, keys, values, scale=scale, mask=mask)
+    cache.position += positions.size(1)
+    return out
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
+    """One query a row, of two, against 20 keys, with the operator of processors with AMX and of others."""
+    kernels = CpuKernels(torch.bfloat16)
+    kernels.has_amx = has_amx
+    q, k, v = (x.bfloat16() for x in random_qkv(2, 20, 4, 2))
+    seen = torch.arange(20) <= torch.tensor([19, 7])[:, None]
+    mask = kernels.prepare_mask(seen[:, None, None])
+    out = kernels.cached_attention(q[:, -1:], k, v, scale=0.7, mask=mask)
+    for row, length in enumerate((20, 8)):
+        first = slice(row, row + 1)
+        last = q[first, -1:].expand(-1, length, -1, -1)  # at each place
+        parts = (x.float() for x in (last, k[first, :length], v[first, :length]))
+        expected = reference(*parts, 0.7)[:, -1]
+        torch.testing.assert_close(out[first, 0].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 5])
+@pytest.mark.parametrize("chunks", [[12], [5, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4], [1] * 12, [7, 5], [2, 1, 6, 3]])
+def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -> None:
+    q, k, v = random_qkv(2, 12, 4, 2)
+    cache = KVCache.empty(2, 2, 16, 2, 4, "cpu", torch.float32)
+    parts = list(zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True))
+    out = torch.cat([cached_attention(cache, *part, window, layer=1) for part in parts], dim=1)
+    torch.testing.assert_close(out, reference(q, k, v, 0.7, window), **CLOSE)
+    assert cache.position.tolist() == [12, 12]
+    assert not cache.keys[0].any(), "the other layer was written"
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
+    lengths, decoded = torch.tensor([5, 2, 7]), 4
+    q, k, v = random_qkv(3, 11, 4, 2)  # row r is q[r, : lengths[r] + decoded]
+    cache = KVCache.empty(1, 3, 12, 2, 4, "cpu", torch.float32)
+    filling = torch.arange(7) >= lengths[:, None]  # behind the short rows, as a batch of prompts has it
+    prompt = [x[:, :7].masked_fill(filling[..., None, None], 99.0) for x in (q, k, v)]
+    cached_attention(cache, *prompt, window)
+    cache.position.copy_(lengths)
+    rows = torch.arange(3)
+    outs = []
+    for _ in range(decoded):
+        at = cache.position.clone()
+        outs.append(cached_attention(cache, *(x[rows, at][:, None] for x in (q, k, v)), window)[:, 0])
+    for row, length in enumerate(lengths.tolist()):
+        end = length + decoded
+        alone = reference(*(x[row : row + 1, :end] for x in (q, k, v)), 0.7, window)[0, length:]
+        torch.testing.assert_close(torch.stack([out[row] for out in outs]), alone, **CLOSE)
+
+
+def test_keys_beyond_attended_len_are_not_read() -> None:
+    q, k, v = random_qkv(1, 5, 2, 2)
+    cache = KVCache.empty(1, 1, 16, 2, 4, "cpu", torch.float32)
+    cache.keys[:, :, 5:] = torch.nan
+    cache.values[:, :, 5:] = torch.nan
+    cache.attended_len = 5
+    out = cached_attention(cache, q, k, v, 0)
+    torch.testing.assert_close(out, reference(q, k, v, 0.7), **CLOSE)
+    assert cache.masks(cache.positions(1), [0])[0].shape == (1, 1, 1, 5)
+
+
+def test_masks_are_made_once_for_each_window() -> None:
+    cache = KVCache.empty(3, 2, 6, 1, 4, "cpu", torch.float32)
+    cache.position += torch.tensor([3, 0])
+    masks = cache.masks(cache.positions(2), [2, 0, 2])
+    assert set(masks) == {0, 2}
+    assert masks[0].shape == (2, 1, 2, 6)
+    assert masks[0][0, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]
+    assert masks[2][0, 0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]]
+    assert masks[2][1, 0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
+
+
+def test_rows_copied_from_one_begin_alike_and_part() -> None:
+    q, k, v = random_qkv(1, 6, 4, 2)
+    cache = KVCache.empty(1, 4, 10, 2, 4, "cpu", torch.float32)
+    cached_attention(cache.view(1, 2), *(x[:, :4] for x in (q, k, v)), 0)
+    cache.copy_rows(torch.tensor([1, 1, 1]), torch.tensor([0, 2, 3]), 4)
+    cache.position.fill_(4)
+    ends = [torch.randn(4, 2, heads, 4) for heads in (4, 2, 2)]
+    out = cached_attention(cache, *ends, 0)
+    for row in range(4):
+        whole = [torch.cat((x[:, :4], end[row : row + 1]), dim=1) for x, end in zip((q, k, v), ends, strict=True)]
+        torch.testing.assert_close(out[row], reference(*whole, 0.7)[0, 4:], **CLOSE)
+
+
+def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:
+    q, k, v = random_qkv(1, 3, 2, 2)
+    cache = KVCache.empty(1, 1, 4, 2, 4, "cpu", torch.bfloat16)
+    out = cached_attention(cache, q, k, v, 0)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), reference(q, k, v, 0.7), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 100])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_documents_of_a_row_do_not_attend_to_each_other(
+    kernels: TorchKernels, window: int, heads: tuple[int, int]
+) -> None:
+    """Every document of a row attends as it would alone, and has the gradients that it would have alone."""
+    inputs = [x.requires_grad_() for x in random_qkv(2, 50, *heads)]
+    numbers = (torch.rand(2, 50) < 0.2).cumsum(1)
+    out = kernels.attention(*inputs, scale=0.3, window=window, segments=Segments.from_numbers(numbers))
+    weights = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weights).sum(), inputs)
+    for row in range(2):
+        for number in numbers[row].unique():
+            own = (numbers[row] == number).nonzero().flatten()
+            document = [x[row : row + 1, own].detach().requires_grad_() for x in inputs]
+            alone = reference(*document, 0.3, window)
+            torch.testing.assert_close(out[row : row + 1, own], alone, **CLOSE)
+            alone_gradients = torch.autograd.grad((alone * weights[row : row + 1, own]).sum(), document)
+            for gradient, expected in zip(gradients, alone_gradients, strict=True):
+                torch.testing.assert_close(gradient[row : row + 1, own], expected, rtol=1e-5, atol=1e-5)
+    one_document = Segments.from_numbers(torch.zeros_like(numbers))
+    whole = kernels.attention(*inputs, scale=0.3, window=window, segments=one_document)
+    torch.testing.assert_close(whole, kernels.attention(*inputs, scale=0.3, window=window), **CLOSE)
+
+
+def test_segments_know_where_documents_end() -> None:
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]])  # the last and the first have one number
+    segments = Segments.from_numbers(numbers)
+    assert segments.ends == [3, 6, 10, 12]
+    assert segments.numbers.tolist() == [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 2, 2]]
+    again = Segments.from_numbers(torch.tensor([[0, 0, 1, 0]]))  # the last one is no part of the first
+    assert again.numbers.tolist() == [[1, 1, 2, 3]] and again.ends == [2, 3, 4]
+    assert segments.bounds.tolist() == [0, 3, 6, 10, 12] and segments.bounds.dtype == torch.int32
+    assert [segments.first_key(start) for start in range(6)] == [0, 0, 0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("window", "document", "most"), [(0, 128, 400), (512, 2048, 680), (512, 128, 400), (0, 2048, 1152)]
+)
+@pytest.mark.parametrize("plain", [1024, 4096])
+def test_scores_grow_with_windows_and_documents(
+    monkeypatch: pytest.MonkeyPatch, window: int, document: int, most: int, plain: int
+) -> None:
+    """How many scores a query computes in a row of 2,048 tokens; with a mask alone it would be 2,048."""
+    computed = []
+
+    def products(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        computed.append(q.size(1) * k.size(1))
+        return q
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        computed.append(q.size(2) * k.size(2))
+        return q
+
+    monkeypatch.setattr(cpu, "PLAIN_TOKENS", plain)
+    monkeypatch.setattr(cpu, "masked_products", products)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    segments = Segments.from_numbers((torch.arange(2048) // document)[None])
+    q, k, v = (torch.zeros(1, 2048, 1, 1) for _ in range(3))
+    CpuKernels().attention(q, k, v, scale=1.0, window=window, segments=segments)
+    assert sum(computed) / 2048 <= most

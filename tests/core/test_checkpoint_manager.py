@@ -1,0 +1,385 @@
+"""Checkpoints: exact round trips, files from outside never run or crash anything.
+
+test_saver.py has the saving side: kills, full disks, lost ranks; test_model_folder.py damage, and how one is found.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Momentum, cpu_device, save_checkpoint, smallest_model
+
+from nanochat import checkpoint_manager, model_folder, paths, stage
+from nanochat.checkpoint_manager import load_model, load_training
+from nanochat.cli import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.loader import LoaderState, Position, ShardState
+from nanochat.model_folder import DamagedCheckpoint, newest, steps
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.stage import set_aside
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import next_token_loss, train_step
+
+TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
+FILES = (
+    *("manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"),
+    "training.rank0.safetensors",
+)
+DEVICE = cpu_device()
+
+pytestmark = pytest.mark.usefixtures("base_folder")
+
+
+def save(folder: Path, step: int, model: GPT, meta: dict, optimizer: Any, loader: dict) -> Path:
+    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, optimizer, loader, DEVICE)
+
+
+def save_step(folder: Path, step: int, seed: int = 0) -> Path:
+    return save(
+        folder,
+        step,
+        smallest_model(seed),
+        {"stage": "base", "seed": seed},
+        Momentum(seed),
+        {"row": torch.tensor([seed, 8])},
+    )
+
+
+def same_tensors(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def rewrite_manifest(step_folder: Path) -> None:
+    """Make a file that was changed on purpose look as it was saved."""
+    names = [path for path in step_folder.iterdir() if path.name != "manifest.json"]
+    manifest = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in names
+    }
+    (step_folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+# ---------------------------------------------------------------------- round trip
+
+
+def test_round_trip_is_exact(folder):
+    """Weights with NaN and negative zero, a real optimizer's state, the loader's, the random generator's."""
+    model = smallest_model(3)
+    with torch.no_grad():
+        model.embedding.weight[0, :2] = torch.tensor([torch.nan, -0.0])
+    bits = {name: tensor.clone().view(torch.int32) for name, tensor in model.state_dict().items()}
+    optimizer = optimizer_of(smallest_model(1), steps=2)
+    shards = {
+        0: ShardState([Position(3, 32, 7)], [torch.arange(4).int().numpy()]),
+        1: ShardState([Position(2)], []),
+    }
+    loader = LoaderState(12, shards, 2)
+    torch.manual_seed(5)
+    path = save(folder, 12, model, {"stage": "base", "note": "é"}, optimizer, loader.to_tensors())
+    expected = torch.randn(4)
+
+    assert path == folder / "step_000012"
+    assert sorted(file.name for file in path.iterdir()) == list(FILES)
+    assert [file.name for file in folder.iterdir()] == ["step_000012"]
+    found = newest(folder)
+    assert found is not None and found[0] == path
+    meta = found[1]
+    assert (meta["step"], meta["stage"], meta["note"], meta["world_size"]) == (12, "base", "é", 1)
+    assert GPTConfig(**meta["model"]) == model.config
+    assert meta["tokenizer"] == TOKENIZER.fingerprint()
+
+    loaded, tokenizer, _ = load_model("base", DEVICE)
+    assert same_tensors({name: tensor.view(torch.int32) for name, tensor in loaded.state_dict().items()}, bits)
+    assert not loaded.training
+    assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
+    again = optimizer_of(smallest_model(1), steps=0)
+    (loader_share,), (rng,) = load_training(path, meta, again, DEVICE)
+    assert same_tensors(again.state_dict(), optimizer.state_dict())
+    merged = LoaderState.merge([loader_share])
+    assert (merged.row, merged.shard_count) == (12, 2)
+    assert same_tensors(merged.to_tensors(), loader.to_tensors())
+    DEVICE.set_rng_state(rng)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def optimizer_of(model: GPT, steps: int) -> Optimizer:
+    groups = model.parameter_groups()
+    kinds = [("muon" if role in ("matrix", "qkv") else "adamw", groups[role]) for role in groups]
+    optimizer = Optimizer([ParameterGroup(kind, group, 0.01) for kind, group in kinds if group])
+    for seed in range(steps):
+        tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(seed))
+        train_step(model, optimizer, [(tokens[:, :-1], tokens[:, 1:])], next_token_loss, device=DEVICE)
+    return optimizer
+
+
+def test_weights_alone_load_but_do_not_resume(folder):
+    path = save_checkpoint(folder, 1, smallest_model(), TOKENIZER, {"world_size": 0})
+    for file in path.glob("training*"):
+        file.unlink()
+    rewrite_manifest(path)
+    load_model(str(path), DEVICE)
+    with pytest.raises(UserError, match="--source"):
+        load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+
+
+# ---------------------------------------------------------------------- what was there before
+
+
+def test_an_earlier_run_is_set_aside_and_not_lost(folder):
+    metrics = paths.run_dir("base", "tiny") / "metrics.jsonl"
+    assert set_aside(folder, metrics.parent, DEVICE) is None
+    for run, where in enumerate(("tiny.1", "tiny.2")):
+        save_step(folder, 5, seed=run)
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text(str(run))
+        assert set_aside(folder, metrics.parent, DEVICE) == folder.with_name(where)
+        assert metrics.parent.with_name(where).joinpath("metrics.jsonl").read_text() == str(run)
+        assert steps(folder) == []
+        found = newest(folder.with_name(where))
+        assert found is not None and found[1]["seed"] == run
+
+
+def test_a_run_that_cannot_have_its_folder_moves_nothing(folder):
+    save_step(folder, 5)
+    runs = paths.run_dir("base", "tiny")
+    runs.parent.mkdir(parents=True)
+    runs.write_text("a file in its place")
+    with pytest.raises(FileExistsError):
+        set_aside(folder, runs, DEVICE)
+    assert steps(folder) == [5] and runs.is_file()
+
+
+def test_a_default_that_changed_has_a_name_in_the_message():
+    about = {"model": {}, "tokenizer": "", "fingerprints": {"tokens a step": 256}}
+    saved = {**about, "config": {"tasks": ""}}
+    with pytest.raises(UserError, match=r"with --tasks \(default\), not addition: use its flags"):
+        stage._refuse_changes(saved, {**about, "config": {"tasks": "addition"}}, ["tasks"], Path("step"))
+    now = {**saved, "fingerprints": {"tokens a step": 512}}
+    with pytest.raises(UserError, match=r"with --total_batch_size \(tokens a step\) 256, not 512"):
+        stage._refuse_changes(saved, now, ["tasks"], Path("step"))
+
+
+def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):
+    save_step(folder, 2)
+    leftover = folder / "step_000003.tmp"
+    shutil.copytree(folder / "step_000002", leftover)
+    (leftover / "training.rank7.safetensors").write_bytes(b"of a run of eight")
+    assert steps(folder) == [2]
+    assert newest(folder)[1]["step"] == 2
+    assert capsys.readouterr().err == ""
+    path = save_step(folder, 3)
+    assert sorted(file.name for file in path.iterdir()) == list(FILES)
+    assert newest(folder)[1]["step"] == 3
+    assert not leftover.exists()
+
+
+# ---------------------------------------------------------------------- nothing from outside runs or crashes
+
+
+class Malicious:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name, how):
+    path = save_step(folder, 1)
+    marker = tmp_path / "it ran"
+    if how == "pickle":
+        (path / name).write_bytes(pickle.dumps(Malicious(marker)))
+    else:
+        torch.save(Malicious(marker), path / name)
+    with pytest.raises(UserError):
+        load_model("base", DEVICE)
+    rewrite_manifest(path)
+    if name.startswith("training"):
+        with pytest.raises(DamagedCheckpoint):
+            load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+    else:
+        with pytest.raises(UserError):
+            load_model(str(path), DEVICE)
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Malicious(marker)))
+    assert marker.exists()  # the payload works where something runs it
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
+def test_mutated_files_are_an_error_not_a_crash(folder, name):
+    """1,000 over all kinds, under a manifest that matches, so that the file itself is parsed; of safetensors most
+    changes are in the header, of JSON everywhere."""
+    path = save_step(folder, 1)
+    file, training = path / name, name.startswith("training")
+    whole, source, refused = (path / name).read_bytes(), random.Random(name), 0
+    header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else len(whole)
+    for trial in range(200):
+        data = bytearray(whole)
+        for _ in range(source.randrange(1, 4)):
+            place = source.randrange(8 if trial % 4 == 0 else header if trial % 4 < 3 else len(whole))
+            data[place] = source.randrange(256)
+        kind = source.randrange(6)
+        if kind == 0:
+            data = data[: source.randrange(len(data))]
+        elif kind == 1:
+            data += bytes(source.randrange(1, 64))
+        file.write_bytes(data)
+        rewrite_manifest(path)
+        try:
+            if training:
+                load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+            else:
+                load_model(str(path), DEVICE)
+        except UserError as error:
+            refused += 1
+            assert re.search("train it again|restore it or train|format version", str(error))
+        except ValueError:  # a resume makes one line of it
+            refused += 1
+            assert training
+    assert refused > 60
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: [],
+        lambda meta: "text",
+        lambda meta: {key: value for key, value in meta.items() if key != "model"},
+        lambda meta: {**meta, "model": None},
+        lambda meta: {**meta, "model": {**meta["model"], "unknown": 1}},
+        lambda meta: {**meta, "model": {**meta["model"], "n_head": 0, "head_dim": 0}},
+        lambda meta: {**meta, "model": {**meta["model"], "n_kv_head": 3}},
+        lambda meta: {**meta, "model": {**meta["model"], "width": 6}},
+        lambda meta: {**meta, "model": {**meta["model"], "vocab_size": "many"}},
+        lambda meta: {**meta, "version": "1"},
+        lambda meta: {**meta, "sampling": {"temperature": -1}},
+        lambda meta: {**meta, "sampling": [["temperature", 1]]},
+        lambda meta: {**meta, "tasks": "stories"},
+        lambda meta: {**meta, "tasks": 7},
+        lambda meta: {**meta, "tasks": [1]},
+        lambda meta: {**meta, "tasks": ["stories"] * 10**5},
+        lambda meta: {**meta, "stage": ["sft"]},
+        lambda meta: {**meta, "stage": "s" * 10**6},
+        lambda meta: {**meta, "pretraining": {"data": 3}},
+        lambda meta: {**meta, "trained_at": "today"},
+        lambda meta: {**meta, "trained_at": 10**30},
+    ],
+)
+def test_meta_data_that_describes_no_model_is_one_error(folder, change):
+    path = save_step(folder, 1)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(change(meta)))
+    rewrite_manifest(path)
+    with pytest.raises(UserError) as refused:
+        load_model(str(path), DEVICE)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def change_model(path: Path, **sizes: int) -> None:
+    meta = json.loads((path / "meta.json").read_text())
+    meta["model"] |= sizes
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+def replace_by_pipe(path: Path, name: str) -> None:
+    (path / name).unlink()
+    os.mkfifo(path / name)
+
+
+def replace_by_zeros(path: Path, name: str) -> None:
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+
+
+def replace_tokenizer(path: Path, name_it: bool) -> None:
+    """Another one, with more ids than the model has."""
+    other = Tokenizer([bytes([value]) for value in range(256)] + [b"th", b"he", b"the", b"an"])
+    other.save(path)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | ({"tokenizer": other.fingerprint()} if name_it else {})))
+
+
+def long_header(path: Path) -> None:
+    entry = ",".join(f'"{n}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(500_000))
+    header = f"{{{entry}}}".encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a million layers": (lambda path: change_model(path, n_layer=10**6), "1000000 layers"),
+    "a wide model": (lambda path: change_model(path, width=10**6), r"embedding.weight is \[320, 4\]"),
+    "a large vocabulary": (lambda path: change_model(path, vocab_size=10**9), "embedding.weight is"),
+    "a long context": (lambda path: change_model(path, sequence_len=10**9), "a context of 1000000000 tokens"),
+    "no step": (lambda path: (path / "meta.json").write_text('{"version": 2}'), "is damaged"),
+    "deep meta data": (lambda path: (path / "meta.json").write_text("[" * 10**6), "nested too deeply"),
+    "long meta data": (lambda path: (path / "meta.json").write_text(f"[{'[],' * 6_000_000}1]"), "more than 16,777,216"),
+    "long header": (long_header, "header is too large"),
+    "another tokenizer": (lambda path: replace_tokenizer(path, name_it=False), "not the tokenizer"),
+    "a large tokenizer": (lambda path: replace_tokenizer(path, name_it=True), "too large for the model"),
+    **{
+        f"a pipe as {name}": (lambda path, name=name: replace_by_pipe(path, name), "no regular file")
+        for name in FILES[1:]
+    },
+    "zeros as weights": (lambda path: replace_by_zeros(path, "model.safetensors"), "no regular file"),
+    "zeros as tokenizer": (lambda path: replace_by_zeros(path, "tokenizer.json"), "no regular file"),
+}
+LOADER = """
+import os, resource, signal, sys, time
+from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
+import torch._dynamo  # what torch imports at a first model is no cost of the folder
+for folder in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        used = int(open("/proc/self/statm").read().split()[5]) * os.sysconf("SC_PAGESIZE")
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (500 << 20), used + (500 << 20)))
+        began = time.process_time()
+        try:
+            load_model(folder, "cpu")
+            print("loaded", flush=True)
+        except UserError as error:
+            print(time.process_time() - began < 2, str(error).replace(chr(10), " // "), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print("died", folder, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_hostile_folder_is_refused_in_two_seconds_and_500_mb(tmp_path, folder):
+    whole = save_step(folder, 1)
+    cases = {}
+    for name, (change, _) in HOSTILE.items():
+        path = tmp_path / name.replace(" ", "_") / "step_000001"
+        shutil.copytree(whole, path)
+        change(path)
+        files = {}
+        for file in path.iterdir():
+            if file.name != "manifest.json":
+                data = file.read_bytes() if file.is_file() else b""
+                files[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        (path / "manifest.json").write_text(json.dumps(files))
+        cases[name] = path
+    paths_given = [str(path) for path in cases.values()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LOADER, *paths_given, str(whole)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "loaded" and len(lines) == len(cases) + 1, done
+    for (name, (_, problem)), line in zip(HOSTILE.items(), lines, strict=False):
+        assert line.startswith("True ") and re.search(problem, line) and "//" not in line, (name, line)

@@ -1,0 +1,339 @@
+"""The command line: one dataclass, any spelling of a flag, and one line for what a user can fix."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import torch
+
+from nanochat import cli
+from nanochat.cli import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Config:
+    device_batch_size: cli.Positive = 16  # rows a device computes at once
+    model_tag: str | None = None  # the folder's name
+    ratio: float = 12.0  # tokens a parameter
+    dtype: Literal["auto", "float32"] = "auto"  # of products
+    resume: bool = False  # go on
+    seed: cli.Frozen[cli.Seed | None] = None  # of the data
+    share: cli.Fraction = 0.5  # of the run
+    top_p: Annotated[float, cli.Range(1e-9, 1)] = 1.0  # of the probability
+
+
+# ---------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--device_batch_size=8", "--model_tag=x"],
+        ["--device-batch-size=8", "--model-tag=x"],
+        ["--device_batch_size", "8", "--model-tag", "x"],
+        ["--device-batch_size", "8", "--model_tag", "x"],
+        ["--", "--device_batch_size=8", "--model_tag", "x"],
+        ["--", "--device-batch-size", "8", "--model-tag=x"],
+    ],
+)
+def test_hyphens_underscores_and_what_torchrun_hands_on(argv):
+    assert cli.parse(Config, argv) == Config(device_batch_size=8, model_tag="x")
+
+
+def test_defaults_and_booleans():
+    assert cli.parse(Config, []) == cli.parse(Config, ["--"]) == Config()
+    assert cli.parse(Config, ["--resume"]).resume is True
+    assert cli.parse(Config, ["--no-resume"]).resume is False
+    assert cli.parse(Config, ["--ratio", "1e-3"]).ratio == 1e-3
+
+
+def test_values_keep_their_hyphens_and_underscores():
+    assert cli.parse(Config, ["--model_tag=a-b_c"]).model_tag == "a-b_c"
+    assert cli.parse(Config, ["--model-tag", "a-b_c"]).model_tag == "a-b_c"
+
+
+def test_help_is_the_dataclass_and_the_docstring(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(Config, ["--help"])
+    assert leaving.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for text in ("The command line: one dataclass", "--device_batch_size", "rows a device computes at once", "16"):
+        assert text in out
+    # A field that may be None shows the type of its value.
+    assert "--model_tag STR " in out and "--seed INT " in out and "(default: unset)" in out and "None" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--depth", "3"], ["--depth"]),
+        (["--device_batch_sise", "3"], ["--device_batch_sise", "--device_batch_size"]),  # and what was meant
+        (["--device_batch_size", "many"], ["--device_batch_size", "many"]),
+        (["--device_batch_size", "1.5"], ["--device_batch_size", "1.5"]),
+        (["--device_batch_size"], ["--device_batch_size"]),
+        (["--dtype", "float16"], ["--dtype", "float16", "'auto', 'float32'"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_bad_flags_are_one_line_and_two(argv, named, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(Config, argv)
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert "--help`" in err
+    assert not set("╭│╰─") & set(err)
+    for text in named:
+        assert text in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "limit"),
+    [
+        (["--device_batch_size=0"], "at least 1"),
+        (["--device_batch_size=1000000000001"], "at most 1,000,000,000,000"),
+        (["--seed=-1"], "at least 0"),
+        (["--device_batch_size=" + "9" * 30], f"--device_batch_size {'9' * 20}...: at most 1,000,000,000,000"),
+        (["--share=1.1"], "--share 1.1: at most 1"),
+        (["--share=nan"], "at least 0"),
+        (["--top_p=0"], "--top_p 0.0: above 0"),
+        (["--seed=1.5"], "Error parsing --seed: '1.5' is no whole number; "),
+        (["--ratio=x"], "Error parsing --ratio: 'x' is no number; "),
+        (["--ratio=inf"], ""),  # no range, no limit
+    ],
+)
+def test_a_range_is_checked_where_it_is_written(argv, limit, capsys):
+    if not limit:
+        assert cli.parse(Config, argv).ratio == float("inf")
+        return
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(Config, argv)
+    assert leaving.value.code == 2
+    err = capsys.readouterr().err
+    assert argv[0].partition("=")[0] in err and limit in err and err.count("\n") == 1
+
+
+def test_frozen_flags_are_marked_in_their_annotation():
+    assert cli.frozen_flags(Config) == ["seed"]
+
+
+# ---------------------------------------------------------------------- run
+
+
+def outcome(error: BaseException | None, monkeypatch, capsys) -> tuple[int, str]:
+    """The exit code and stderr of a main that raises."""
+    seen = []
+
+    def main(config):
+        seen.append(config)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["prog", "--ratio=2"])
+    monkeypatch.delenv("NANOCHAT_TRACEBACK", raising=False)
+    code = 0
+    try:
+        cli.run(main, Config)
+    except SystemExit as leaving:
+        code = leaving.code
+    assert seen == [Config(ratio=2.0)]
+    return code, capsys.readouterr().err
+
+
+def test_a_run_that_ends_is_zero(monkeypatch, capsys):
+    assert outcome(None, monkeypatch, capsys) == (0, "")
+
+
+def test_a_users_error_is_one_line(monkeypatch, capsys):
+    code, err = outcome(UserError("--depth 0:\n  at least\t1"), monkeypatch, capsys)
+    assert (code, err) == (1, "error: --depth 0: at least 1\n")
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+    assert outcome(KeyboardInterrupt(), monkeypatch, capsys) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words."),
+        RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+        MemoryError("Unable to allocate 8.00 EiB for an array"),
+        MemoryError(),
+    ],
+    ids=["cuda", "npu", "host", "numpy", "python"],
+)
+def test_out_of_memory_is_one_line(error, monkeypatch, capsys):
+    code, err = outcome(error, monkeypatch, capsys)
+    assert code == 1
+    assert err.startswith("error: out of memory: lower --device_batch_size") and err.count("\n") == 1
+    assert "More words" not in err
+    assert (str(error).splitlines() or ["MemoryError"])[0] in err
+
+
+def test_a_real_out_of_memory_error_of_this_torch_is_recognised(monkeypatch, capsys):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 55, dtype=torch.uint8)
+    code, err = outcome(caught.value, monkeypatch, capsys)
+    assert code == 1
+    assert err.startswith("error: out of memory") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [None, "/x/model.safetensors"])
+def test_a_full_disk_is_one_line(name, monkeypatch, capsys):
+    error = OSError(errno.ENOSPC, "No space left on device", name)
+    code, err = outcome(error, monkeypatch, capsys)
+    assert code == 1
+    assert err.startswith("error: the disk is full") and err.count("\n") == 1
+    assert name is None or name in err
+    assert "NANOCHAT_BASE_DIR" in err
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug"), ZeroDivisionError()]
+)
+def test_what_no_user_can_fix_keeps_its_traceback(error, monkeypatch, capsys):
+    with pytest.raises(type(error)) as caught:
+        outcome(error, monkeypatch, capsys)
+    assert caught.value is error
+
+
+def test_the_traceback_can_be_requested(monkeypatch):
+    def main(config):
+        raise UserError("--depth 0")
+
+    monkeypatch.setattr(sys, "argv", ["prog"])
+    monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
+    with pytest.raises(UserError):
+        cli.run(main, Config)
+
+
+# ---------------------------------------------------------------------- as a process
+
+PROGRAM = '''
+"""A program."""
+import sys, time
+from dataclasses import dataclass
+from nanochat.cli import UserError, run
+
+@dataclass(frozen=True)
+class Config:
+    what: str = "print"  # to do
+
+def main(config):
+    if config.what == "fail":
+        raise UserError("--what fail: use print")
+    if config.what == "wait":
+        print("ready", flush=True)
+        time.sleep(60)
+    for number in range(100_000):
+        print(number)
+
+if __name__ == "__main__":
+    run(main, Config)
+'''
+
+
+def start(tmp_path, *argv, **environment) -> subprocess.Popen:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", **environment}
+    command = [sys.executable, "-m", "program", *argv]
+    return subprocess.Popen(
+        command,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background has it ignored
+    )
+
+
+def test_exit_codes_of_a_process(tmp_path):
+    process = start(tmp_path, "--what=fail")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "error: --what fail: use print\n")
+
+    process = start(tmp_path, "--wat=fail")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.count("\n") == 1 and "`python -m program --help`" in err
+
+    process = start(tmp_path, "--what=fail", NANOCHAT_TRACEBACK="1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" in err and err.endswith("UserError: --what fail: use print\n")
+
+
+def test_ctrl_c_and_a_reader_that_leaves(tmp_path):
+    process = start(tmp_path, "--what=wait")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
+
+    process = start(tmp_path)
+    assert process.stdout.readline() == "0\n"
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody reads an error
+
+
+def test_a_reader_of_the_help_may_leave():
+    """As `--help | head -3`: no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "scripts.tok_train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: standard output: No space left")
+    assert done.stderr.count("\n") == 1
+
+
+TORN_DOWN = """
+import atexit, os
+from dataclasses import dataclass
+from nanochat import cli
+
+class Torn:
+    def __del__(self):
+        os.abort()
+
+@dataclass
+class Config:
+    "Does nothing."
+
+def main(config):
+    global torn
+    torn = Torn()
+    torn.itself = torn
+    atexit.register(print, "at exit")
+    print("done")
+
+cli.run(main, Config)
+"""
+
+
+@pytest.mark.parametrize("job", [{}, {"TORCHELASTIC_RUN_ID": "job"}], ids=["alone", "of torchrun"])
+def test_a_done_process_of_torchrun_is_not_taken_apart(job):
+    """Threads of the collective library that drop their tensors meanwhile abort it; here an object does."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORN_DOWN], cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True
+    )
+    assert done.stdout.split("\n") == ["done", "at exit", ""]
+    assert done.returncode == (0 if job else -signal.SIGABRT), done.stderr

@@ -1,0 +1,350 @@
+"""Generation: greedy as the model alone, batched as alone, the tool's calls, where a reply ends."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
+
+from nanochat import engine as engines
+from nanochat.cli import Interrupted, UserError
+from nanochat.engine import Engine, Row, SamplingParams, Slots
+from nanochat.gpt import GPT
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.tools.lookup import Lookup
+
+CONTEXT = 48
+make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: list[int], new: int) -> list[int]:
+    """Without a cache, the whole row again for every token."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+# ---------------------------------------------------------------------- greedy
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_is_the_model_without_a_cache(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of every kind of length together, in several pieces, with fewer slots than prompts."""
+    monkeypatch.setattr(engines, "CACHE_STEP", 16)  # the attended part grows several times
+    monkeypatch.setattr(engines, "PREFILL_TOKENS", 64)
+    engine = make_engine(shape)
+    prompts = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12, 40, CONTEXT - 1)]
+    expected = [greedy(engine.model, prompt, min(14, CONTEXT - len(prompt))) for prompt in prompts]
+    for max_rows in (None, 2, 1):
+        found, masks = engine.generate(prompts, max_tokens=14, sampling=GREEDY, max_rows=max_rows)
+        assert found == expected
+        assert masks == [[1] * len(new) for new in expected]
+    assert len(set(expected[0])) > 3
+
+
+def test_generate_batch_keeps_the_prompt_and_does_not_change_it(engine: Engine) -> None:
+    prompt = prompt_of(5)
+    sequences, masks = engine.generate_batch(prompt, num_samples=2, max_tokens=6, temperature=0)
+    assert sequences == [prompt_of(5) + greedy(engine.model, prompt, 6)] * 2
+    assert masks == [[0] * 5 + [1] * 6] * 2
+    assert prompt == prompt_of(5)
+
+
+def test_equal_prompts_are_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Slots.prefill
+    monkeypatch.setattr(
+        Slots, "prefill", lambda self, s, pieces, f: read.append(len(pieces)) or prefill(self, s, pieces, f)
+    )
+    engine.generate([prompt_of(9)] * 3 + [prompt_of(4)] + [prompt_of(9)], max_tokens=3, sampling=GREEDY)
+    assert read == [2]
+
+
+def test_bfloat16_weights_are_a_copy() -> None:
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
+    engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=torch.bfloat16))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(p.dtype == torch.bfloat16 for p in engine.model.parameters())
+    slots = Slots(engine, 1)
+    slots.fill([Row(prompt_of(9), 5, GREEDY)])
+    (new,) = slots.decode(logprobs=100)
+    likely = dict(zip(map(int, new.logprobs[101:]), new.logprobs[1:101], strict=True))
+    assert slots.cache.keys.dtype == torch.bfloat16
+    exact = model(torch.tensor([prompt_of(9)]))[0, -1].log_softmax(dim=-1)
+    assert all(abs(exact[token] - logprob) < 0.3 for token, logprob in likely.items())
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products here")
+def test_weights_in_fp16_replace_those_of_the_model() -> None:
+    """Cached as without a cache, with other weights as an engine that began with them, and no copy in fp32."""
+    config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT)
+    models = [lively_model(config, seed) for seed in (0, 1, 1)]
+    engine, other = (Engine(model, tiny_tokenizer(), cpu_device(), weights="fp16") for model in models[:2])
+    assert engine.model is models[0] and not any(isinstance(m, torch.nn.Linear) for m in models[0].modules())
+    prompts = [prompt_of(length, seed=length) for length in (9, 1, 30)]
+    first = engine.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True)
+    for prompt, new in zip(prompts, first[0], strict=True):
+        assert new == greedy(engine.model, prompt, len(new))
+    engine.update(models[2])
+    second = engine.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True)
+    assert second == other.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True) != first
+
+
+# ---------------------------------------------------------------------- sampled: by the seed, the same in any batch
+
+
+def test_a_seed_decides_the_reply_whatever_runs_next_to_it(engine: Engine) -> None:
+    prompts = [prompt_of(length, length) for length in (6, 6, 20, 3, 11, 40)]
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2),
+        SamplingParams(temperature=0.7, top_k=20, seed=3),
+        SamplingParams(temperature=0),
+        SamplingParams(top_p=0.9, repetition_penalty=1.3, seed=4),
+        SamplingParams(temperature=1.5, min_p=0.05, seed=2**63),
+    ]
+    torch.manual_seed(1)  # the global generator has no say
+    together, _ = engine.generate(prompts, max_tokens=12, sampling=params)
+    torch.manual_seed(2)
+    assert engine.generate(prompts, max_tokens=12, sampling=params, max_rows=2)[0] == together
+    for prompt, one, expected in zip(prompts, params, together, strict=True):
+        assert engine.generate([prompt], max_tokens=12, sampling=one)[0] == [expected]
+
+
+def test_guesses_change_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that repeat themselves and others, greedy and drawn, next to each other."""
+    guessing = make_engine()
+    guessing.speculate = 4
+    prompts = [prompt_of(6) * 3, prompt_of(5, seed=1), [7] * 9, prompt_of(30, seed=2)]
+    drawn = [SamplingParams(temperature=0.3, top_p=0.9, seed=seed) for seed in range(4)]
+    lengths: list[int] = []  # tokens of a row that each step feeds
+    step = Slots._step
+    monkeypatch.setattr(Slots, "_step", lambda slots, T: lengths.append(T) or step(slots, T))
+    for sampling in (GREEDY, drawn, [GREEDY, *drawn[1:]]):
+        lengths.clear()
+        expected = engine.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True)
+        steps = len(lengths)
+        assert set(lengths) == {1}
+        lengths.clear()
+        assert guessing.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True) == expected
+        assert set(lengths) == {1, 5} and len(lengths) <= steps
+        alone = [guessing.generate([prompt], max_tokens=18, sampling=GREEDY)[0][0] for prompt in prompts]
+        assert alone == engine.generate(prompts, max_tokens=18, sampling=GREEDY)[0]
+
+
+@pytest.mark.parametrize("right", [0, 2, 4])
+def test_each_right_guess_saves_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
+    """Of four guesses the first ones are right: a step gives them and the token after them."""
+    guessing = make_engine()
+    guessing.speculate = 4
+    prompt = prompt_of(6)
+    (expected,), _ = engine.generate([prompt], max_tokens=20, sampling=GREEDY)
+    text = prompt + expected
+
+    def guess(lookup: Lookup, count: int) -> list[int]:
+        guessed = text[len(lookup.tokens) :][:count]
+        return guessed[:right] + [(token + 1) % 256 for token in guessed[right:]]
+
+    monkeypatch.setattr(Lookup, "guess", guess)
+    steps: list[int] = []
+    step = Slots._step
+    monkeypatch.setattr(Slots, "_step", lambda slots, T: steps.append(T) or step(slots, T))
+    assert guessing.generate([prompt], max_tokens=20, sampling=GREEDY)[0] == [expected]
+    assert len(expected) == 20 and len(steps) == math.ceil(20 / (1 + right))
+
+
+def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:
+    samples, _ = engine.generate_batch(prompt_of(6), num_samples=3, max_tokens=12, seed=7)
+    assert len({tuple(sample) for sample in samples}) == 3
+    for number, sample in enumerate(samples):
+        assert engine.generate_batch(prompt_of(6), max_tokens=12, seed=7 + number)[0] == [sample]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-5}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_a_setting_that_leaves_one_token_is_greedy(engine: Engine, settings: dict[str, Any]) -> None:
+    expected = engine.generate_batch(prompt_of(6), max_tokens=12, temperature=0)
+    assert engine.generate_batch(prompt_of(6), max_tokens=12, **settings) == expected
+
+
+# ---------------------------------------------------------------------- where a reply ends
+
+
+def test_stop_tokens_are_all_special_tokens_but_a_calls(engine: Engine) -> None:
+    tokenizer = tiny_tokenizer()
+    call = {tokenizer.encode_special(name) for name in ("<|python_start|>", "<|python_end|>")}
+    assert Engine(engine.model, tokenizer, cpu_device()).stop_ids == set(tokenizer.special_ids.values()) - call
+
+
+def test_a_row_ends_with_a_stop_token_and_leaves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    prompts = [prompt_of(length, seed=length) for length in (9, 5, 12)]
+    free = [greedy(engine.model, prompt, 10) for prompt in prompts]
+    stop = free[1][4]
+    engine.stop_ids = {stop}
+    expected = [row[: row.index(stop)] if stop in row else row for row in free]
+    assert len(expected[1]) <= 4
+
+    widths: list[int] = []
+    decode = Slots.decode
+    monkeypatch.setattr(Slots, "decode", lambda self, *more: widths.append(len(self.rows)) or decode(self, *more))
+    assert engine.generate(prompts, max_tokens=10, sampling=GREEDY)[0] == expected
+    ends = [len(row) + (len(row) < 10) for row in expected]  # steps of each row: the stop token takes one
+    assert widths == [sum(end > step for end in ends) for step in range(max(ends))], "a step computes running rows only"
+
+    kept, masks = engine.generate(prompts, max_tokens=10, sampling=GREEDY, keep_stop=True)
+    assert kept == [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert [len(mask) for mask in masks] == [len(row) for row in kept]
+
+
+def test_a_reply_may_be_empty(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "stop_ids", set(range(engine.model.config.vocab_size)))
+    assert engine.generate_batch(prompt_of(4), num_samples=2) == ([prompt_of(4)] * 2, [[0] * 4] * 2)
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "made"), [(5, 3, 3), (5, 1, 1), (5, 0, 0), (40, 100, 8), (47, 9, 1)])
+def test_max_tokens_and_the_context_limit_a_row(engine: Engine, length: int, max_tokens: int, made: int) -> None:
+    sequences, masks = engine.generate_batch(prompt_of(length), max_tokens=max_tokens, temperature=0)
+    assert len(sequences[0]) == len(masks[0]) == length + made
+
+
+def test_prompts_that_do_not_fit_and_settings_out_of_range_are_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match=f"{CONTEXT}.*{CONTEXT}"):
+        engine.generate_batch(prompt_of(CONTEXT))
+    with pytest.raises(UserError, match="--top_p"):
+        engine.generate_batch(prompt_of(3), top_p=2)
+    for prompts in ([], [[]], [[1], []]):
+        with pytest.raises(UserError, match="empty prompt"):
+            list(engine.stream(prompts, max_tokens=3, sampling=GREEDY))
+
+
+def test_a_stop_request_interrupts_before_the_next_token(engine: Engine) -> None:
+    checks = iter([False, False, True])
+    stream = engine.stream([prompt_of(4)], max_tokens=9, sampling=GREEDY, should_stop=lambda: next(checks))
+    with pytest.raises(Interrupted):
+        list(stream)
+    assert next(checks, None) is None
+
+
+# ---------------------------------------------------------------------- the tool
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *rows: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Generate while the "model" chooses these tokens, whatever its logits are."""
+    engine = make_engine(stops=True)
+    columns = iter(zip(*rows, strict=True))
+    monkeypatch.setattr(engines, "sample", lambda logits, *_: torch.tensor(next(columns)[: len(logits)]))
+    prompts = [prompt_of(4 + row) for row in range(len(rows))]
+    return engine.generate(prompts, max_tokens=len(rows[0]), sampling=GREEDY, keep_stop=True)
+
+
+def special(name: str) -> int:
+    return tiny_tokenizer().encode_special(f"<|{name}|>")
+
+
+CALL = [special("python_start"), *b"6*7", special("python_end")]
+
+
+def test_a_call_is_answered_and_the_other_rows_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = [*CALL, 1, 1, 1, 1, 65]
+    other = list(range(70, 70 + len(caller)))
+    tokens, masks = scripted(monkeypatch, caller, other)
+    text = tiny_tokenizer().decode(tokens[0])
+    assert text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A"
+    assert masks[0] == [1] * 5 + [0] * 4 + [1]
+    assert tokens[1] == other and masks[1] == [1] * len(other)
+
+
+def test_a_call_without_a_result_reads_error_and_an_open_one_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [CALL[0], *b"1/0", CALL[-1], *[1] * 7]
+    tokens, _ = scripted(monkeypatch, wrong, [CALL[0], *b"1+2+3+4+5+6"])
+    assert tiny_tokenizer().decode(tokens[0]) == "<|python_start|>1/0<|python_end|><|output_start|>error<|output_end|>"
+    assert tokens[1] == [CALL[0], *b"1+2+3+4+5+6"]
+
+
+def test_a_call_that_the_model_does_not_close_is_closed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it ends its turn inside the call, and where no expression can come of what it writes."""
+    ended = [*CALL[:-1], special("assistant_end"), *[1] * 4, 65, special("assistant_end")]
+    prose = [CALL[0], *b"2 d", *[1] * 8]
+    tokens, masks = scripted(monkeypatch, [*ended, 1], prose)
+    text = tiny_tokenizer().decode(tokens[0])
+    assert text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A<|assistant_end|>"
+    assert masks[0] == [1] * 4 + [0] * 5 + [1] * 2  # the model has not chosen the mark
+    text = tiny_tokenizer().decode(tokens[1])
+    assert text == "<|python_start|>2 d<|python_end|><|output_start|>error<|output_end|>"
+    assert masks[1] == [1] * 4 + [0] * 8
+
+
+def test_the_answer_counts_towards_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, masks = scripted(monkeypatch, [*CALL, 1, 1])
+    assert tiny_tokenizer().decode(tokens[0]) == "<|python_start|>6*7<|python_end|><|output_start|>4"
+    assert masks[0] == [1] * 5 + [0] * 2
+
+
+@pytest.mark.parametrize("mark", ["output_start", "output_end", "user_start", "system_start", "assistant_end", "bos"])
+def test_a_mark_that_the_assistant_may_not_write_ends_the_reply(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scripted(monkeypatch, [65, special(mark), 66])[0] == [[65, special(mark)]]
+
+
+# ---------------------------------------------------------------------- weights, and the bits of a row
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_takes_over_every_weight(packs: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    supported = CpuKernels.packs  # bf16 needs instructions that not every processor has
+    monkeypatch.setattr(CpuKernels, "packs", lambda self, dtype: packs and supported(self, dtype))
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
+    engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.update(model)
+    fresh = Engine(model, tiny_tokenizer(), cpu_device(dtype=dtype))
+    assert greedy(engine.model, prompt_of(9), 20) == greedy(fresh.model, prompt_of(9), 20)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str) -> None:
+    """In pieces of any size, alone or next to other prompts, in a small or a large cache."""
+    engine, prompt = make_engine(shape), prompt_of(46)
+    found = []
+    for pieces, slot, capacity in (
+        ([45], 0, 48), ([16, 16, 13], 2, 48), ([1] * 45, 1, 47), ([30, 3, 12], 0, 46), ([7, 38], 2, 48),
+    ):  # fmt: skip
+        slots = Slots(engine, 4, capacity)
+        filled = 0
+        for size in pieces:
+            others = [prompt_of(size + 5, seed=3)] * slot
+            slots.prefill(0, [*others, prompt[filled : filled + size]], filled)
+            filled += size
+        found.append((slots.cache.keys[:, slot, :45], slots.cache.values[:, slot, :45]))
+    for keys, values in found[1:]:
+        assert torch.equal(keys, found[0][0]) and torch.equal(values, found[0][1])
+    assert found[0][0].abs().sum() > 0
+
+
+def test_a_row_has_the_same_bits_at_every_number_of_rows() -> None:
+    """Why no number of rows must be padded on a CPU: products of packed weights, of every size from 1 to 33."""
+    engine = make_engine()
+    if not engine.model.is_packed:
+        pytest.skip("no packed products here")
+    rows = torch.randn(33, engine.model.config.width)
+    with torch.inference_mode():
+        all_rows = engine.model.logits(rows)
+        for count in range(1, 33):
+            assert torch.equal(engine.model.logits(rows[:count]), all_rows[:count])

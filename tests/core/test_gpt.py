@@ -1,0 +1,658 @@
+"""The model: cached as uncached, no look ahead, the promised initial state, every parameter in one group."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import SHAPES, cpu_device, lively_model, tiny_config
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanochat import scaling
+from nanochat.attention import KVCache, Segments
+from nanochat.cross_entropy import IGNORE
+from nanochat.gpt import GPT, Attention, GPTConfig, Linear, StackedLinear
+from nanochat.kernels import gradients
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.gradients import mix
+from nanochat.operators import TorchKernels
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+def random_tokens(model: GPT, B: int, T: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------- the whole, written out slowly
+
+
+@torch.no_grad()
+def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """The logits in fp64, from the config's words alone: no module, no kernel and no table of the model's is used."""
+    c, T = model.config, tokens.size(1)
+    H, K, D = c.n_head, c.n_kv_head, c.head_dim
+    p = {name: parameter.double() for name, parameter in model.named_parameters()}
+    place = torch.arange(T, dtype=torch.float64)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * (p[name] if c.norm_weight else 1)
+
+    def turn(x: Tensor) -> Tensor:  # (B, T, heads, D)
+        angles = place[:, None] * c.rope_theta ** (-torch.arange(D // 2) * 2 / D)  # (T, D / 2)
+        z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.exp(1j * angles)[:, None]
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    x = p["embedding.weight"][tokens]
+    x = norm(x, "embedding_norm.weight") if c.embedding_norm else x
+    first = x
+    for i in range(c.n_layer):
+        block = f"blocks.{i}."
+        if c.residual_scales:
+            x = p["residual_scales"][i] * x + p["embedding_scales"][i] * first
+
+        h = norm(x, f"{block}attention_norm.weight")
+        qkv = h @ p[f"{block}attention.qkv.weight"].T
+        qkv = qkv + p[f"{block}attention.qkv.bias"] if c.attention_bias else qkv
+        q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv.split((H * D, K * D, K * D), dim=-1))
+        if i == 0 and c.lookback_heads:
+            biases = p[f"{block}attention.lookback"].view(H + K, D)
+            q, k = q + biases[:H], k + biases[H:]
+        if c.qk_norm == "before_rotary":
+            q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
+        q, k = turn(q), turn(k)
+        if c.qk_norm == "after_rotary":
+            q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
+        if c.qk_norm != "none":
+            q, k = c.qk_scale * q, c.qk_scale * k
+        if c.value_embeddings and (c.n_layer - 1 - i) % 2 == 0:
+            gate = 3 * torch.sigmoid(h[..., :32] @ p[f"{block}attention.value_gate.weight"].T)  # (B, T, K)
+            v = v + gate[..., None] * p[f"value_embeddings.{i}.weight"][tokens].unflatten(-1, (K, D))
+        short = c.window_pattern[i % len(c.window_pattern)] == "S" and i < c.n_layer - 1
+        behind = place[:, None] - place
+        hidden = (behind < 0) | (behind >= (c.sequence_len // 4 if short else T))
+        heads = []
+        for head in range(H):
+            scores = q[:, :, head] @ k[:, :, head // (H // K)].mT / D**0.5
+            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v[:, :, head // (H // K)])
+        x = x + torch.cat(heads, dim=-1) @ p[f"{block}attention.output.weight"].T
+
+        h = norm(x, f"{block}mlp_norm.weight") @ p[f"{block}mlp.input.weight"].T
+        if c.mlp == "swiglu":
+            gate, up = h.split(c.mlp_width, dim=-1)
+            h = gate / (1 + torch.exp(-gate)) * up
+        else:
+            h = h.clamp(min=0) ** 2
+        x = x + h @ p[f"{block}mlp.output.weight"].T
+    logits = norm(x, "norm.weight") @ p["embedding.weight" if c.tied_head else "head.weight"][: c.vocab_size].T
+    return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
+
+
+@shapes
+@pytest.mark.parametrize("T", [1, 32])
+def test_the_model_is_what_its_config_says(shape: str, T: int) -> None:
+    model = lively_model(tiny_config(**{"lookback_heads": 1, **SHAPES[shape]}, norm_eps=1e-3))
+    tokens = random_tokens(model, 2, T)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).double(), slow_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- cached as uncached
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """The plainest decoding there is: the whole row again for every token. Returns tokens (B, new) and logits."""
+    tokens, logits = prompt, []
+    for _ in range(new):
+        logits.append(model(tokens)[:, -1])
+        tokens = torch.cat((tokens, logits[-1].argmax(dim=-1, keepdim=True)), dim=1)
+    return tokens[:, prompt.size(1) :], torch.stack(logits, dim=1)
+
+
+@torch.no_grad()
+def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tuple[Tensor, Tensor]:
+    """The same against a cache; the prompt goes in by `chunks`."""
+    c = model.config
+    cache = KVCache.empty(c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32)
+    out: list[Tensor] = []
+    for tokens in prompt.split(chunks, dim=1):
+        last = model(tokens, cache=cache)[:, -1]
+        cache.position += tokens.size(1)
+    logits = [last]
+    while len(out) < new:
+        out.append(logits[-1].argmax(dim=-1))
+        if len(out) < new:
+            logits.append(model(out[-1][:, None], cache=cache)[:, -1])
+            cache.position += 1
+    return torch.stack(out, dim=1), torch.stack(logits, dim=1)
+
+
+@shapes
+@pytest.mark.parametrize("chunks", [[5], [11], [1, 1, 1], [6, 1, 4]], ids=str)
+def test_cached_greedy_decoding_is_exact(shape: str, chunks: list[int]) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    prompt = random_tokens(model, 3, sum(chunks))
+    new = model.config.sequence_len - sum(chunks)  # to the end of the context, past the window
+    tokens, logits = greedy(model, prompt, new)
+    cached_tokens, cached_logits = greedy_cached(model, prompt, new, chunks)
+    assert torch.equal(cached_tokens, tokens)
+    torch.testing.assert_close(cached_logits, logits, rtol=1e-4, atol=1e-4)
+    assert len(set(tokens.flatten().tolist())) > 8, "the case is too easy to show anything"
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_head": 1}, {"n_kv_head": 4}, {"window_pattern": "S"}, {"lookback_heads": 2}], ids=str
+)
+def test_cached_greedy_decoding_is_exact_for_heads_and_windows(changes: dict[str, Any]) -> None:
+    model = lively_model(tiny_config(**changes), seed=5)
+    prompt = random_tokens(model, 2, 7)
+    assert torch.equal(greedy_cached(model, prompt, 20, [7])[0], greedy(model, prompt, 20)[0])
+
+
+# ---------------------------------------------------------------------- what a token may see
+
+
+@shapes
+@pytest.mark.parametrize("at", [1, 9, 30])
+def test_no_token_sees_a_later_one(shape: str, at: int) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    tokens = random_tokens(model, 2, 32)
+    changed = tokens.clone()
+    changed[:, at] = (changed[:, at] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :at], after[:, :at])
+    assert (before[:, at:] != after[:, at:]).any(dim=-1).all(), "a later token does not see the change"
+
+
+def test_a_window_hides_what_lies_behind_it() -> None:
+    """Two layers: the first sees 8 tokens. The only way of token 0 to token 20 is then the last layer's one hop, so
+    without that layer's attention nothing of it arrives."""
+    model = lively_model(tiny_config(n_layer=2, window_pattern="S"))
+    assert [model.config.window(layer) for layer in range(2)] == [8, 0]
+    with torch.no_grad():
+        model.blocks[1].attention.output.weight.zero_()  # type: ignore[union-attr]
+    tokens = random_tokens(model, 1, 32)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 100
+    different = (model(tokens) != model(changed)).any(dim=-1)[0]
+    assert different[:8].all()
+    assert not different[8:].any()
+
+
+def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
+    config = tiny_config(n_layer=6, window_pattern="SSL", sequence_len=64)
+    assert [config.window(layer) for layer in range(6)] == [16, 16, 0, 16, 16, 0]
+    assert [tiny_config(n_layer=3, window_pattern="S").window(layer) for layer in range(3)] == [8, 8, 0]
+    assert tiny_config(window_pattern="S", sequence_len=3).window(0) == 1
+
+
+def test_value_embeddings_stand_on_every_other_layer_and_the_last() -> None:
+    for layers, expected in ((1, {"0"}), (4, {"1", "3"}), (5, {"0", "2", "4"})):
+        model = GPT(tiny_config(n_layer=layers))
+        assert set(model.value_embeddings) == expected
+        assert {str(i) for i, b in enumerate(model.blocks) if b.attention.value_gate is not None} == expected  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------- the loss
+
+
+@shapes
+def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
+    targets[0, :5], targets[2] = IGNORE, IGNORE
+    logits = model(tokens)
+    assert logits.shape == (3, 20, 100)
+    assert logits.dtype == torch.float32
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none").view(3, 20)
+    losses = losses * (targets != IGNORE)
+    torch.testing.assert_close(model(tokens, targets), losses.sum(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(model(tokens, targets, reduction="none"), losses, rtol=1e-4, atol=1e-4)
+    fused = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
+    plain = torch.autograd.grad(losses.sum(), list(model.parameters()))
+    for (name, _), one, other in zip(model.named_parameters(), fused, plain, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm(), name
+        assert other.any(), f"{name} has no effect"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reduction", "shape"), [("sum", "fast"), ("none", "fast"), ("sum", "ungrouped")])
+def test_the_compiler_sees_one_graph(reduction: str, shape: str) -> None:
+    """The loss of packed rows, forward and backward, traced without generating code."""
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
+    targets[0, :5] = IGNORE
+    segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // 6)
+    traced = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    results = []
+    for forward in (traced, model):
+        losses = forward(tokens, targets, segments=segments, reduction=reduction)
+        weights = torch.linspace(-1, 1, losses.numel()).view_as(losses)
+        results.append((losses, *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_stays_near_fp32() -> None:
+    model = lively_model(tiny_config())
+    tokens, targets = random_tokens(model, 4, 32), random_tokens(model, 4, 32, seed=1)
+    exact = model(tokens, targets)
+    model = lively_model(tiny_config(), kernels=cpu_device(dtype=torch.bfloat16).kernels)
+    assert model.hidden(tokens).dtype == torch.bfloat16
+    loss = model(tokens, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+    assert loss.item() != exact.item()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class Noting(TorchKernels):
+    """Notes the dtypes of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.seen: set[torch.dtype] = set()
+
+    def attention(self, *qkv: Tensor, **options: Any) -> Tensor:
+        self.seen |= {x.dtype for x in qkv}
+        return super().attention(*qkv, **options)
+
+
+@shapes
+def test_between_embedding_and_loss_everything_is_in_bfloat16(shape: str) -> None:
+    """By the model's own casts, and so on every device: no autocast has a say in it."""
+    kernels = Noting()
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            tensors = [x for x in (*inputs, output) if isinstance(x, Tensor)]
+            seen[name] = {x.dtype for x in tensors if x.is_floating_point()}
+
+        return hook
+
+    model = lively_model(tiny_config(**SHAPES[shape]), kernels=kernels)
+    for name, module in model.named_modules():
+        if name.startswith("blocks.") or name in ("norm", "embedding_norm"):
+            module.register_forward_hook(note(name))
+    loss = model(random_tokens(model, 2, 32), random_tokens(model, 2, 32, seed=1))
+    loss.backward()
+    assert kernels.seen == {torch.bfloat16}
+    assert {dtype for dtypes in seen.values() for dtype in dtypes} == {torch.bfloat16}
+    assert {"blocks.0.mlp.input", "blocks.0.mlp.output", "blocks.0.attention.qkv", "blocks.0", "norm"} <= seen.keys()
+    assert loss.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
+    """Their gradients too, to a rounding: a product of another width may add up in another order. Each is contiguous,
+    and so is what backward computes."""
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
+    one = Linear(32, 96, bias=False)
+    three = StackedLinear(32, 96, bias=False)
+    three.load_state_dict(one.state_dict())
+    inputs = [torch.randn(2, 5, 32).to(dtype).requires_grad_() for _ in range(2)]
+    inputs[1].data = inputs[0].data
+    columns = one(inputs[0])
+    pair, last = three(inputs[1])
+    assert pair.shape == (2, 2, 5, 32) and pair.is_contiguous() and last.is_contiguous()
+    torch.testing.assert_close(torch.cat((*pair, last), dim=-1), columns, **close)
+    grad = torch.randn(2, 5, 96).to(dtype)
+    columns.backward(grad)
+    torch.autograd.backward((pair, last), (torch.stack(grad.split(32, dim=-1)[:2]), grad[..., 64:]))
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
+    assert one.weight.grad is not None and three.weight.grad is not None
+    torch.testing.assert_close(three.weight.grad, one.weight.grad, **close)
+
+
+def test_weights_cast_together_are_those_cast_one_by_one() -> None:
+    kernels = TorchKernels(torch.bfloat16)
+    model = lively_model(tiny_config(), kernels=kernels)
+    tokens = random_tokens(model, 2, 8)
+
+    def gradients(together: bool) -> list[Tensor]:
+        kernels.casts_together = together
+        model.zero_grad()
+        with model.cast_weights():
+            assert (model.blocks[0].get_submodule("mlp.input").cast is not None) == together
+            model(tokens, tokens).backward()
+        assert model.blocks[0].get_submodule("mlp.input").cast is None
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_layers_mix_has_the_gradients_of_its_formula() -> None:
+    config = tiny_config()
+    x, first = torch.randn(2, 2, 5, config.width, dtype=torch.float64).requires_grad_().unbind()
+    scales = torch.randn(4, dtype=torch.float64, requires_grad=True).unbind()
+
+    def two_layers(*inputs: Tensor) -> Tensor:
+        x, first, *scales = inputs
+        x, first = mix(x, first, *scales[:2])
+        return mix(x.sin(), first, *scales[2:])[0]
+
+    assert torch.autograd.gradcheck(two_layers, (x, first, *scales))
+
+
+def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> None:
+    angles = torch.randn(5, 1, 3, dtype=torch.float64)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    x = torch.randn(2, 5, 2, 6, dtype=torch.float64, requires_grad=True)
+    eps = 0.1  # large enough to be seen
+    assert torch.autograd.gradcheck(lambda x: gradients.rms_norm(x, eps), x)
+    assert torch.autograd.gradcheck(lambda x: gradients.rotate(x, cos, sin), x)
+    plain, ours = TorchKernels(), CpuKernels()
+    torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
+    torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
+
+
+def test_written_out_gradients_refuse_to_have_gradients() -> None:
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    weight, scale, table = torch.randn(6, 6), torch.randn(()), torch.randn(3, 6)
+    for op in (
+        gradients.relu_squared,
+        lambda x: gradients.product(x, weight),
+        lambda x: gradients.stacked_products(x, weight)[0],
+        lambda x: gradients.mix(x, x, scale, scale)[0],
+        lambda x: gradients.rms_norm(x, 0.1),
+        lambda x: gradients.rotate(x, table, table),
+    ):
+        first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+
+
+def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
+    """In bf16, for gradients in any direction, and for those with a part along the norm's result."""
+    angles = torch.randn(64, 1, 32, dtype=torch.float64)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    x = torch.randn(2, 64, 2, 64).bfloat16().double()
+    plain, ours = TorchKernels(), CpuKernels()
+    for part, most in ((0.0, 1.5), (1.0, 2.5)):
+        grad = (torch.randn_like(x) + part * plain.rotate(x, cos, sin)).bfloat16()
+        errors = []
+        for kernels, dtype in ((plain, torch.float64), (plain, torch.bfloat16), (ours, torch.bfloat16)):
+            small = x.to(dtype).requires_grad_()
+            out = kernels.rotate(kernels.rms_norm(small, None, 1e-6), cos.to(dtype), sin.to(dtype))
+            assert out.dtype == dtype
+            (found,) = torch.autograd.grad(out, small, grad.to(dtype))
+            if dtype == torch.float64:
+                true = found
+            errors.append(((found.double() - true).norm() / true.norm()).item())
+        assert 1e-3 < errors[2] <= most * errors[1] <= 0.02, errors
+
+
+def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
+    """torch adds one up place by place, in bf16: 15 ms for a million of them."""
+    seen = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    model = lively_model(tiny_config(), kernels=cpu_device(dtype=torch.bfloat16).kernels)
+    tokens = random_tokens(model, 2, 8)
+    with Operators():
+        model(tokens, tokens).backward()
+    assert torch.ops.aten.dot.default not in seen
+
+    # 100,000 ones: in bf16 a sum that goes up by 1 ends at 256.
+    x, first = torch.ones(2, 100_000, dtype=torch.bfloat16).requires_grad_().unbind()
+    a, b = torch.ones(2, requires_grad=True).unbind()
+    mixed = mix(x, first, a.to(x.dtype), b.to(x.dtype))[0]
+    assert [grad.item() for grad in torch.autograd.grad(mixed.sum(), (a, b))] == [pytest.approx(1e5, rel=0.004)] * 2
+
+
+def test_bytes_kept_for_backward() -> None:
+    """Of one token more, at depth 12 in bf16: 450 KiB."""
+
+    def bytes_kept(tokens: int) -> int:
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with FakeTensorMode():
+            model = GPT(scaling.model_config(12, 1024, tokens), TorchKernels(torch.bfloat16))
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                model(ids, ids)
+        return sum(kept.values())
+
+    assert bytes_kept(512) - bytes_kept(256) <= 256 * 451 * 1024
+
+
+@shapes
+def test_logits_keep_within_the_cap(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    with torch.no_grad():
+        model.head_weight().mul_(100)
+        largest = model(random_tokens(model, 2, 20)).abs().max()
+    assert largest <= 15 if model.config.logit_cap else largest > 30
+
+
+@shapes
+def test_padded_rows_get_neither_probability_nor_gradient(shape: str) -> None:
+    model = lively_model(tiny_config(**SHAPES[shape]))
+    assert model.embedding.weight.shape[0] == model.config.padded_vocab_size == 128
+    tokens, targets = random_tokens(model, 2, 20), random_tokens(model, 2, 20, seed=1)
+    assert model(tokens).size(-1) == 100
+    before = model(tokens, targets)
+    before.backward()
+    tables = [p for _, p in sum((model.parameter_groups()[r] for r in ("embedding", "value_embedding", "head")), [])]
+    for table in tables:
+        assert table.grad is not None
+        assert table.grad[:100].any()
+        assert not table.grad[100:].any()
+        table.data[100:] = 1e6
+    assert torch.equal(model(tokens, targets), before)
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(1, 64), (64, 64), (65, 128), (32768, 32768), (50257, 50304)])
+def test_the_vocabulary_is_padded_to_64(vocab: int, padded: int) -> None:
+    assert GPTConfig(vocab_size=vocab).padded_vocab_size == padded
+
+
+# ---------------------------------------------------------------------- rotary positions
+
+
+@pytest.mark.parametrize("theta", [100.0, 100_000.0])
+def test_rotary_is_a_complex_rotation(theta: float) -> None:
+    model = GPT(tiny_config(rope_theta=theta, head_dim=16))
+    x = torch.randn(2, 32, 3, 16, dtype=torch.float64)
+    cos, sin = model.rotary.double().unsqueeze(-2)
+    turn = torch.tensor([[t * theta ** (-2 * j / 16) for j in range(8)] for t in range(32)], dtype=torch.float64)
+    z = torch.complex(x[..., :8], x[..., 8:]) * torch.exp(1j * turn)[None, :, None]
+    torch.testing.assert_close(
+        TorchKernels().rotate(x, cos, sin), torch.cat((z.real, z.imag), dim=-1), rtol=0, atol=1e-5
+    )
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    model = GPT(tiny_config(head_dim=16))
+    q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 32, 1, 16)
+    cos, sin = model.rotary.unsqueeze(-2)
+    products = torch.einsum(
+        "btd,bsd->ts", TorchKernels().rotate(q, cos, sin)[:, :, 0], TorchKernels().rotate(k, cos, sin)[:, :, 0]
+    )  # (T, T)
+    for distance in (0, 1, 7, 20):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert (products.diagonal(-1)[0] - products.diagonal(1)[0]).abs() > 1e-3, "before and behind look the same"
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_heads_begin_by_looking_back(head_dim: int) -> None:
+    config = tiny_config(sequence_len=64, head_dim=head_dim, width=128, n_kv_head=4, lookback_heads=3)
+    model = GPT(config)
+    model.init_weights(0)
+    attention = model.blocks[0].attention
+    assert isinstance(attention, Attention)
+    with patch.object(attention.kernels, "attention", wraps=attention.kernels.attention) as attend:
+        model.hidden(random_tokens(model, 4, 64))
+    q, k = attend.call_args_list[0].args[:2]  # of the first layer, (B, T, H, D)
+    scores = attention.scale * torch.einsum("bthd,bshd->bhts", q, k)
+    weights = scores.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf).softmax(-1)  # (B, H, T, S)
+    at_distance = [weights.diagonal(-d, -2, -1)[..., 3:].mean((0, 2)) for d in range(5)]  # (H,) each
+    shares = torch.stack(at_distance)  # (distance, head)
+    assert shares.argmax(0)[:3].tolist() == [1, 2, 3]
+    assert (shares.amax(0)[:3] > 0.3).all() and (shares[:, 3] < 0.1).all(), shares
+
+
+# ---------------------------------------------------------------------- parameters and their initial values
+
+
+@shapes
+def test_every_parameter_stands_in_one_group(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    groups = model.parameter_groups()
+    names = [name for group in groups.values() for name, _ in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    named = dict(model.named_parameters())
+    assert all(named[name] is parameter for group in groups.values() for name, parameter in group)
+    assert len(groups["matrix"]) == 3 * 3  # attention output, MLP in and out
+    assert [n for n, _ in groups["qkv"]] == [f"blocks.{i}.attention.qkv.weight" for i in range(3)]
+    assert all(p.ndim == 2 for role in ("matrix", "qkv") for _, p in groups[role])
+    assert len(groups["head"]) == (0 if model.config.tied_head else 1)
+    assert len(groups["residual_scale"]) == (1 if model.config.residual_scales else 0)
+    assert all(p.ndim == 1 or "value_gate" in name for name, p in groups["vector"])
+
+
+@shapes
+def test_the_gradients_order_is_the_backwards(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    model.init_weights()
+    names, came = {p: name for name, p in model.named_parameters()}, []
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(lambda p: came.append(names[p]))
+    model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).backward()
+    order = model.gradient_order()
+    assert sorted(order) == sorted(came) == sorted(names.values())
+    assert order[0].startswith("norm." if model.config.tied_head else "head.")
+    assert order[-1] == came[-1] == "embedding.weight"
+    layers = [[name.split(".")[1] for name in list_ if name.count(".") > 1] for list_ in (order, came)]
+    assert layers[0] == layers[1] == sorted(layers[0], reverse=True)  # within a block the order may differ
+
+
+@shapes
+def test_from_the_meta_device_the_same(shape: str) -> None:
+    config = tiny_config(**SHAPES[shape])
+    direct = GPT(config)
+    direct.init_weights(7)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan)
+    model.init_weights(7)
+    for name, tensor in {**direct.state_dict(), **dict(direct.named_buffers())}.items():
+        assert torch.equal(tensor, model.get_parameter(name) if "rotary" not in name else model.get_buffer(name)), name
+    assert not any("rotary" in name for name in model.state_dict()), "the tables follow from the config"
+
+
+def test_initial_values() -> None:
+    model = GPT(tiny_config(width=256, n_head=4, n_kv_head=2, vocab_size=1024, n_layer=3))
+    model.init_weights(0)
+    weights = dict(model.named_parameters())
+    std = 1 / math.sqrt(256)
+
+    def is_uniform(name: str, std: float) -> None:
+        weight = weights[name]
+        assert weight.std().item() == pytest.approx(std, rel=0.02), name
+        assert weight.abs().max().item() == pytest.approx(std * math.sqrt(3), rel=0.001), name
+
+    for name, size in (("embedding.weight", 0.8), ("head.weight", 0.001)):
+        assert weights[name].std().item() == pytest.approx(size, rel=0.02)
+        assert weights[name].mean().item() == pytest.approx(0, abs=0.01 * size)
+        assert weights[name].abs().max() > 3.5 * size  # normal, not uniform
+    for i in range(3):
+        is_uniform(f"blocks.{i}.attention.qkv.weight", std)
+        is_uniform(f"blocks.{i}.mlp.input.weight", 0.4 * std)
+        assert not weights[f"blocks.{i}.attention.output.weight"].any()
+        assert not weights[f"blocks.{i}.mlp.output.weight"].any()
+    for i in (0, 2):
+        is_uniform(f"value_embeddings.{i}.weight", std)
+        assert not weights[f"blocks.{i}.attention.value_gate.weight"].any()
+    torch.testing.assert_close(weights["residual_scales"], torch.tensor([1.15, 1.10, 1.05]))
+    torch.testing.assert_close(weights["embedding_scales"], torch.tensor([0.20, 0.125, 0.05]))
+
+
+def test_learned_norms_begin_at_one_and_biases_at_zero() -> None:
+    model = lively_model(tiny_config(**SHAPES["qwen2"]))
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert parameter.eq(1 if "norm" in name else 0).all(), name
+
+
+@shapes
+def test_a_fresh_model_is_the_identity_that_knows_nothing(shape: str) -> None:
+    model = GPT(tiny_config(**SHAPES[shape]))
+    model.init_weights(0)
+    tokens = random_tokens(model, 2, 16)
+    x = model.embedding(tokens)
+    if model.embedding_norm is not None:
+        x = model.embedding_norm(x)
+    torch.testing.assert_close(model.hidden(tokens), model.norm(x), rtol=1e-5, atol=1e-5)
+    if not model.config.tied_head:
+        loss = model(tokens, random_tokens(model, 2, 16, seed=1)) / 32
+        assert loss.item() == pytest.approx(math.log(100), abs=0.01)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    models = [GPT(tiny_config()) for _ in range(3)]
+    for model, seed in zip(models, (3, 3, 4), strict=True):
+        torch.manual_seed(seed * 100)  # the global generator has no say
+        model.init_weights(seed)
+    one, same, other = (m.blocks[0].attention.qkv.weight for m in models)  # type: ignore[union-attr]
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+# ---------------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"width": 30, "n_head": 4}, "width 30 is not a multiple of n_head 4"),
+        ({"n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"lookback_heads": 3}, "lookback_heads 3 are more than the 2 key heads"),
+        ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
+        ({"window_pattern": ""}, "--window_pattern ''"),
+    ],
+)
+def test_impossible_configs_say_why(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**changes)
+
+
+def test_sizes_left_at_zero_follow_from_the_width() -> None:
+    config = tiny_config(width=48, n_head=4)
+    assert (config.head_dim, config.mlp_width) == (12, 192)
+    config = tiny_config(width=30, n_head=4, head_dim=16, mlp_width=10)  # heads may be wider than the model
+    assert (config.head_dim, config.mlp_width) == (16, 10)
+    assert GPT(config).blocks[0].attention.output.weight.shape == (30, 64)  # type: ignore[union-attr]
+
+
+def test_a_row_longer_than_the_context_is_refused() -> None:
+    model = GPT(tiny_config())
+    with pytest.raises(AssertionError, match="33 tokens in a row of at most 32"):
+        model(torch.zeros(1, 33, dtype=torch.long))

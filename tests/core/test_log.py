@@ -1,0 +1,242 @@
+"""The run log: always valid JSON, no step twice after a resume, harmless trackers."""
+
+import errno
+import json
+import os
+import re
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from nanochat.cli import UserError
+from nanochat.log import REQUIRED, RunLog, duration, print0, print_table, record, warn
+
+
+def metrics(step: int, **further) -> dict:
+    known = {"loss": 5.0 - step / 1000, "lr": 0.02, "tokens": step * 1000, "tok_per_sec": 1234.5, "mfu": 0.412}
+    return {"step": step, **known, "seconds": step * 0.5, "peak_memory_bytes": 1 << 30, **further}
+
+
+def read_lines(folder: Path) -> list[dict]:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------- metrics.jsonl
+
+
+def test_every_line_is_json_with_all_required_keys(tmp_path):
+    with RunLog("base", tmp_path / "new" / "run", 10) as run:
+        run.step(metrics(0, loss=float("nan"), reward=float("inf")))
+        assert len(read_lines(tmp_path / "new" / "run")) == 1  # at once, not at the end
+        run.step({"step": 1, "val_bpb": 1.25})
+        run.step(metrics(2, mfu=None, reward=3))
+    first, second, third = read_lines(tmp_path / "new" / "run")
+    assert first["loss"] is None and first["reward"] is None and first["lr"] == 0.02
+    assert set(second) == {*REQUIRED, "val_bpb"} and second["loss"] is None and second["val_bpb"] == 1.25
+    assert third["mfu"] is None and third["reward"] == 3 and third["loss"] == 4.998
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    with RunLog("base", tmp_path, 20) as run:
+        for step in range(10):
+            run.step(metrics(step, attempt=1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')  # killed in the middle of a line
+    with RunLog("base", tmp_path, 20, start_step=6) as run:
+        assert [line["step"] for line in read_lines(tmp_path)] == list(range(6))
+        for step in range(6, 12):
+            run.step(metrics(step, attempt=2))
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(12))
+    assert [line["attempt"] for line in lines] == [1] * 6 + [2] * 6
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    RunLog("base", tmp_path, 20).close()  # a new run under the same name begins a new curve
+    assert read_lines(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\x00\x00\x00", b'{"step": 1', b"7\n", b'"text"\n', b"{}\n", b'{"step": null}\n', b"\xff"]
+)
+def test_a_torn_line_is_dropped(tmp_path, torn):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + torn)
+    RunLog("base", tmp_path, 20, start_step=5).close()
+    assert read_lines(tmp_path) == [{"step": 0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_not_hidden(tmp_path):
+    run = RunLog("base", tmp_path, 10)
+    run._file = open("/dev/full", "w")  # noqa: SIM115, PTH123
+    with pytest.raises(OSError, match="No space left"):
+        run.step(metrics(0))
+
+
+class Stale:
+    """A file of a network file system whose server has lost it: writes, flushes and closes fail, without a name."""
+
+    def write(self, text: str) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    flush = close = lambda self: self.write("")
+
+
+def test_a_stale_file_handle_is_named(tmp_path):
+    run = RunLog("base", tmp_path, 10)
+    run._file = Stale()  # pyright: ignore[reportAttributeAccessIssue]
+    for call in (lambda: run.step(metrics(0)), run.close):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(tmp_path / "metrics.jsonl"))
+    run.close()
+
+
+def test_a_command_that_cannot_be_recorded_has_still_ended_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (tmp_path / "runs" / "commands.jsonl").mkdir(parents=True)
+    record("base", "d1", time.time())
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch("warning: .*commands.jsonl: Is a directory: .*\n", err)
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):
+    with RunLog("base", tmp_path / "run", 10, rank=1, trackers="no such tracker") as run:
+        run.step(metrics(0))
+        run.message("hello")
+    monkeypatch.setenv("RANK", "1")
+    print0("hello")
+    warn("hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    print0("one", 2)
+    warn("three")
+    assert capsys.readouterr() == ("one 2\n", "warning: three\n")
+
+
+# ---------------------------------------------------------------------- lines on the screen
+
+
+def test_a_line_shows_what_is_known(tmp_path, capsys):
+    with RunLog("sft", tmp_path, 100) as run:
+        run.step(metrics(0, mfu=None))
+        run.step(metrics(1, loss=float("nan"), reward=0.25, val_bpb=1.5))
+        run.step({"step": 2, "val_loss": 2.0})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "sft   0/100 | loss 5.0000 | lr 0.02 | 1,234 tok/s"
+    # 1,000 tokens in two steps, 1,234.5 of them a second, and 98 steps to go
+    assert second.split(" | ")[4:] == ["mfu 41.2%", "eta 40s", "val_bpb 1.5000", "reward 0.2500"]
+    assert third == "sft   2/100 | val_loss 2.0000"
+
+
+def test_a_line_has_no_zero_counts_and_no_estimate_from_the_first_step(tmp_path, capsys):
+    with RunLog("rl", tmp_path, 100, start_step=40) as run:
+        for step in (40, 41):
+            run.step(metrics(step, skipped_steps=0, idle_steps=0, epoch=0, reward=0.0))
+        run.step(metrics(42, skipped_steps=1, idle_steps=2, epoch=3))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "rl  40/100 | loss 4.9600 | lr 0.02 | 1,234 tok/s | mfu 41.2% | reward 0.0000"
+    assert "| eta 46s | reward 0.0000" in second
+    assert third.endswith("| skipped_steps 1 | idle_steps 2 | epoch 3")
+    assert read_lines(tmp_path)[0]["skipped_steps"] == 0  # the file has everything
+
+
+def test_a_table_is_aligned_and_without_columns_of_nothing(capsys):
+    columns = ("task", "accuracy", "guessing", "cut off", "on")
+    rows = [["stories", "0.0%", "0.0%", "0", "200 of them"], ["sums", "100.0%", "0.0%", "12", "two digits"]]
+    print_table(columns, rows, optional=("guessing", "cut off"))
+    assert capsys.readouterr().out.splitlines() == [
+        *("", "task     accuracy  cut off  on", "-" * 39),
+        *("stories      0.0%        0  200 of them", "sums       100.0%       12  two digits"),
+    ]
+
+
+def test_duration():
+    seconds = (0, 59.4, 59.6, 192, 3599.7, 3900, 86399, 86400, 3.3 * 86400)
+    assert [duration(one) for one in seconds] == [
+        *("0s", "59s", "1m00s", "3m12s", "1h00m", "1h05m", "23h59m", "1d00h", "3d07h")
+    ]
+
+
+# ---------------------------------------------------------------------- trackers
+
+
+class FakeTracker:
+    """Stands in for wandb and swanlab; `fail_at` names the step whose log raises."""
+
+    def __init__(self, fail_at: int | None = None):
+        self.fail_at, self.logged, self.finished, self.arguments = fail_at, [], 0, {}
+
+    def module(self, name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.init, module.log, module.finish = self.init, self.log, self.finish  # type: ignore[attr-defined]
+        return module
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, values, step):
+        if self.fail_at is not None and step >= self.fail_at:
+            raise ConnectionError("the tracker's server is gone")
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+        if self.fail_at is not None:
+            raise ConnectionError("still gone")
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_gets_name_config_and_numbers(tmp_path, monkeypatch, name):
+    fake = FakeTracker()
+    monkeypatch.setitem(sys.modules, name, fake.module(name))
+    with RunLog("base", tmp_path, 10, run="my run", trackers=name, config={"depth": 4}) as run:
+        run.step(metrics(0, mfu=None, loss=float("nan")))
+        run.step(metrics(1))
+    assert "my run" in fake.arguments.values() and fake.arguments["config"] == {"depth": 4}
+    assert [step for step, _ in fake.logged] == [0, 1]
+    assert "mfu" not in fake.logged[0][1] and "loss" not in fake.logged[0][1]
+    assert fake.logged[1][1]["loss"] == 4.999
+    assert fake.finished == 1
+
+
+def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    good, bad = FakeTracker(), FakeTracker(fail_at=3)
+    monkeypatch.setitem(sys.modules, "wandb", bad.module("wandb"))
+    monkeypatch.setitem(sys.modules, "swanlab", good.module("swanlab"))
+    with RunLog("base", tmp_path, 10, trackers="wandb, swanlab") as run:
+        for step in range(10):
+            run.step(metrics(step))
+    assert len(bad.logged) == 3 and len(good.logged) == 10 and len(read_lines(tmp_path)) == 10
+    errors = capsys.readouterr().err
+    assert errors.count("warning") == 1 and "wandb" in errors and "server is gone" in errors
+
+
+def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("wandb")
+    module.init = lambda **_: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with RunLog("base", tmp_path, 10, trackers="wandb") as run:
+        run.step(metrics(0))
+    assert "wandb did not start" in capsys.readouterr().err
+    assert len(read_lines(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(UserError, match=rf"--track {name}: .*pip install 'nanochat\[track\]'"):
+        RunLog("base", tmp_path, 10, trackers=name)
+
+
+def test_an_unknown_tracker_names_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match="--track 'weights'.*wandb, swanlab, tensorboard"):
+        RunLog("base", tmp_path, 10, trackers="weights")

@@ -1,0 +1,771 @@
+"""Losses of RL and of preferences against numbers worked by hand, finite differences, TRL and one another.
+
+TRL 1.16 has no PPO. Of `ppo` its GRPO trainer computes the clipped objective, with an advantage for each token; for the
+value function (alignment/value.py) there are the numbers and finite differences of test_value.py and of this file.
+"""
+
+import asyncio
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from tiny import cpu_device, lively_model, tiny_config
+from torch import Tensor
+
+from nanochat import losses
+from nanochat.alignment import preferences
+from nanochat.alignment.advantages import group_deviation, group_mean, leave_one_out
+from nanochat.attention import Segments
+from nanochat.cli import UserError
+from nanochat.conversation import Rendered
+from nanochat.cross_entropy import IGNORE
+from nanochat.losses import (
+    POLICY_LOSSES,
+    POLICY_STATS,
+    REPLY_STATS,
+    JudgedBatch,
+    PairBatch,
+    PolicyBatch,
+    clipped_objective,
+    dpo_loss,
+    ipo_loss,
+    kl_estimate,
+    mean_policy_stats,
+    policy_loss,
+    reply_logp,
+    token_logp,
+)
+from nanochat.mixture import JudgedReply
+from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
+
+
+class Fixed:
+    """A model whose token losses are given, -log p of each target, and the numbers of its scalar head."""
+
+    def __init__(self, logp: Tensor, values: Tensor | None = None):
+        self.logp = logp.requires_grad_()
+        self.values = torch.zeros_like(logp) if values is None else values.requires_grad_()
+
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str = "", scalars: bool = False
+    ) -> Tensor:
+        if scalars:
+            return self.values
+        assert reduction == "none"
+        return torch.where(targets == IGNORE, 0.0, -self.logp)
+
+
+def two_samples(old: list[float] | None = None) -> PolicyBatch:
+    """A row with a sample of 2 targets and advantage 1, and one of 3 targets and advantage -0.5."""
+    zeros = torch.zeros(1, 6, dtype=torch.long)
+    targets = torch.tensor([[5, 6, 7, 8, 9, IGNORE]])
+    segments = Segments.from_numbers(torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    rows = PackedBatch(zeros, targets, segments, torch.tensor([[0, 0, 1, 1, 1, 0]]))
+    return PolicyBatch(
+        rows,
+        advantages=torch.tensor([[1.0, 1.0, -0.5, -0.5, -0.5, 0.0]]),
+        sample_share=torch.tensor([[0.5, 0.5, 1 / 3, 1 / 3, 1 / 3, 0.0]]),
+        old_logp=None if old is None else torch.tensor([old]),
+    )
+
+
+LOGP = torch.log(torch.tensor([[0.5, 0.25, 0.5, 0.5, 0.125, 1.0]]))
+OLD = torch.log(torch.tensor([0.5, 0.125, 0.25, 1.0, 0.125, 1.0])).tolist()  # ratios 1, 2, 2, 0.5, 1
+
+
+def loss_of(name: str, model: Any, batch: PolicyBatch, max_tokens: int = 10, **settings: Any) -> tuple[Tensor, Tensor]:
+    own = {key: settings.pop(key) for key in ("clip_low", "clip_high") if key in settings}
+    method = POLICY_LOSSES[name].override(**own)
+    return policy_loss(model, batch, method=method, max_tokens=max_tokens, **settings)
+
+
+def test_reinforce_and_rloo_by_hand():
+    loss, count = loss_of("reinforce", Fixed(LOGP.clone()), two_samples())
+    # mean over each sample: (ln .5 + ln .25) / 2 = -1.5 ln 2; (ln .5 + ln .5 + ln .125) / 3 = -5/3 ln 2
+    assert loss.item() == pytest.approx(1.5 * math.log(2) - 0.5 * 5 / 3 * math.log(2))
+    assert count.item() == pytest.approx(2)
+    loss, count = loss_of("rloo", Fixed(LOGP.clone()), two_samples())
+    assert (loss.item(), count.item()) == pytest.approx((3 * math.log(2) - 0.5 * 5 * math.log(2), 2))
+
+
+def test_the_clip_by_hand():
+    ratio, gains = torch.exp(LOGP - torch.tensor(OLD)), two_samples().advantages
+    objective = clipped_objective(LOGP, ratio, gains, 0.2, 0.2)
+    # gains are capped at 1.2; a loss is not: 2 x -0.5 stays, 0.5 x -0.5 becomes 0.8 x -0.5
+    assert objective.flatten().tolist() == pytest.approx([1.0, 1.2, -1.0, -0.4, -0.5, 0.0])
+    wider = clipped_objective(LOGP, ratio, gains, 0.2, 0.28)
+    assert wider.flatten().tolist() == pytest.approx([1.0, 1.28, -1.0, -0.4, -0.5, 0.0])
+
+
+def test_what_each_variant_takes_the_mean_over():
+    batch = two_samples(OLD)
+    loss, count = loss_of("grpo", Fixed(LOGP.clone()), batch)
+    assert (loss.item(), count.item()) == pytest.approx((-(2.2 / 2 - 1.9 / 3), 2))
+    assert loss_of("reinforce++", Fixed(LOGP.clone()), batch)[0] == loss
+    loss, count = loss_of("dapo", Fixed(LOGP.clone()), batch)
+    assert (loss.item(), count.item()) == pytest.approx((-(2.28 - 1.9), 5))
+    loss, count = loss_of("dr_grpo", Fixed(LOGP.clone()), batch)
+    assert (loss.item(), count.item()) == pytest.approx((-(2.2 - 1.9) / 10, 2))
+
+
+def test_gspo_and_cispo_by_hand():
+    batch = two_samples(OLD)
+    # The ratios 1, 2 of the first sample have the geometric mean 2^0.5, 2, 0.5, 1 of the second 1.
+    loss, count = loss_of("gspo", Fixed(LOGP.clone()), batch, clip_low=0.5, clip_high=0.5)
+    assert (loss.item(), count.item()) == pytest.approx((-(2**0.5 - 0.5), 2))
+    loss, _ = loss_of("gspo", Fixed(LOGP.clone()), batch)
+    assert loss.item() == pytest.approx(-(1.0004 - 0.5), abs=1e-6)
+    # Each token: clip(r) A log p, with r at most 1.5
+    loss, count = loss_of("cispo", model := Fixed(LOGP.clone()), batch, clip_high=0.5)
+    by_token = [-1, 1.5 * -2, 1.5 * -0.5 * -1, 0.5 * -0.5 * -1, -0.5 * -3]
+    assert (loss.item(), count.item()) == pytest.approx((-sum(by_token) * math.log(2), 5))
+    loss.backward()  # the weight is a constant: every token keeps its gradient
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1, -1.5, 0.75, 0.25, 0.5, 0])
+
+
+def test_distillation_by_hand():
+    """A token that the teacher thinks likelier than the student is raised; the loss is the KL of the samples."""
+    teacher = torch.log(torch.tensor([[0.25, 0.5, 0.5, 0.25, 0.5, 1.0]]))
+    batch = replace(two_samples(), advantages=torch.full((1, 6), 9.0), reference_logp=teacher)
+    loss, count = loss_of("distill", model := Fixed(LOGP.clone()), batch)
+    differences = [math.log(2), -math.log(2), 0, math.log(2), -2 * math.log(2)]
+    assert (loss.item(), count.item()) == pytest.approx((sum(differences), 5))
+    loss.backward()
+    assert model.logp.grad.flatten().tolist() == pytest.approx([*differences, 0])
+
+
+def test_importance_weights_by_hand():
+    """The trainer's p over the sampler's, at most 2."""
+    sampler = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.125, 0.25, 1.0]]))
+    batch = two_samples()
+    batch = replace(batch, rows=replace(batch.rows, values=sampler))
+    stats = torch.zeros(len(POLICY_STATS))
+    loss_of("dapo", model := Fixed(LOGP.clone()), batch, importance_cap=2.0, stats=stats)[0].backward()
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1, -0.5, 0.5, 0.5 * 2, 0.5 * 0.5, 0])
+    assert stats.tolist() == pytest.approx([5, 8 * math.log(2), 0, 4 * math.log(2), 0], abs=1e-6)
+    plain = Fixed(LOGP.clone())
+    loss_of("dapo", plain, batch)[0].backward()
+    assert plain.logp.grad.flatten().tolist() == pytest.approx([-1, -1, 0.5, 0.5, 0.5, 0])
+
+
+def test_stats_count_what_the_clip_stops():
+    batch = replace(two_samples(OLD), reference_logp=torch.log(torch.tensor([[0.25, 0.25, 0.5, 0.5, 0.25, 1.0]])))
+    stats = torch.zeros(len(POLICY_STATS))
+    loss_of("grpo", Fixed(LOGP.clone()), batch, stats=stats)
+    kl = (0.5 - 1 - math.log(0.5)) + (2 - 1 - math.log(2))
+    # Tokens 1 (raised beyond 1.2, good) and 3 (lowered beyond 0.8, bad); token 2 was raised although it is bad.
+    assert stats.tolist() == pytest.approx([5, 8 * math.log(2), kl, 0, 2])
+    assert mean_policy_stats(stats, cpu_device())["clipped"] == pytest.approx(0.4)
+
+
+def test_a_clipped_token_has_no_gradient_and_one_that_is_not_has():
+    model = Fixed(LOGP.clone())
+    loss_of("grpo", model, two_samples(OLD))[0].backward()
+    # -ratio x advantage x share where the unclipped side counts; tokens 1 and 3 are clipped
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-0.5, 0.0, 1 / 3, 0.0, 0.5 / 3, 0.0])
+
+
+def test_kl_by_hand_and_never_negative():
+    logp, reference = torch.log(torch.tensor([0.5, 0.2])), torch.log(torch.tensor([0.25, 0.4]))
+    expected = [0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2)]
+    assert kl_estimate(logp, reference).tolist() == pytest.approx(expected)
+    assert (kl_estimate(torch.randn(1000), torch.randn(1000)) >= -1e-6).all()
+    policy, other = torch.softmax(torch.randn(50), 0), torch.softmax(torch.randn(50), 0)
+    exact = (policy * (policy / other).log()).sum()  # unbiased: its mean under the policy is the KL
+    torch.testing.assert_close((policy * kl_estimate(policy.log(), other.log())).sum(), exact)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("grpo", (1 / 2, 1 / 3)), ("rloo", (1, 1)), ("dr_grpo", (0.1, 0.1))])
+def test_the_kl_penalty_is_in_the_loss(name, weights):
+    batch = two_samples(OLD)
+    reference = torch.log(torch.tensor([[0.25, 0.25, 0.5, 0.5, 0.25, 1.0]]))
+    batch = replace(batch, reference_logp=reference)
+    plain, _ = loss_of(name, Fixed(LOGP.clone()), batch)
+    with_kl, _ = loss_of(name, Fixed(LOGP.clone()), batch, kl=0.1)
+    kl = (0.5 - 1 - math.log(0.5)) * weights[0] + (2 - 1 - math.log(2)) * weights[1]
+    assert (with_kl - plain).item() == pytest.approx(0.1 * kl)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_gradients_are_finite_differences(name):
+    """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
+    generator = torch.Generator().manual_seed(4)
+    old, sampler, reference = (LOGP.double() + 0.3 * torch.randn(1, 6, generator=generator) for _ in range(3))
+    values, old_values, returns = (torch.randn(1, 6, generator=generator).double() for _ in range(3))
+    batch = two_samples()
+    rows = replace(batch.rows, values=sampler)
+    gains, share = batch.advantages.double(), batch.sample_share.double()
+    batch = PolicyBatch(rows, gains, share, old, reference, old_values, returns)
+    settings = {"kl": 0.0 if name == "distill" else 0.2, "importance_cap": 1.1, "clip_low": 0.5, "clip_high": 0.5}
+    settings |= {"value_weight": 0.7, "value_clip": 0.9}
+    model = Fixed(LOGP.double(), values.clone())
+    loss_of(name, model, batch, **settings)[0].backward()
+    gradients = [model.logp.grad, model.values.grad if POLICY_LOSSES[name].has_values else torch.zeros(1, 6)]
+    weights = (LOGP.double() - old).exp().clamp(0.5, 1.5)  # of cispo, without a gradient
+    for which, place in itertools.product(range(2), range(6)):
+        found = []
+        for step in (1e-6, -1e-6):
+            moved = [LOGP.double(), values.clone()]
+            moved[which][0, place] += step
+            found.append(loss_of(name, Fixed(*moved), batch, **settings)[0].item())
+        slope = (found[0] - found[1]) / 2e-6
+        if name == "cispo" and which == 0:  # the slope of its weight is not in the gradient
+            moving = torch.where(weights == (LOGP.double() - old).exp(), weights, 0.0)
+            importance = (old - sampler).exp().clamp(max=1.1)
+            slope += (moving * importance * batch.advantages * LOGP.double())[0, place].item() * (place < 5)
+        assert gradients[which][0, place].item() == pytest.approx(slope, abs=1e-6), (which, place)
+    assert gradients[0].abs().max() > 0.05
+    # Of the five values some are clipped, others are not.
+    assert 0 < torch.count_nonzero(gradients[1]) < 5 or not POLICY_LOSSES[name].has_values
+
+
+def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
+    model = lively_model(tiny_config())
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (9, 14, 5, 20)]
+    masks = [[0] * 3 + [1] * (len(i) - 3) for i in ids]
+    rows = pack_sequences(ids, masks, 32)
+    advantages = torch.tensor([1.0, -0.5, 0.25, -0.75])
+    lengths = torch.tensor([len(i) - 3 for i in ids])
+    targets = rows.targets != IGNORE
+    return model, PolicyBatch(rows, advantages[rows.source] * targets, (1 / lengths)[rows.source] * targets)
+
+
+def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_grpo_with_one_update_and_no_kl_has_the_gradient_of_reinforce():
+    model, batch = real_batch()
+    expected = gradient(model, loss_of("reinforce", model, batch)[0])
+    assert expected.abs().max() > 1e-3
+    near = {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(gradient(model, loss_of("grpo", model, batch)[0]), expected, **near)
+    torch.testing.assert_close(gradient(model, loss_of("gspo", model, batch)[0]), expected, **near)
+    old = replace(batch, old_logp=token_logp(model, batch.rows).detach())
+    torch.testing.assert_close(gradient(model, loss_of("grpo", model, old)[0]), expected, **near)
+    torch.testing.assert_close(gradient(model, loss_of("gspo", model, old)[0]), expected, **near)
+    assert not torch.allclose(gradient(model, loss_of("dapo", model, batch)[0]), expected)
+
+
+def test_token_logp_is_the_models(tiny_config):
+    model, batch = real_batch()
+    logits = model(batch.rows.inputs, segments=batch.rows.segments)
+    targets = batch.rows.targets
+    expected = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected = torch.where(targets == IGNORE, 0.0, expected)
+    torch.testing.assert_close(losses.token_logp(model, batch.rows), expected)
+
+
+# ---------------------------------------------------------------------- against trl
+
+
+class TrlTrainer(SimpleNamespace):
+    """What trl's losses ask of their trainer: one process, one micro-batch, the log probabilities of `logps`."""
+
+    accelerator = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    model = SimpleNamespace(training=True)
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    aux_loss_enabled = _entropy_bonus_enabled = False
+    off_policy_mask_threshold = None
+    top_entropy_quantile = 1.0
+    temperature = 1.0
+    iw_opd_gamma, iw_opd_epsilon = 0.0, 1e-8  # every token weighs the same
+    current_gradient_accumulation_steps = 1
+    use_vllm = vllm_importance_sampling_correction = True
+    max_completion_length = 10
+
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        return self.logps, torch.zeros_like(self.logps), None
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_those_of_trl():
+    """Four samples of 2 to 7 tokens: padded rows in trl, one packed row here."""
+    trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="the extra `dev` brings trl").GRPOTrainer
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    distillation = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer").IWOPDTrainer
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([2, 7, 4, 5])
+    mask = (torch.arange(7) < lengths[:, None]).float()
+    drawn = [torch.rand(4, 7, generator=generator) * mask for _ in range(5)]
+    logps, old, sampler, reference = (-2 * one for one in drawn[:4])
+    of_tokens = drawn[4] - 0.5
+    advantages = torch.tensor([1.5, -0.5, 0.25, -1.0])
+    importance = torch.exp(old - sampler).clamp(max=1.5)
+    inputs = {
+        "prompt_ids": mask.long(), "prompt_mask": mask, "completion_ids": mask.long(), "completion_mask": mask,
+        "advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": reference,
+        "importance_sampling_ratio": importance, "num_items_in_batch": mask.sum(), "old_logps": logps.sum(1),
+    }  # fmt: skip
+
+    def packed(values: Tensor) -> Tensor:
+        return values[mask > 0][None].clone()
+
+    numbers = packed(torch.arange(4)[:, None].expand(4, 7))
+    share = packed((1 / lengths)[:, None].expand(4, 7))
+    gains = packed(advantages[:, None].expand(4, 7))
+    targets = torch.ones_like(numbers)
+    rows = PackedBatch(targets, targets, Segments.from_numbers(numbers), numbers, packed(sampler))
+    unknown = torch.zeros_like(share)  # values and returns: TRL has none, and they weigh nothing here
+    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference), unknown, unknown)
+
+    def compare(name: str, loss_fn: Any, trainer: TrlTrainer, **settings: Any) -> tuple[Tensor, Tensor]:
+        trainer.logps = logps.clone().requires_grad_()
+        trainer._metrics = {"train": defaultdict(list)}
+        expected = loss_fn(trainer)
+        expected.backward()
+        model = Fixed(packed(logps))
+        total, divisor = loss_of(name, model, settings.pop("batch", batch), **settings)
+        (total / divisor).backward()
+        torch.testing.assert_close(model.logp.grad, packed(trainer.logps.grad))
+        assert model.logp.grad.abs().max() > 1e-3
+        return (total / divisor).detach(), expected.detach()
+
+    def grpo(trainer: TrlTrainer, **other: Tensor | None) -> Tensor:
+        return trainers._compute_loss(trainer, None, inputs | other)
+
+    for name, loss_type, level, low, high in (
+        ("grpo", "grpo", "token", 0.2, 0.2),
+        ("reinforce++", "grpo", "token", 0.2, 0.2),
+        ("dr_grpo", "dr_grpo", "token", 0.2, 0.2),
+        ("dapo", "dapo", "token", 0.2, 0.28),
+        ("gspo", "grpo", "sequence", 3e-4, 4e-4),
+        ("cispo", "cispo", "token", 1.0, 5.0),
+        ("ppo", "dapo", "token", 0.2, 0.2),
+    ):
+        trainer = TrlTrainer(
+            loss_type=loss_type, importance_sampling_level=level, epsilon_low=low, epsilon_high=high, beta=0.1
+        )
+        loss_fn, settings = grpo, {"kl": 0.1, "importance_cap": 1.5}
+        if name == "ppo":  # its advantages are of tokens
+            loss_fn = functools.partial(grpo, advantages=of_tokens)
+            settings |= {"batch": replace(batch, advantages=packed(of_tokens)), "value_weight": 0.0}
+        ours, theirs = compare(name, loss_fn, trainer, **settings)
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+    # These losses have other values than TRL's, and where the samples are the policy's own the same gradients: a ratio
+    # of 1, of a token or of a whole sample, has that of the log probability.
+    on_policy = replace(batch, old_logp=None)
+    compare("rloo", lambda one: rloo._compute_loss(one, None, inputs), TrlTrainer(epsilon_low=0.2, epsilon_high=0.2))
+    trainer = TrlTrainer(
+        loss_type="grpo", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2, beta=0.0, use_vllm=False
+    )
+    compare("reinforce", functools.partial(grpo, old_per_token_logps=None), trainer, batch=on_policy)
+
+    def student(trainer: TrlTrainer) -> Tensor:
+        """TRL's on-policy distillation, over a vocabulary of the sampled token and one other."""
+        logp = torch.where(mask > 0, trainer.logps, -1.0)
+        logits = torch.stack((logp, torch.log1p(-logp.exp())), dim=-1)
+        labels = torch.where(mask > 0, 0, -100)
+        return distillation._compute_iw_opd_loss(trainer, logits, torch.zeros_like(labels), labels, reference)
+
+    compare("distill", student, TrlTrainer(), batch=on_policy)
+
+
+@pytest.mark.slow
+def test_advantages_are_those_of_trl(monkeypatch):
+    """TRL computes them amid the sampling, which is replaced here.
+
+    Its GRPO trainer divides by the deviation of a sample, sqrt(G / (G - 1)) times ours, which is that of the group as
+    in the paper and in TRL's asynchronous trainer. Its `scale_rewards="batch"` compares with the group's mean, our
+    reinforce++ with that of the batch: these are different methods.
+    """
+    grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="the extra `dev` brings trl").GRPOTrainer
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    workers = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
+    rewards = np.array([[1.0, 0.0, 0.0, 0.5], [0.1, 0.1, 0.1, 0.1], [2.0, -1.0, 0.0, 3.0]])
+
+    def of(trainer_class: Any, **settings: Any) -> np.ndarray:
+        ids = [[1]] * rewards.size
+        texts = [""] * rewards.size
+        trainer = MagicMock(
+            environments=None, environment_factories=None, tools=[], pad_to_multiple_of=None, use_vllm=False, beta=0.0,
+            mask_truncated_completions=False, num_iterations=1, num_generations=4, reward_weights=torch.ones(1),
+            reward_func_names=["ours"], reward_clip_range=None, normalize_advantages=False,
+            multi_objective_aggregation="sum_then_normalize", _metrics={"train": defaultdict(list)},
+            _pending_extra_logs={}, _pending_metrics={}, **settings,
+        )  # fmt: skip
+        trainer.accelerator.configure_mock(device="cpu", process_index=0, gather=lambda x: x)
+        trainer.args.configure_mock(gradient_accumulation_steps=1, steps_per_generation=1)
+        trainer._tokenizer.pad_token_id = 0
+        trainer._generate.return_value = (ids, ids, None, texts, None, {}, None, None)
+        if trainer_class is rloo:
+            trainer._generate.return_value = (ids, ids, texts)
+        trainer._calculate_rewards.return_value = torch.from_numpy(rewards).view(-1, 1)
+        trainer._get_per_token_logps_and_entropies.return_value = (torch.zeros(rewards.size, 1), None, None)
+        found = trainer_class._generate_and_score_completions(trainer, [{"prompt": ""}] * rewards.size)
+        return found["advantages"].view(rewards.shape).numpy()
+
+    assert group_mean(rewards) == pytest.approx(of(grpo, scale_rewards="none"))
+    assert leave_one_out(rewards) == pytest.approx(of(rloo))
+    assert group_deviation(rewards) * 0.75**0.5 == pytest.approx(of(grpo, scale_rewards="group"), rel=1e-3)
+
+    monkeypatch.setattr(workers, "logger", MagicMock())
+    nothing = [None] * 4
+    rows = [[workers.TrainingSequence([], [], [], "")]] * 4
+    sampled = workers.RolloutGroup(nothing, {}, nothing, nothing, rows, [0] * 4, [0] * 4, 0, 0, nothing, nothing)
+    for group, ours in zip(rewards, group_deviation(rewards), strict=True):
+        function = MagicMock(return_value=list(group))
+        worker = MagicMock(
+            reward_funcs=[function], reward_func_names=["ours"], _env_reward_types=[], _provides_rollout_reward=False
+        )
+        theirs = asyncio.run(workers._AsyncRolloutLoop._score_group(worker, sampled))
+        assert ours == pytest.approx([sample.advantage for sample in theirs], rel=1e-5)
+
+
+# ---------------------------------------------------------------------- preference pairs
+
+
+def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float, float]) -> tuple[Fixed, PairBatch]:
+    """A row with both replies of a pair, of which the targets' probabilities are given, then a padded pair."""
+    targets = torch.tensor([[5] * len(chosen) + [6] * len(rejected) + [IGNORE]])
+    numbers = torch.tensor([[0] * len(chosen) + [1] * len(rejected) + [0]])
+    zeros = torch.zeros_like(targets)
+    model = Fixed(torch.log(torch.tensor([[*chosen, *rejected, 1.0]])))
+    rows = PackedBatch(zeros, targets, Segments.from_numbers(numbers), numbers)
+    return model, PairBatch(rows, 2, torch.log(torch.tensor([reference, (1.0, 1.0)])))
+
+
+def test_dpo_by_hand():
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    stats = torch.zeros(len(REPLY_STATS))
+    loss, pairs = dpo_loss(model, batch, beta=0.5, stats=stats)
+    # gains: ln (1/8 : 1/16) = ln 2, and ln (1/8 : 1/4) = -ln 2; half their difference is ln 2: sigmoid 2/3
+    assert (loss.item(), pairs.item()) == pytest.approx((-math.log(2 / 3), 1))
+    assert stats.tolist() == pytest.approx([1, 1, 2, 0.5 * math.log(2), -0.5 * math.log(2)])
+    loss.backward()
+    # sigmoid(-margin) x beta pulls every target of the chosen reply up, those of the rejected one down
+    assert model.logp.grad.flatten().tolist() == pytest.approx([-1 / 6] * 2 + [1 / 6] * 3 + [0])
+    smoothed, _ = dpo_loss(model, batch, beta=0.5, label_smoothing=0.1)
+    assert smoothed.item() == pytest.approx(-0.9 * math.log(2 / 3) - 0.1 * math.log(1 / 3))
+    with_sft, _ = dpo_loss(model, batch, beta=0.5, sft_weight=2.0)
+    assert with_sft.item() == pytest.approx(-math.log(2 / 3) + 2 * 1.5 * math.log(2))
+
+
+def test_ipo_by_hand():
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    stats = torch.zeros(len(REPLY_STATS))
+    loss, pairs = ipo_loss(model, batch, beta=0.25, stats=stats)
+    difference = math.log(2) / 2 + math.log(2) / 3  # of the gains a token
+    assert (loss.item(), pairs.item()) == pytest.approx(((difference - 2) ** 2, 1))
+    assert stats.tolist() == pytest.approx([1, 1, 2, math.log(2) / 8, -math.log(2) / 12])
+
+
+def test_replies_as_likely_as_before_are_a_tie():
+    model, batch = one_pair([0.5], [0.25], (0.5, 0.25))
+    stats = torch.zeros(len(REPLY_STATS))
+    loss, _ = dpo_loss(model, batch, stats=stats)
+    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_what_no_reply_was_measured_for_is_not_reported():
+    means = {counts: losses.mean_reply_stats(torch.tensor([*counts, 1.0, 0.5, 0.25]), cpu_device())
+             for counts in ((2, 1), (2, 0), (0, 0))}  # chosen and rejected replies  # fmt: skip
+    assert means[2, 1] == pytest.approx(
+        {"accuracy": 1 / 3, "margin": 0, "chosen_reward": 0.25, "rejected_reward": 0.25}
+    )
+    assert means[2, 0] == {"accuracy": 0.5, "chosen_reward": 0.25} and means[0, 0] == {}
+
+
+LN2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected", "rewards"),
+    [
+        # log p of the replies -3 ln 2 and -3 ln 2, gains ln 2 and -ln 2, means -1.5 ln 2 and -ln 2
+        ("dpo", {}, 0.626233, (0.1 * LN2, -0.1 * LN2)),
+        ("ipo", {}, 19.557421, (0.05 * LN2, -0.1 * LN2 / 3)),
+        ("simpo", {}, 1.861995, (-3 * LN2, -2 * LN2)),
+        ("simpo", {"beta": 1.0, "gamma": 0.0}, -math.log(1 / (1 + math.sqrt(2))), (-1.5 * LN2, -LN2)),
+        ("cpo", {}, 1.732868, (-0.3 * LN2, -0.3 * LN2)),
+        ("cpo", {"sft_weight": 0.0}, LN2, (-0.3 * LN2, -0.3 * LN2)),
+        ("orpo", {}, 1.143693, (-0.15 * LN2, -0.1 * LN2)),
+        # sigmoid(ln 2) = 2/3 of both, whose weights are 2 and 1
+        ("kto", {"beta": 1.0, "desirable_weight": 2.0}, 2 / 3 + 1 / 3, (LN2, -LN2)),
+        # gains ln 2 less than the baseline 2 ln 2: sigmoid(-ln 2) = 1/3 of the good one, sigmoid(3 ln 2) of the bad one
+        ("kto", {"beta": 1.0, "baseline": 2 * LN2}, 2 / 3 + 1 / 9, (LN2, -LN2)),
+    ],
+)
+def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
+    model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
+    row = losses.PAIR_LOSSES[name]
+    if row.is_unpaired:
+        batch = judged(batch)
+    if not row.has_reference:
+        batch = replace(batch, reference_logp=None)
+    stats = torch.zeros(len(REPLY_STATS))
+    loss, count = row.function(model, batch, **settings, stats=stats)
+    assert (loss.item(), count.item()) == (pytest.approx(expected, rel=1e-6), 2 if row.is_unpaired else 1)
+    assert stats[[0, 1]].tolist() == [1, 1] and stats[3:].tolist() == pytest.approx(rewards)
+    above = settings.get("baseline", 0.0)
+    accurate = 1 + (rewards[0] > above) if row.is_unpaired else 1 + math.copysign(1, rewards[0] - rewards[1])
+    assert stats[2].item() == (accurate if rewards[0] != rewards[1] else 1)
+
+
+def judged(batch: PairBatch) -> JudgedBatch:
+    """The first pair of a batch taken apart."""
+    return JudgedBatch(batch.rows, torch.tensor([True, False]), batch.reference_logp[0])
+
+
+@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+def test_gradients_of_preferences_are_finite_differences(name):
+    fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
+    batch = replace(batch, reference_logp=batch.reference_logp.double())
+    row = losses.PAIR_LOSSES[name]
+    batch = judged(batch) if row.is_unpaired else batch
+    is_target = batch.rows.targets != IGNORE
+    settings = {"beta": 0.7, "sft_weight": 0.5, "baseline": 0.3, "label_smoothing": 0.1, "undesirable_weight": 0.6}
+
+    def loss_of(logp: Tensor) -> Tensor:
+        def model(*_: Any, **__: Any) -> Tensor:
+            return torch.where(is_target, -logp, 0.0)
+
+        return row.bind(**settings)(model, batch)[0]
+
+    logp = fixed.logp.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(loss_of, (logp,))
+
+
+def test_the_reward_loss_by_hand():
+    """Scores of 1.5 and 0.5 at the replies' last tokens: the first wins with probability sigmoid(1)."""
+    _, batch = one_pair([0.5], [0.25], (1.0, 1.0))
+    stats = torch.zeros(len(REPLY_STATS))
+    scores = torch.tensor([[1.5, 0.5, 9.0]], requires_grad=True)
+    loss, count = losses.reward_loss(lambda *_, **__: scores, batch, stats=stats)
+    loss.backward()
+    wins = 1 / (1 + math.exp(-1))
+    assert (loss.item(), count.item()) == pytest.approx((-math.log(wins), 1))
+    assert scores.grad.flatten().tolist() == pytest.approx([wins - 1, 1 - wins, 0])
+    assert torch.autograd.gradcheck(
+        lambda moved: losses.reward_loss(lambda *_, **__: moved, batch)[0], scores.detach().double().requires_grad_()
+    )
+    assert stats.tolist() == [1, 1, 2, 1.5, 0.5]
+
+
+def test_a_certain_reply_has_finite_odds():
+    model, batch = one_pair([1.0], [1.0, 1.0], (1.0, 1.0))
+    loss, _ = losses.orpo_loss(model, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * LN2) and torch.isfinite(model.logp.grad).all()
+
+
+def test_settings_that_a_loss_has_not_are_refused():
+    losses.require_settings(losses.PAIR_LOSSES, "simpo", gamma=1.0, label_smoothing=None)
+    with pytest.raises(UserError, match="--gamma 1.0: --loss dpo has none, simpo has"):
+        losses.require_settings(losses.PAIR_LOSSES, "dpo", gamma=1.0)
+
+
+def trl_trainer(**settings: Any) -> Any:
+    """What the loss functions of TRL's trainers read of them, on one process."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x, unwrap_model=lambda x: x
+    )
+    return SimpleNamespace(
+        accelerator=accelerator, _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
+        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, calculate_KL=True, use_weighting=False,
+        model=SimpleNamespace(training=True), f_divergence_type="reverse_kl", loss_weights=[1.0], alpha=0.0,
+        args=SimpleNamespace(center_rewards_coefficient=None), **{"label_smoothing": 0.0, **settings},
+    )  # fmt: skip
+
+
+def test_losses_of_preferences_are_those_of_trl():
+    """The same tiny models on the same tokens: padded rows in TRL's functions, packed ones in ours."""
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer
+    dpo = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    kto = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
+    ids, masks = random_pairs(5)
+    for pair in range(5):
+        ids[2 * pair + 1][:4] = ids[2 * pair][:4]  # the question
+    examples = [
+        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
+        for pair in range(5)
+    ]
+
+    # TRL's batch: the chosen replies, then the rejected ones, padded.
+    def padded(replies: Sequence[JudgedReply]) -> tuple[Tensor, Tensor]:
+        tokens, completion = torch.zeros(len(replies), 32, dtype=torch.long), torch.zeros(len(replies), 32)
+        for row, reply in enumerate(replies):
+            tokens[row, : len(reply.rendered.ids)] = torch.tensor(reply.rendered.ids)
+            completion[row, : len(reply.rendered.mask)] = torch.tensor(reply.rendered.mask)
+        return tokens, completion.long()
+
+    replies = [pair[0] for pair in examples] + [pair[1] for pair in examples]
+    tokens, completion = padded(replies)
+    strangers = preferences.to_other_questions([reply for pair in examples for reply in pair], 32)
+    other_tokens, other_completion = padded(strangers)
+
+    def outputs(policy: torch.nn.Module, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logp = policy(input_ids[:, :-1]).log_softmax(-1)
+        targets = labels[:, 1:]
+        logp = logp.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
+        nothing = torch.zeros_like(logp)
+        return SimpleNamespace(log_probs=logp, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+
+    def policy(input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:
+        return outputs(model, input_ids, labels)
+
+    def reference_logps(tokens: Tensor, completion: Tensor) -> Tensor:
+        with torch.no_grad():
+            return outputs(reference, tokens, tokens.masked_fill(completion == 0, -100)).log_probs.sum(-1)
+
+    frozen = reference_logps(tokens, completion)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": completion}
+    paired = {**inputs, "ref_chosen_logps": frozen[:5], "ref_rejected_logps": frozen[5:]}
+    labelled = {
+        **inputs, "ref_logps": frozen, "label": torch.tensor([True] * 5 + [False] * 5),
+        "KL_input_ids": other_tokens, "KL_attention_mask": torch.ones_like(other_tokens),
+        "KL_completion_mask": other_completion, "ref_KL_logps": reference_logps(other_tokens, other_completion),
+    }  # fmt: skip
+    labels = tokens.masked_fill(completion == 0, -100)
+    logits = torch.nn.functional.pad(model(tokens[:, :-1]), (0, 0, 0, 1))
+    sums, means = (cpo.get_batch_logps(logits, labels.clone(), average_log_prob=mean) for mean in (False, True))
+    gains = sums - frozen
+    smoothed = trl_trainer(beta=0.3, loss_type="sigmoid", label_smoothing=0.2)
+    kto_trainer = trl_trainer(beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
+    kto_trainer._compute_kl_logps = functools.partial(kto._compute_kl_logps, kto_trainer)
+    theirs = {
+        "dpo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["sigmoid"]), policy, paired, False),
+        # TRL's DPO has no label smoothing but in other losses; that of its CPO, of gains, is cDPO.
+        "cdpo": cpo.cpo_loss(smoothed, *gains.split(5))[0].mean(),
+        "ipo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["ipo"]), policy, paired, False),
+        "simpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="simpo", simpo_gamma=0.7), *means.split(5))[0].mean(),
+        "cpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="sigmoid"), *sums.split(5))[0].mean(),
+        "orpo": -orpo.odds_ratio_loss(trl_trainer(beta=0.3), *means.split(5))[0].mean(),
+        "kto": kto._compute_loss(kto_trainer, policy, labelled, False),
+    }
+    device = cpu_device()
+    assert set(theirs) == {*losses.PAIR_LOSSES, "cdpo"}
+    for name, expected_loss in theirs.items():
+        row = losses.PAIR_LOSSES["dpo" if name == "cdpo" else name]
+        settings: dict[str, Any] = {"beta": 0.3, "sft_weight": 0.0, "gamma": 0.7}
+        if name == "cdpo":
+            settings["label_smoothing"] = 0.2
+        batches = preferences.pair_batches(examples, 32, 10, device)
+        if row.is_unpaired:
+            batches = preferences.judged_batches(examples, 32, 20, device)
+            settings |= {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+            settings["baseline"] = preferences.kl_baseline(model, reference, examples, 32, 4, device)
+            assert settings["baseline"] > 0.1
+        batches = preferences.compared(batches, reference if row.has_reference else None)
+        parts = [row.bind(**settings)(model, batch) for batch in batches]
+        ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+        torch.testing.assert_close(ours, expected_loss, rtol=2e-5, atol=1e-6)
+        parts = torch.autograd.grad(expected_loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        expected = torch.cat([part.flatten() for part in parts if part is not None])
+        torch.testing.assert_close(gradient(model, ours), expected, rtol=2e-4, atol=2e-6)
+        assert expected.abs().max() > 1e-3
+
+
+def test_the_reward_loss_is_that_of_trl():
+    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    numbers = torch.arange(10)[None]  # of the replies to five questions, each with its one target
+    batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
+    scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    loss, count = losses.reward_loss(lambda *_, **__: scores, batch)
+    chosen_first = torch.cat((scores[0, 0::2], scores[0, 1::2]))[:, None]
+    inputs = {"attention_mask": numbers}
+    theirs = trainer.compute_loss(trl_trainer(), lambda **_: SimpleNamespace(logits=chosen_first), inputs)
+    torch.testing.assert_close(loss / count, theirs)
+    ours, expected = (torch.autograd.grad(one, scores)[0] for one in (loss / count, theirs))
+    torch.testing.assert_close(ours, expected)
+    assert expected.abs().max() > 0.05
+
+
+def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(6, 27, (2 * count,), generator=generator).tolist()
+    ids = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in lengths]
+    return ids, [[0] * 4 + [1] * (len(i) - 4) for i in ids]
+
+
+def by_pair(name: str, logp: Tensor, reference: Tensor, targets: Tensor, beta: float) -> Tensor:
+    """The loss of one pair from log probabilities and lengths (2,), as the papers write it and in no code of ours."""
+    gains = logp - reference
+    mean = logp / targets
+    odds = mean.exp() / (1 - mean.exp())
+    margins = {
+        "dpo": beta * (gains[0] - gains[1]),
+        "simpo": beta * (mean[0] - mean[1]) - 1.0,
+        "cpo": beta * (logp[0] - logp[1]),
+        "orpo": torch.log(odds[0] / odds[1]),
+    }
+    if name == "ipo":
+        apart = gains / targets
+        return (apart[0] - apart[1] - 1 / (2 * beta)) ** 2
+    if name == "kto":
+        return 2 - torch.sigmoid(beta * gains[0]) - torch.sigmoid(-beta * gains[1])
+    own = -torch.log(1 / (1 + torch.exp(-margins[name])))
+    return beta * own if name == "orpo" else own
+
+
+@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
+    """Against each pair alone, from the logits of the model and nothing of ours."""
+    loss = losses.PAIR_LOSSES[name]
+    sft_weight = 0.2 if loss.takes("sft_weight") else 0.0
+    model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
+    ids, masks = random_pairs(7)
+
+    def alone(policy: torch.nn.Module, number: int) -> Tensor:
+        tokens = torch.tensor([ids[number]])
+        logp = policy(tokens[:, :-1])[0].log_softmax(-1)
+        return torch.stack([logp[place, ids[number][place + 1]] for place in range(3, len(ids[number]) - 1)]).sum()
+
+    expected = torch.zeros(())
+    for pair in range(7):
+        numbers = (2 * pair, 2 * pair + 1)
+        logp = torch.stack([alone(model, number) for number in numbers])
+        frozen = torch.stack([alone(reference, number) for number in numbers]).detach()
+        targets = torch.tensor([len(ids[number]) - 4.0 for number in numbers])
+        expected = expected + by_pair(name, logp, frozen, targets, 0.3) - sft_weight * logp[0] / targets[0]
+    wanted = gradient(model, expected)
+
+    device = cpu_device()
+    examples = [
+        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
+        for pair in range(7)
+    ]
+    batches = (preferences.judged_batches if loss.is_unpaired else preferences.pair_batches)(examples, 32, 3, device)
+    micros = list(preferences.compared(batches, reference if loss.has_reference else None))
+    assert 1 < len(micros) < 7
+    model.zero_grad()
+    total, counted = torch.zeros(()), 0
+    for batch in micros:
+        part, count = loss.bind(beta=0.3, sft_weight=sft_weight)(model, batch)
+        part.backward()
+        total, counted = total + part.detach(), counted + count
+    assert counted == (14 if loss.is_unpaired else 7)
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-5)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+    assert wanted.abs().max() > 1e-2
+
+
+def test_a_micro_batch_of_padding_adds_nothing():
+    model = lively_model(tiny_config())
+    (rows, pairs), *more = pack_pairs([], [], 32, 2, cpu_device())
+    assert not more
+    batch = PairBatch(rows, pairs)
+    batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
+    stats = torch.zeros(len(REPLY_STATS))
+    nobody = torch.zeros(0, dtype=torch.bool)
+    judged = preferences.with_reference(JudgedBatch(pack_sequences([], [], 32), nobody), model)
+    for row in losses.PAIR_LOSSES.values():
+        loss, count = row.bind(sft_weight=1.0)(model, judged if row.is_unpaired else batch, stats=stats)
+        assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
+        assert not gradient(model, loss).any()

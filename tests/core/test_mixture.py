@@ -1,0 +1,329 @@
+"""A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
+
+import copy
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import complaint, tiny_tokenizer
+
+from nanochat.cli import UserError
+from nanochat.conversation import check_messages, parts_of, render, text_of
+from nanochat.data.catalog import TASKS
+from nanochat.demo.checker import check_story
+from nanochat.demo.corpus import held_out_pair
+from nanochat.families.chat_template import ChatTemplate
+from nanochat.loader import segments_of
+from nanochat.mixture import (
+    BUILT_IN_RL_TASKS,
+    BUILT_IN_TASKS,
+    CHINESE_TASKS,
+    HUB_TASKS,
+    EpochMixture,
+    Mixture,
+    MixtureCorpus,
+    default_dpo_tasks,
+    default_rl_tasks,
+    default_tasks,
+    open_mixture,
+)
+from nanochat.task import Example, Task
+from nanochat.tasks.registry import BUILT_IN, FROM_HUB, TaskSpec, open_task, parse_tasks, require_pairs, task_class
+
+
+class Numbers(Task):
+    kind = "dialogue"
+
+    def __init__(self, name: str, count: int):
+        self.name, self.count = name, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, index: int) -> Example:
+        assert 0 <= index < self.count
+        turns = [{"role": "user", "content": self.name}, {"role": "assistant", "content": str(index)}]
+        return Example(turns)
+
+
+def test_weights_are_kept_and_every_example_comes_once_before_any_comes_again():
+    mixture = Mixture([Numbers("a", 7), Numbers("b", 500)], [1, 3])
+    drawn = [mixture.draw(i) for i in range(2000)]
+    names = Counter(task.name for task, _ in drawn)
+    assert names == {"a": 500, "b": 1500}
+    for name, count in (("a", 7), ("b", 500)):
+        numbers = [number for task, number in drawn if task.name == name]
+        for epoch in range(len(numbers) // count):
+            assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
+    of_a = [number for task, number in drawn if task.name == "a"]
+    assert of_a[:7] != of_a[7:14]  # shuffled anew
+    near = Counter(task.name for task, _ in drawn[:100])
+    assert 10 < near["a"] < 40
+
+
+def test_an_epoch_has_every_example_of_every_task_once():
+    tasks = [Numbers("a", 5), Numbers("b", 3)]
+    mixture = EpochMixture(tasks, [1.0, 1.0], seed=3)
+    assert len(mixture) == 8
+    epochs = [[mixture.draw(8 * epoch + place) for place in range(8)] for epoch in range(3)]
+    everything = [(task.name, number) for task in tasks for number in range(len(task))]
+    assert all(sorted((task.name, number) for task, number in epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_an_example_is_a_function_of_seed_and_index():
+    def make(seed):
+        return Mixture([Numbers("a", 50), Numbers("b", 90)], [2, 1], seed)
+
+    there = [(task.name, number) for task, number in map(make(3).draw, range(300))]
+    back = make(3)
+    assert [(t.name, n) for t, n in (back.draw(i) for i in reversed(range(300)))] == there[::-1]
+    assert [(t.name, n) for t, n in map(make(4).draw, range(300))] != there
+
+
+def test_one_in_three_generated_examples_comes_after_another():
+    mixture = open_mixture("addition,identity", "train")
+    for index in range(60):
+        task, number = mixture.draw(index)
+        example = task.example(number)
+        before = mixture.before(index, task, example)
+        assert before == mixture.before(index, task, example)
+        check_messages([*before, *example.messages])  # a system message is at the beginning or nowhere
+        assert bool(before) == (index % 3 == 0 and example.messages[0]["role"] != "system")
+    records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
+    assert not any(records.before(index, records.tasks[0], records.example(index)) for index in range(9))
+
+
+def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}] for reply in ("b", "c")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refuses = copy.copy(family_tokenizers["qwen2"])
+    refuses.chat_template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
+    # By default such a record is left out, in mid-training too.
+    assert not MixtureCorpus(open_mixture(f"mine={file}", "train"), refuses).read_block(0)
+    mixture = open_mixture(f"mine={file}", "train", bad_records="fail")
+    for read in (lambda: mixture.rendered(refuses, 5, 99), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
+        line = complaint(read)
+        assert line.startswith(f"--tasks mine: {file} line 1: ") and line.endswith("no b")
+
+
+def test_a_small_weight_is_still_drawn():
+    mixture = Mixture([Numbers("a", 5), Numbers("b", 5)], [1, 1e6])
+    assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
+
+
+def test_a_file_without_examples_is_named(tmp_path):
+    file = tmp_path / "one.jsonl"  # whose only row is one of the train split
+    file.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) + "\n")
+    line = complaint(lambda: open_mixture(f"mine={file}", "test"))
+    assert line.startswith(f"--tasks {file}: there are no test examples")
+
+
+def test_the_corpus_is_the_mixture_as_tokens():
+    mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), tiny_tokenizer()
+    documents = MixtureCorpus(mixture, tokenizer).read_block(1)
+    assert [d.tolist() for d in documents] == [
+        render(tokenizer, mixture.example(i).messages).ids for i in range(len(documents), 2 * len(documents))
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
+def test_conversations_of_every_family_are_documents_of_their_own(family_tokenizers, family):
+    """The document mask of mid-training finds them by their begin token, which Qwen's chats have not."""
+    mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), family_tokenizers[family]
+    documents = MixtureCorpus(mixture, tokenizer).read_block(0)[:6]
+    row = torch.tensor([[token for document in documents for token in document.tolist()]])
+    segments = segments_of(row, tokenizer.get_bos_token_id())
+    assert segments.ends == list(itertools.accumulate(map(len, documents)))
+
+
+def test_a_flag_names_tasks_paths_and_weights(tmp_path):
+    file = tmp_path / "chat:s.jsonl"
+    file.write_text("")
+    assert parse_tasks(f"stories:2, gsm8k={tmp_path}:0.5,{file}:3,addition") == [
+        TaskSpec("stories", None, 2.0),
+        TaskSpec("gsm8k", str(tmp_path), 0.5),
+        TaskSpec("conversations", str(file), 3.0),
+        TaskSpec("addition", None, 1.0),
+    ]
+    names = f"mine={file}:2,org/name={tmp_path}@train_sft,org/name,a-b/c.d/en@train_sft:0.5,{tmp_path}@test"
+    assert parse_tasks(names) == [
+        TaskSpec("conversations", str(file), 2.0, "mine"),
+        TaskSpec("conversations", f"{tmp_path}@train_sft", 1.0, "org/name"),
+        TaskSpec("conversations", "org/name", 1.0, "org/name"),
+        TaskSpec("conversations", "a-b/c.d/en@train_sft", 0.5, "a-b/c.d/en@train_sft"),
+        TaskSpec("conversations", f"{tmp_path}@test", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("", "empty"),
+        (" , ", "empty"),
+        ("storys", "did you mean stories"),
+        ("stories:x", "weight 'x' is not a number"),
+        ("stories:0", "above 0"),
+        ("stories:-1", "above 0"),
+        ("stories:nan", "above 0"),
+        ("stories:inf", "above 0"),
+        ("stories:1e400", "a finite number above 0"),
+        ("stories=/tmp", "takes no path"),
+        ("gsm8k=", "no path"),
+        ("first_questions", "no path: first_questions=PATH"),
+        ("/nowhere.jsonl", "no such task or file"),
+        ("org/chats.jsonl", "no such task or file"),
+        ("mine=/nowhere", "no such task or file"),
+        ("storys=/tmp", "did you mean stories"),
+        ("../x@train", "no such task or file"),
+        ("org/name/a/b", "no such task or file"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flag, problem):
+    with pytest.raises(UserError, match=problem) as error:
+        parse_tasks(flag)
+    assert "\n" not in str(error.value) and str(error.value).startswith("--tasks")
+
+
+def test_the_defaults_follow_the_pretraining_text(tmp_path):
+    assert default_tasks("demo") == default_tasks("") == default_tasks(str(tmp_path)) == BUILT_IN_TASKS
+    assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
+    assert default_tasks(f"{tmp_path}:0.9,climbmix:0.1") == HUB_TASKS
+    assert default_tasks(f"{tmp_path}:0.9,demo:0.1") == BUILT_IN_TASKS
+    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == (BUILT_IN_RL_TASKS, "gsm8k")
+    assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
+    # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.
+    assert default_tasks("fineweb-edu-chinese") == default_tasks("fineweb-edu-chinese", "modelscope") == CHINESE_TASKS
+    here = {spec.name for spec in parse_tasks(default_tasks("fineweb-edu", "modelscope"))}
+    assert {spec.name for spec in parse_tasks(HUB_TASKS)} - here == {"smoltalk"}
+    for hub, tasks in (("hf", HUB_TASKS), ("hf", CHINESE_TASKS), ("modelscope", CHINESE_TASKS)):
+        assert all(hub in TASKS[spec.name].sources for spec in parse_tasks(tasks) if spec.name in TASKS)
+    assert "modelscope" in TASKS[default_rl_tasks("fineweb-edu-chinese")].sources
+    for data in ("demo", "climbmix"):
+        require_pairs(parse_tasks(default_dpo_tasks(data)))
+    for names in (BUILT_IN_TASKS, HUB_TASKS, CHINESE_TASKS):
+        assert all(spec.name in {**BUILT_IN, **FROM_HUB} for spec in parse_tasks(names))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
+    task = open_task(TaskSpec(name, None, 1.0), split)
+    assert task.name == name
+    for index in (*range(30), len(task) - 1):
+        example = task.example(index)
+        check_messages(example.messages)
+        assert example == task.example(index)
+        assert example.messages[-1]["role"] == "assistant" and example.question[-1]["role"] == "user"
+        if task.kind == "generative":
+            reply = example.messages[-1]["content"]
+            reply = [{"type": "text", "text": reply}] if isinstance(reply, str) else reply
+            assert task.grade(example, reply)
+            assert not task.grade(example, [{"type": "text", "text": text_of(reply)[:-4] + "zq 7."}])
+            assert not task.grade(example, [])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
+    task = open_task(TaskSpec(name, None, 1.0), split)
+    for index in (*range(60), len(task) - 1):
+        pair, example = task.pair(index), task.example(index)
+        assert pair == task.pair(index) and [*pair.question, pair.chosen] == example.messages
+        check_messages([*pair.question, pair.rejected])
+        assert task.grade(example, parts_of(pair.chosen["content"]))
+        assert not task.grade(example, parts_of(pair.rejected["content"]))
+
+
+def test_wrong_stories_and_sums_are_near_misses():
+    stories = open_task(TaskSpec("stories", None, 1.0), "train")
+    for index in range(40):
+        right, wrong = stories.example(index).messages[-1]["content"], stories.wrong(index)
+        assert right[: len(right) // 4] == wrong[: len(right) // 4] and abs(len(right) - len(wrong)) < 40
+        assert any("changes from" in problem for problem in check_story(wrong).problems)
+    sums = open_task(TaskSpec("arithmetic", None, 1.0), "train")
+    for index in range(40):
+        calls = [
+            parts_of(reply["content"])[0]["text"] for reply in (sums.pair(index).chosen, sums.pair(index).rejected)
+        ]
+        assert sum(a != b for a, b in zip(*calls, strict=True)) == 1
+    choices, again = (
+        [task.pair(number) for task, number in map(open_mixture("stories,addition", "train", seed=3).draw, range(20))]
+        for _ in range(2)
+    )
+    assert choices == again
+
+
+def test_only_a_reply_that_is_compared_is_learned():
+    task = open_task(TaskSpec("identity", None, 1.0), "train")
+    pair = next(pair for pair in map(task.pair, range(100)) if len(pair.question) > 1)
+    for conversation, reply in zip(pair.conversations, (pair.chosen, pair.rejected), strict=True):
+        rendered = render(tiny_tokenizer(), conversation)
+        alone = render(tiny_tokenizer(), [pair.question[-1], reply])
+        assert rendered.target_count == alone.target_count > 0
+
+
+def test_a_dialogue_has_nothing_to_compare():
+    with pytest.raises(UserError, match="--tasks smoltalk: a dialogue has one reply .* ultrafeedback, and a .jsonl"):
+        require_pairs(parse_tasks("stories,smoltalk"))
+
+
+def test_held_out_sums_are_in_the_test_split_only():
+    for split in ("train", "test"):
+        for name in ("addition", "arithmetic"):
+            task = open_task(TaskSpec(name, None, 1.0), split)
+            for index in range(200):
+                call = task.example(index).messages[-1]["content"][0]["text"]
+                a, b, *_ = (int(number) for number in re.findall("[0-9]+", call))
+                assert held_out_pair(a, b) == held_out_pair(b, a) == (split == "test")
+                if name == "addition":
+                    assert 10 <= a <= 99 and 10 <= b <= 99 and "+" in call
+
+
+def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
+    task = open_task(TaskSpec("addition", None, 1.0), "test")
+    example = next(e for e in map(task.example, range(100)) if e.messages[-1]["content"][0]["text"])
+    call, output, stated = example.messages[-1]["content"]
+    assert task.grade(example, [call, output, stated])
+    assert not task.grade(example, [stated])  # without the tool
+    a, b = call["text"].split("+")
+    for text in (f"{a}-{b} = {example.answer}.", f"{example.answer}.", f"1*1 = 7, {stated['text']}x", f"{a}+{b} = 7."):
+        assert not task.grade(example, [call, output, {"type": "text", "text": text}])
+    swapped = {"type": "text", "text": f"{b}+{a} = {example.answer}."}
+    assert task.grade(example, [call, output, swapped])
+
+
+def test_a_train_question_is_never_a_test_question():
+    for name in ("addition", "arithmetic"):
+        train, test = (open_task(TaskSpec(name, None, 1.0), split) for split in ("train", "test"))
+        questions = {train.example(i).question[0]["content"] for i in range(3000)}
+        assert not questions & {test.example(i).question[0]["content"] for i in range(500)}
+
+
+def test_the_built_in_mixture_opens_offline():
+    mixture = open_mixture(BUILT_IN_TASKS, "train")
+    names = {mixture.draw(i)[0].name for i in range(1000)}
+    assert names == {spec.name for spec in parse_tasks(BUILT_IN_TASKS)}
+
+
+IMPORTS = "import sys, nanochat.mixture as m; m.open_mixture('stories', 'train'); print(*sys.modules)"
+
+
+def test_a_task_is_imported_when_it_is_requested():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
+    loaded = [name for name in done.stdout.split() if name.startswith(("nanochat.tasks.", "nanochat.data."))]
+    rooms = {"nanochat.mixture", "nanochat.tasks.registry", "nanochat.task", "nanochat.data.catalog"}
+    assert set(loaded) == {*rooms, *(f"nanochat.tasks.{name}" for name in ("environment", "stories", "typed"))}
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *FROM_HUB])
+def test_every_entry_of_the_registry_is_the_class_of_its_name(name):
+    assert task_class(name).name == name and task_class(name).kind in ("generative", "choice", "dialogue")

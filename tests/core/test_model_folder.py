@@ -1,0 +1,242 @@
+"""A model's folder: damage is found and named, and what a user names is found, or the next step is."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensors, save, save_step
+from tiny import Momentum, smallest_model
+
+from nanochat import device as devices
+from nanochat import model_folder, paths, stage, storage
+from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
+from nanochat.model_folder import DamagedCheckpoint, newest, steps
+from nanochat.stage import set_aside
+
+pytestmark = pytest.mark.usefixtures("base_folder")
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flips_and_cuts_of_every_file_are_found(folder, name):
+    path = save_step(folder, 1)
+    file = path / name
+    whole = file.read_bytes()
+    source = random.Random(name)
+    for _ in range(100):
+        place, bit = source.randrange(len(whole)), 1 << source.randrange(8)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        with pytest.raises(DamagedCheckpoint, match=r"step_000001.* is damaged"):
+            model_folder.verify(path)
+    for length in {0, 1, len(whole) - 1, *(source.randrange(len(whole)) for _ in range(97))}:
+        file.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpoint):
+            model_folder.verify(path)
+    file.unlink()
+    with pytest.raises(DamagedCheckpoint):
+        model_folder.verify(path)
+    file.write_bytes(whole)
+    assert model_folder.verify(path)["step"] == 1
+
+
+def test_a_damaged_manifest_is_named(folder):
+    path = save_step(folder, 1)
+    whole = (path / "manifest.json").read_text()
+    sha256 = json.loads(whole)["tokenizer.json"]["sha256"]
+    for damaged in (whole[:-9], whole.replace("tokenizer", "tokenixer"), whole.replace(sha256, sha256[::-1]), "[]"):
+        (path / "manifest.json").write_text(damaged)
+        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json|tokenixer"):
+            model_folder.verify(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_newest_falls_back_with_a_warning(folder, capsys, name):
+    for step in (1, 2, 3):
+        save_step(folder, step, seed=step)
+    for step, left in ((3, 2), (2, 1)):
+        file = folder / f"step_{step:06d}" / name
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        path, meta = newest(folder)
+        assert (path.name, meta["step"], meta["seed"]) == (f"step_{left:06d}", left, left)
+        warning = capsys.readouterr().err
+        assert f"step_{step:06d}" in warning and "falling back" in warning
+        assert warning.startswith("warning: ")
+    load_model("base", DEVICE)
+    shutil.rmtree(folder / "step_000001")
+    capsys.readouterr()
+    assert newest(folder) is None
+    assert "falling back" not in capsys.readouterr().err.splitlines()[-1]  # there is nothing to fall back to
+    with pytest.raises(UserError, match=r"no base checkpoint .* whole.*`python -m scripts.base_train`"):
+        load_model("base", DEVICE)
+
+
+def test_a_folder_without_checkpoints_has_none(folder):
+    assert steps(folder) == []
+    assert newest(folder) is None
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "step_000007.tmp").mkdir()
+    (folder / "step_000008.old").mkdir()
+    assert steps(folder) == []
+    assert newest(folder) is None
+
+
+def test_another_format_version_is_named(folder):
+    path = save_step(folder, 1)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "version": 99}))
+    rewrite_manifest(path)
+    with pytest.raises(UserError, match="version 99, this code reads 2"):
+        load_model("base", DEVICE)
+
+
+def test_a_manifest_reaches_no_file_outside_and_leaves_none_out(tmp_path, folder):
+    path = save_step(folder, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    outside = tmp_path / "outside.txt"
+    outside.write_text("private")
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}
+    for name in ("../../../../outside.txt", str(outside)):
+        (path / "manifest.json").write_text(json.dumps({**manifest, name: entry}))
+        with pytest.raises(DamagedCheckpoint):
+            model_folder.verify(path)
+    for left_out in set(FILES) - {"manifest.json"}:
+        (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != left_out}))
+        with pytest.raises(DamagedCheckpoint, match=left_out):
+            model_folder.verify(path)
+
+
+# ---------------------------------------------------------------------- finding
+
+
+def test_load_model_by_stage_tag_step_and_folder(base_folder):
+    for tag, step, seed in (("old", 1, 1), ("old", 5, 2), ("new", 3, 3)):
+        save_step(paths.checkpoint_dir("base", tag), step, seed=seed)
+    save_step(paths.checkpoint_dir("sft", "chat"), 9, seed=4)
+
+    def seed_of(*args, **options) -> int:
+        model, _, meta = load_model(*args, device=DEVICE, **options)
+        assert same_tensors(model.state_dict(), smallest_model(meta["seed"]).state_dict())
+        assert Path(meta["folder"]).name == f"step_{meta['step']:06d}"
+        return meta["seed"]
+
+    bases = base_folder / "checkpoints" / "base"
+    os.utime(bases / "old" / "step_000005", (1, 1))
+    assert seed_of("base") == 3
+    os.utime(bases / "new" / "step_000003", (0, 0))
+    assert seed_of("base") == 2  # the tag written last, not the first by name
+    assert seed_of("base", model_tag="new") == 3
+    assert seed_of("base", model_tag="old", step=1) == 1
+    assert seed_of("sft") == 4
+    assert seed_of(str(bases / "old" / "step_000001")) == 1
+    assert load_model("sft")[0].device.type in devices.KINDS  # no device: the best one here
+    assert load_model("sft", "cpu")[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("stage", paths.STAGES)
+def test_a_missing_checkpoint_names_the_script_that_makes_it(stage):
+    script = Path(__file__).parents[2] / "scripts" / f"{paths.STAGES[stage]}.py"
+    assert script.is_file()
+    command = rf"`python -m scripts\.{script.stem}`"
+    with pytest.raises(UserError, match=rf"no {stage} checkpoint.*{command}"):
+        load_model(stage, DEVICE)
+    with pytest.raises(UserError, match=command):
+        load_model(stage, DEVICE, model_tag="none")
+
+
+def test_what_load_model_cannot_find_is_named(base_folder, folder):
+    for step in (2, 4):
+        save_step(folder, step)
+    with pytest.raises(UserError, match=r"no step 3 .*\[2, 4\]"):
+        load_model("base", DEVICE, step=3)
+    with pytest.raises(UserError, match="no step -1"):
+        load_model("base", DEVICE, step=-1)
+    for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
+        with pytest.raises(UserError, match="neither a stage .*base, mid, sft, rm, dpo, rl.* nor a checkpoint"):
+            load_model(source, DEVICE)
+    with pytest.raises(UserError, match="there is no manifest.json in it"):
+        load_model(str(folder), DEVICE)
+    for missing, name in (("base/huge", "--source base/tiny"), ("base/tiny/step_000003", r"no step 3 .*\[2, 4\]")):
+        with pytest.raises(UserError, match=name):
+            load_model(missing, DEVICE)
+    with pytest.raises(UserError, match="names a tag"):
+        load_model("base/tiny", DEVICE, step=2)
+    for source, step in (("base/tiny", 4), ("base/tiny/step_000002", 2)):
+        assert model_folder.find_source(source).name == f"step_{step:06d}"
+    for options in ({"step": 2}, {"model_tag": "tiny"}):
+        with pytest.raises(UserError, match="is one checkpoint's folder: leave out the flags for a tag and a step"):
+            load_model(folder / "step_000002", DEVICE, **options)
+    (folder / "step_000002" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step_000002/model.safetensors is damaged \(there is no such file\)"):
+        load_model(folder / "step_000002", DEVICE)
+    with pytest.raises(UserError, match="--device"):
+        load_model("base", "tpu")
+
+
+def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
+    """This rank's file system lists nothing; it gets rank 0's answer."""
+    save_step(folder, 1)
+    answers = [str(folder / "step_000002"), "tiny.1"]
+    for module in (model_folder, stage):
+        monkeypatch.setattr(module, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
+    assert model_folder.find_source("base", "tiny", device=DEVICE).name == "step_000002"
+    assert set_aside(folder, paths.run_dir("base", "tiny"), DEVICE) == folder.with_name("tiny.1")
+
+
+def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
+    for step in (1, 2):
+        save_step(folder, step)
+    hashed, sha256 = [], storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
+    files = {folder / "step_000002" / name for name in FILES if name != "manifest.json"}
+
+    def hashed_by(load) -> bool:
+        hashed.clear()
+        load()
+        return len(hashed) == len(files) and set(hashed) == files
+
+    assert hashed_by(lambda: load_model("base", DEVICE))
+    assert hashed_by(lambda: load_model("base", DEVICE, step=2))
+    assert hashed_by(lambda: load_model(folder / "step_000002", DEVICE))
+    assert hashed_by(lambda: load_model(model_folder.find_source("base"), DEVICE, verified=True))
+    (folder / "step_000002/model.safetensors").write_bytes(b"")
+    for load in (load_model, model_folder.find_source):
+        with pytest.raises(UserError, match="model.safetensors is damaged.*: train it again, or name an older --step"):
+            load(str(folder / "step_000002"))
+
+
+@pytest.mark.parametrize("tag", ["", "..", "../tiny", "/tmp", "a/b", "a\\b", ".hidden", "a\0b", "~", "tiny/", "%2e%2e"])
+def test_a_tag_never_leaves_its_folder(folder, tag):
+    save_step(folder, 1)
+    save_step(folder.parent.parent / "tiny", 1)  # what ../tiny would reach
+    with pytest.raises(UserError, match="--model_tag"):
+        load_model("base", DEVICE, model_tag=tag)
+
+
+def test_meta_data_has_what_a_server_shows(folder):
+    """Of an older checkpoint too, which has no settings, no tasks and no date."""
+    before = int(time.time())
+    path = save(
+        folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, Momentum(0), {}
+    )
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    _, _, meta = load_model(path, DEVICE)
+    assert neutral.items() <= {**meta["sampling"], "top_k": 0}.items() and meta["sampling"]["top_k"] == 4
+    assert (meta["tasks"], meta["stage"]) == (["stories"], "sft") and before <= meta["trained_at"] <= time.time()
+
+    saved = json.loads((path / "meta.json").read_text())
+    for name in ("sampling", "tasks", "trained_at", "stage"):
+        del saved[name]
+    (path / "meta.json").write_text(json.dumps(saved))
+    rewrite_manifest(path)
+    _, _, meta = load_model(path, DEVICE)
+    assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.05, [])
+    assert before <= meta["trained_at"] <= time.time() + 1

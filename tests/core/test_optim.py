@@ -1,0 +1,399 @@
+"""The optimizer against slow references written from the papers, and sharded against whole."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from tiny import run_ranks
+from torch import Tensor, nn
+
+from nanochat import optim
+from nanochat.device import Device
+from nanochat.operators import TorchKernels, unfused_adamw
+from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
+from nanochat.parallel.fsdp import whole
+from nanochat.parallel.mesh import Layout, lay_out
+
+ONE = torch.ones(())
+ZERO = torch.zeros(())
+
+
+class Unfused(TorchKernels):
+    """As on devices whose fused AdamW cannot skip a step."""
+
+    adamw = staticmethod(unfused_adamw)
+
+
+every_adamw = pytest.mark.parametrize("kernels", [TorchKernels(), Unfused()], ids=["fused", "unfused"])
+
+
+def seeded(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def step(optimizer: Optimizer, targets: float = 1.0, ok: Tensor = ONE, **settings: float) -> Tensor:
+    """Reduce and update; returns the squared norm of the share."""
+    squares = optimizer.reduce()
+    optimizer.step(torch.tensor(targets), ok, **settings)
+    return squares
+
+
+# ---------------------------------------------------------------------- orthogonalisation
+
+
+def with_singular_values(rows: int, columns: int, values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """A matrix of the given singular values, and U V^T, its nearest orthogonal one."""
+    u, _, vt = torch.linalg.svd(seeded(rows, columns, seed=seed), full_matrices=False)
+    return u @ torch.diag(values) @ vt, u @ vt
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 12), (30, 7), (7, 30), (1, 9), (9, 1)])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_orthogonalize_is_near_u_vt(rows: int, columns: int, size: float) -> None:
+    values = torch.linspace(0.3, 1.0, min(rows, columns)) * size
+    matrices, nearest = zip(*(with_singular_values(rows, columns, values, seed) for seed in range(3)), strict=True)
+    out = orthogonalize(torch.stack(matrices), torch.float32)
+    assert out.shape == (3, rows, columns)
+    assert ((torch.linalg.svdvals(out) - 1).abs() < 0.15).all()
+    assert (torch.linalg.matrix_norm(out - torch.stack(nearest), ord=2) < 0.15).all()
+
+
+def test_five_steps_reach_one_from_a_thousandth() -> None:
+    """The iteration acts on each singular value alone, by an odd polynomial a step."""
+    x = torch.logspace(-3, math.log10(1 / 1.02), 500, dtype=torch.float64)
+    for a, b, c in POLAR_EXPRESS:
+        x = a * x + b * x**3 + c * x**5
+    assert 0.85 < x.min() < x.max() < 1.15
+
+
+def test_orthogonalize_of_nothing_is_nothing() -> None:
+    some = seeded(2, 4, 6, seed=0)
+    some[1] = 0
+    out = orthogonalize(some, torch.float32)
+    assert not out[1].any()
+    torch.testing.assert_close(out[:1], orthogonalize(some[:1], torch.float32))  # each matrix by itself
+
+
+def test_orthogonalize_in_bfloat16_is_near() -> None:
+    matrix, nearest = with_singular_values(16, 24, torch.linspace(0.3, 1.0, 16), seed=0)
+    out = orthogonalize(matrix[None], torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    assert torch.linalg.matrix_norm(out[0].float() - nearest, ord=2) < 0.17
+
+
+# ---------------------------------------------------------------------- Muon
+
+
+class SlowMuon:
+    """One matrix, in fp64, by the letter of the papers."""
+
+    def __init__(self, weight: Tensor, lr: float, decay: float, beta2: float):
+        self.weight, self.lr, self.decay, self.beta2 = weight.double(), lr, decay, beta2
+        self.momentum, self.second = torch.zeros_like(self.weight), 0.0
+
+    def step(self, grad: Tensor, lr_scale: float, mu: float, decay_scale: float) -> None:
+        grad, (rows, columns) = grad.double(), self.weight.shape
+        self.momentum = mu * self.momentum + (1 - mu) * grad
+        x = (1 - mu) * grad + mu * self.momentum  # Nesterov
+        x = x / (1.02 * math.sqrt((x**2).sum()) + 1e-6)
+        for a, b, c in POLAR_EXPRESS:
+            x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+        # NorMuon: by the neurons of the longer side
+        mean_square = (x**2).mean(dim=1 if rows >= columns else 0, keepdim=True)
+        self.second = self.beta2 * self.second + (1 - self.beta2) * mean_square
+        even = x / self.second.sqrt()
+        update = even * (x.norm() / even.norm())
+        # cautious decay, graded: whole where the update goes a quarter of its usual size the weight's way
+        usual = math.sqrt((x**2).mean())
+        share = torch.clamp(4 * update * torch.sign(self.weight) / usual, 0, 1)
+        update = update + self.decay * decay_scale * self.weight * share
+        self.weight = self.weight - self.lr * lr_scale * math.sqrt(max(1, rows / columns)) * update
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (12, 5), (5, 12)])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_muon_is_the_slow_reference(shape: tuple[int, int], decay: float) -> None:
+    parameters = [(f"p{i}", nn.Parameter(seeded(*shape, seed=i))) for i in range(3)]
+    slow = [SlowMuon(p.detach(), 0.1, decay, 0.9) for _, p in parameters]
+    group = ParameterGroup("muon", parameters, 0.1, decay, betas=(0.0, 0.9))
+    optimizer = Optimizer([group], dtype=torch.float32)
+    for i in range(5):
+        settings = {"lr_scale": 1.0 - 0.1 * i, "momentum": 0.85 + 0.02 * i, "weight_decay_scale": 1.0 - 0.2 * i}
+        for j, ((_, parameter), reference) in enumerate(zip(parameters, slow, strict=True)):
+            parameter.grad = seeded(*shape, seed=100 * i + j) * 10.0 ** (j - 1)
+            reference.step(parameter.grad / 64, *settings.values())
+        step(optimizer, 64, **settings)
+        assert all(p.grad is None for _, p in parameters)
+    for (_, parameter), reference in zip(parameters, slow, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), reference.weight, rtol=1e-4, atol=1e-4)
+
+
+def test_row_splits_are_matrices_of_their_own() -> None:
+    whole = nn.Parameter(seeded(16, 6, seed=0))
+    pieces = [nn.Parameter(x.clone()) for x in whole.detach().split((8, 4, 4))]
+    joined = Optimizer(
+        [ParameterGroup("muon", [("qkv", whole)], 0.1, 0.2, row_splits={"qkv": (8, 4, 4)})], dtype=torch.float32
+    )
+    apart = [ParameterGroup("muon", [(f"p{i}", p)], 0.1, 0.2) for i, p in enumerate(pieces)]
+    separate = Optimizer(apart, dtype=torch.float32)
+    for i in range(3):
+        whole.grad = seeded(16, 6, seed=10 + i)
+        for piece, grad in zip(pieces, whole.grad.split((8, 4, 4)), strict=True):
+            piece.grad = grad.clone()
+        step(joined)
+        step(separate)
+    torch.testing.assert_close(whole.detach(), torch.cat([p.detach() for p in pieces]), rtol=1e-5, atol=1e-6)
+
+
+def test_row_splits_must_cover_the_rows() -> None:
+    with pytest.raises(AssertionError, match="row_splits must cover"):
+        Optimizer([ParameterGroup("muon", [("p", nn.Parameter(torch.zeros(8, 4)))], 0.1, row_splits={"p": (4, 2)})])
+
+
+# ---------------------------------------------------------------------- AdamW
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_torchs(decay: float) -> None:
+    shapes = [(5, 7), (3,), (100, 64)]
+    ours = [(f"p{i}", nn.Parameter(seeded(*shape, seed=i))) for i, shape in enumerate(shapes)]
+    theirs = [nn.Parameter(p.detach().clone()) for _, p in ours]
+    group = ParameterGroup("adamw", ours, 0.02, decay, betas=(0.8, 0.95), eps=1e-10)
+    optimizer = Optimizer([group])
+    reference = torch.optim.AdamW(theirs, lr=0.02, betas=(0.8, 0.95), eps=1e-10, weight_decay=decay)
+    for i in range(6):
+        scale = 1.0 - 0.15 * i
+        reference.param_groups[0].update(lr=0.02 * scale, weight_decay=decay * scale)
+        for j, ((_, one), other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = seeded(*one.shape, seed=100 * i + j) * 32
+            other.grad = one.grad / 32
+        step(optimizer, 32, lr_scale=scale, weight_decay_scale=scale)
+        reference.step()
+    for (_, one), other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- the whole, on one rank
+
+SHAPES = {
+    "muon": [("m0", (8, 8)), ("m1", (8, 8)), ("m2", (8, 8)), ("m3", (8, 4)), ("m4", (7, 8))],  # 3, 1, 1 of a shape
+    "qkv": [("q0", (16, 8)), ("q1", (16, 8)), ("q2", (16, 8))],
+    "adamw": [("large", (128, 64)), ("odd", (101, 64)), ("small", (6, 8)), ("vector", (5,))],
+}
+
+
+def make_optimizer(
+    layout: Layout | None = None, kernels: TorchKernels | None = None, kept_as: StateFormat | None = None
+) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    """Every kind of share: stacks and rows that two ranks do not divide, split rows, large, odd and small tensors."""
+    parameters = {
+        name: nn.Parameter(seeded(*shape, seed=i))
+        for i, (name, shape) in enumerate(pair for group in SHAPES.values() for pair in group)
+    }
+    muon, qkv, adamw = ([(name, parameters[name]) for name, _ in group] for group in SHAPES.values())
+    groups = [
+        ParameterGroup("muon", muon, 0.05, 0.1, betas=(0.8, 0.9)),
+        ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits={name: (8, 4, 4) for name, _ in qkv}),
+        ParameterGroup("adamw", adamw, 0.01, 0.1),
+    ]
+    return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels, kept_as=kept_as), parameters
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
+    """The sum of some ranks' gradients of step `index`. `m4` has none on rank 1, which counts as zero."""
+    for j, (name, parameter) in enumerate(parameters.items()):
+        shares = [seeded(*parameter.shape, seed=1000 * index + 10 * j + r) for r in ranks if (name, r) != ("m4", 1)]
+        parameter.grad = torch.stack(shares).sum(0) if shares else None
+
+
+def run_steps(
+    optimizer: Optimizer, parameters: dict[str, nn.Parameter], steps: range, ranks: Iterable[int]
+) -> list[float]:
+    """Four targets a step, every third skipped; returns the squared norms that `reduce` reports."""
+    squares = []
+    for index in steps:
+        set_gradients(parameters, index, ranks)
+        squares.append(step(optimizer, 4, ok=ZERO if index % 3 == 2 else ONE, momentum=0.9).item())
+    return squares
+
+
+def values(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def assert_same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)), name
+
+
+@every_adamw
+@pytest.mark.parametrize("poison", [0.0, torch.nan, torch.inf])
+def test_a_skipped_step_changes_no_byte(poison: float, kernels: TorchKernels) -> None:
+    optimizer, parameters = make_optimizer(kernels=kernels)
+    run_steps(optimizer, parameters, range(2), [0])
+    before, state = values(parameters), copied(optimizer.state_dict())
+    for skipped in range(2):
+        set_gradients(parameters, skipped, [0])
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.flatten()[0] += poison
+        squares = step(optimizer, 4, ok=ZERO)
+        assert math.isfinite(squares.item()) == (poison == 0)
+        assert all(p.grad is None for p in parameters.values())
+    assert_same_bytes(values(parameters), before)
+    assert_same_bytes(optimizer.state_dict(), state)
+    run_steps(optimizer, parameters, range(2, 4), [0])
+    straight, others = make_optimizer(kernels=kernels)
+    run_steps(straight, others, range(4), [0])
+    assert_same_bytes(values(parameters), values(others))
+
+
+@every_adamw
+def test_a_first_step_that_is_skipped_is_as_none(kernels: TorchKernels) -> None:
+    optimizer, parameters = make_optimizer(kernels=kernels)
+    before = values(parameters)
+    set_gradients(parameters, 0, [0])
+    step(optimizer, ok=ZERO)
+    assert_same_bytes(values(parameters), before)
+    assert not any(tensor.any() for tensor in optimizer.state_dict().values())
+
+
+def test_adamw_is_the_same_fused_or_not() -> None:
+    results = []
+    for kernels in (TorchKernels(), Unfused()):
+        optimizer, parameters = make_optimizer(kernels=kernels)
+        run_steps(optimizer, parameters, range(6), [0])
+        results.append({**values(parameters), **copied(optimizer.state_dict())})
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n} {m}")
+
+
+@every_adamw
+def test_buckets_of_the_state_change_no_bit(kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", 100)
+    results = []
+    for kept_as in (StateFormat(), StateFormat(in_main_memory=True)):
+        optimizer, parameters = make_optimizer(kernels=kernels, kept_as=kept_as)
+        run_steps(optimizer, parameters, range(6), [0])
+        results.append({**values(parameters), **copied(optimizer.state_dict())})
+    assert_same_bytes(*results)
+
+
+@every_adamw
+def test_a_rounded_state_is_near_and_skips_steps_too(kernels: TorchKernels) -> None:
+    exact, expected = make_optimizer(kernels=kernels)
+    rounded, parameters = make_optimizer(kernels=kernels, kept_as=StateFormat(torch.bfloat16))
+    for optimizer, theirs in ((exact, expected), (rounded, parameters)):
+        run_steps(optimizer, theirs, range(5), [0])
+    for name, tensor in values(expected).items():
+        torch.testing.assert_close(parameters[name].detach(), tensor, rtol=0, atol=0.02)
+    state = rounded.state_dict()
+    halved = {name.rpartition(".")[2] for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
+    assert halved == {"momentum", "first_moment", "second_moment"}
+    before = {name: tensor.float() for name, tensor in state.items()}
+    set_gradients(parameters, 7, [0])
+    step(rounded, 4, ok=ZERO)
+    assert_same_bytes({name: tensor.float() for name, tensor in state.items()}, before)
+
+
+def test_a_mean_that_moves_slowly_is_not_rounded() -> None:
+    """Rounded, a mean of beta 0.999 would never move from 1 towards 0.5."""
+    parameter = nn.Parameter(torch.zeros(3))
+    group = ParameterGroup("adamw", [("p", parameter)], 0.1, betas=(0.9, 0.999))
+    state = Optimizer([group], kept_as=StateFormat(torch.bfloat16)).state_dict()
+    assert state["adamw.p.first_moment"].dtype == torch.bfloat16
+    assert state["adamw.p.second_moment"].dtype == torch.float32
+    one = torch.ones(())
+    assert one.lerp(one / 2, 0.001).bfloat16() == 1
+
+
+def test_reduce_returns_the_squared_norm() -> None:
+    optimizer, parameters = make_optimizer()
+    set_gradients(parameters, 0, [0])
+    expected = sum(p.grad.double().square().sum().item() for p in parameters.values() if p.grad is not None)
+    assert optimizer.reduce().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_targets_divide_by_one() -> None:
+    one, other = make_optimizer(), make_optimizer()
+    for (optimizer, parameters), targets in ((one, 0.0), (other, 1.0)):
+        set_gradients(parameters, 0, [0])
+        step(optimizer, targets)
+    assert_same_bytes(values(one[1]), values(other[1]))
+
+
+def test_a_parameter_in_two_groups_is_a_mistake() -> None:
+    parameter = ("p", nn.Parameter(torch.zeros(4, 4)))
+    with pytest.raises(AssertionError, match="two groups"):
+        Optimizer([ParameterGroup("muon", [parameter], 0.1), ParameterGroup("adamw", [parameter], 0.1)])
+
+
+def test_empty_groups_are_left_out() -> None:
+    optimizer = Optimizer([ParameterGroup("muon", [], 0.1), ParameterGroup("adamw", [], 0.1)])
+    assert optimizer.groups == []
+    assert step(optimizer).item() == 0
+
+
+# ---------------------------------------------------------------------- on two ranks
+
+
+def steps_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
+    optimizer, parameters = make_optimizer(lay_out(device))
+    squares = run_steps(optimizer, parameters, range(steps), [device.rank])
+    return {
+        "values": values(parameters),
+        "state": {n: whole(t).clone() for n, t in optimizer.state_dict().items()},
+        "squares": squares,
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_are_as_one_and_their_state_is_anyones() -> None:
+    ranks = run_ranks(steps_on_a_rank, 5)
+    optimizer, parameters = make_optimizer()
+    squares = run_steps(optimizer, parameters, range(5), [0, 1])
+    assert_same_bytes(ranks[0]["values"], ranks[1]["values"])
+    for name, value in values(parameters).items():
+        torch.testing.assert_close(ranks[0]["values"][name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n} {m}")
+    for all_of_it, *shares in zip(squares, *(r["squares"] for r in ranks), strict=True):
+        assert sum(shares) == pytest.approx(all_of_it, rel=1e-5)
+
+    # the state of two goes on as one's, and so do the next steps
+    resumed, others = make_optimizer()
+    with torch.no_grad():
+        for name, parameter in others.items():
+            parameter.copy_(ranks[0]["values"][name])
+    for name, tensor in resumed.state_dict().items():
+        torch.testing.assert_close(ranks[0]["state"][name], optimizer.state_dict()[name], rtol=1e-5, atol=1e-6)
+        tensor.copy_(ranks[0]["state"][name])
+    run_steps(optimizer, parameters, range(5, 8), [0, 1])
+    run_steps(resumed, others, range(5, 8), [0, 1])
+    for name, value in values(parameters).items():
+        torch.testing.assert_close(others[name].detach(), value, rtol=0, atol=1e-5)
+
+
+def state_elements(optimizer: Optimizer) -> int:
+    return sum(tensor.numel() for tensor in optimizer.state_dict().values())
+
+
+def test_each_rank_holds_its_share_of_the_state() -> None:
+    def make(rank: int, world_size: int) -> Optimizer:
+        matrices = [(f"m{i}", nn.Parameter(torch.zeros(32, 32))) for i in range(4)]
+        tables = [("table", nn.Parameter(torch.zeros(256, 32)))]
+        groups = [ParameterGroup("muon", matrices, 0.1), ParameterGroup("adamw", tables, 0.1)]
+        return Optimizer(groups, layout=Layout(rank=rank, ranks=world_size))
+
+    whole = state_elements(make(0, 1))
+    assert whole == 4 * (32 * 32 + 32) + 2 * 256 * 32 + 1
+    for world_size in (2, 4):
+        for rank in range(world_size):
+            assert (
+                state_elements(make(rank, world_size)) == (whole - 1) // world_size + 1
+            )  # the count of steps is all's

@@ -1,0 +1,216 @@
+"""Bars at the bottom of a terminal: whole lines above them, one process that draws, plain lines elsewhere."""
+
+import codecs
+import contextlib
+import io
+import os
+import pty
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nanochat import screen
+from nanochat.log import RunLog, print0, warn
+from nanochat.screen import Bar, bar, phase, track
+
+COLUMNS = 80
+
+
+class Terminal(threading.Thread):
+    """The other end of a pseudo-terminal: keeps what a reader would see, line by line, and what was there before."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w", encoding="utf-8")
+        self.text = ""
+        self.lines = [""]
+        self.row = 0
+        self.seen: list[str] = []  # every state of the last lines
+        self.start()
+
+    def run(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with contextlib.suppress(OSError):  # the other end was closed
+            while data := os.read(self.master, 65536):
+                text = decoder.decode(data)
+                self.text += text
+                self._obey(text)
+                self.seen.append("\n".join(self.lines[-4:]))
+
+    def _obey(self, text: str) -> None:
+        # What rich writes: text, CR, LF, a line up, erase a line; colours and the cursor change no character.
+        for part in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+            if part == "\r":
+                continue  # each text after it begins with an erased line
+            if part == "\n":
+                self.row += 1
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            elif part == "\x1b[1A":
+                self.row -= 1
+            elif part == "\x1b[2K":
+                self.lines[self.row] = ""
+            elif not part.startswith("\x1b"):
+                self.lines[self.row] += part
+
+
+@contextlib.contextmanager
+def in_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """A terminal as the standard output and error of this process."""
+    for name in ("CI", "NO_COLOR", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setattr(screen, "SHOWN_AFTER_SECONDS", 0.0)
+    terminal = Terminal()
+    with terminal.stream as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        yield terminal
+    terminal.join(10)  # it has read all that was written
+
+
+def wait_for(terminal: Terminal, words: str) -> str:
+    """The last lines that had these words."""
+    for _ in range(500):
+        for state in terminal.seen[::-1]:
+            if words in state:
+                return state
+        time.sleep(0.02)
+    raise AssertionError(f"{words!r} was never shown: {terminal.text!r}")
+
+
+def metrics(step: int, **more: float) -> dict:
+    return {"step": step, "loss": 5.0 - step, "lr": 0.02, "tokens": (step + 1) * 1000, "tok_per_sec": 500.0, **more}
+
+
+def test_a_run_in_a_terminal_has_a_bar_and_whole_lines_above_it(monkeypatch, tmp_path):
+    with in_terminal(monkeypatch) as terminal, screen.opened():
+        phase("loading torch")
+        wait_for(terminal, "loading torch")
+        with RunLog("base", tmp_path, 100) as run:
+            for step in range(4):
+                run.advance(step + 1)
+                run.step(metrics(step))
+                print0(f"a line {step} " + "x" * 100)
+                warn(f"a warning {step}")
+            run.step(metrics(4, val_bpb=1.25, grad_norm=0.1))
+            shown = wait_for(terminal, "4/100 eta 3m12s  loss 1.0000")
+            for _ in track(range(3), "evaluation"):
+                inner = wait_for(terminal, "evaluation")
+    assert re.search(r"base +[━╸╺]+ 4/100 eta 3m12s  loss 1\.0000  500 tok/s", shown)
+    assert "evaluation" in inner.splitlines()[-1] and "base" in inner.splitlines()[-2]
+    # What stays on the screen: each line once, whole, in order; of the five steps the first and the evaluation.
+    stays = [line for line in terminal.lines if line.strip()]
+    assert stays[0] == "base   0/100 | loss 5.0000 | lr 0.02 | 500 tok/s"
+    assert stays[-1] == "base   4/100 | loss 1.0000 | val_bpb 1.2500 | lr 0.02 | 500 tok/s"  # cut to 80 columns
+    assert stays[1:-1] == [
+        line for step in range(4) for line in (f"a line {step} " + "x" * 100, f"warning: a warning {step}")
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5  # the file has every step
+    assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")  # the cursor is there
+
+
+def test_an_interrupted_bar_leaves_the_terminal_as_it_was(monkeypatch):
+    with in_terminal(monkeypatch) as terminal:
+        with pytest.raises(KeyboardInterrupt), screen.opened(), bar("replies", 10):
+            wait_for(terminal, "replies")
+            raise KeyboardInterrupt
+        print0("error: interrupted")
+        wait_for(terminal, "error: interrupted")
+    assert [line for line in terminal.lines if line.strip()] == ["error: interrupted"]
+    assert not screen.has_bars()
+
+
+@pytest.mark.parametrize("columns", [20, 40, 59, 60, 80, 200])
+def test_a_bar_fits_any_width(monkeypatch, columns):
+    fields = {"done": 12_000, "is_run": True, "note": "loss 3.2141  12,345 tok/s", "seconds_each": 1.0}
+    with in_terminal(monkeypatch) as terminal:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with screen.opened(), bar("sft", 20_000, **fields), bar("micro-batch", 8):
+            wait_for(terminal, "0/8" if columns >= 40 else "0/")
+    widest = max(len(line) for state in terminal.seen for line in state.splitlines())
+    assert widest <= columns
+    if columns >= 80:
+        assert "12,000/20,000 eta 2h13m  loss 3.2141  12,345 tok/s" in wait_for(terminal, "loss")
+    elif columns >= 40:
+        assert re.search(r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏] sft .*12,000/20,000 eta 2h1", wait_for(terminal, "12,000/20,000 eta"))
+
+
+def test_many_steps_are_drawn_a_few_times_a_second(monkeypatch):
+    began = time.monotonic()
+    with in_terminal(monkeypatch) as terminal, screen.opened(), bar("base", 10**6, is_run=True) as run:
+        wait_for(terminal, "base")
+        while time.monotonic() - began < 1.0:
+            run.done += 1
+    draws = terminal.text.count("base")
+    assert 1 <= draws <= 2 + 10 * (time.monotonic() - began)
+
+
+def test_only_rank_0_draws(monkeypatch):
+    with in_terminal(monkeypatch) as terminal:
+        monkeypatch.setenv("RANK", "1")
+        with screen.opened(), bar("replies", 10):
+            assert not screen.has_bars()
+            time.sleep(0.1)
+    assert terminal.text == ""
+
+
+@pytest.mark.parametrize(
+    "name, value", [("TERM", "dumb"), ("TERM", ""), ("NO_COLOR", "1"), ("CI", "true"), ("pipe", "")]
+)
+def test_elsewhere_lines_are_plain_and_silence_has_a_heartbeat(monkeypatch, tmp_path, name, value):
+    for variable in ("CI", "NO_COLOR", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    out.isatty = lambda: name != "pipe"  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(screen, "SHOWN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(screen, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(screen, "LOOK_SECONDS", 0.01)
+    with screen.opened(), RunLog("base", tmp_path, 100) as run:
+        run.step(metrics(0))
+        run.step(metrics(1))
+        run.advance(2)
+        with bar("micro-batch", 8, done=3):
+            time.sleep(0.5)
+    first, second, *beats = out.getvalue().splitlines()
+    assert first == "base   0/100 | loss 5.0000 | lr 0.02 | 500 tok/s"
+    assert second == "base   1/100 | loss 4.0000 | lr 0.02 | 500 tok/s | eta 3m16s"
+    assert 1 <= len(beats) <= 8  # each waits twice as long as the one before it
+    assert any(re.fullmatch(r"base 2/100 \| micro-batch 3/8 \d+s  eta \d+s", beat) for beat in beats)
+
+
+def test_a_line_puts_the_heartbeat_off(monkeypatch):
+    monkeypatch.setattr(screen, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(screen, "LOOK_SECONDS", 0.01)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with screen.opened():
+        phase("loading torch")
+        for number in range(40):
+            print0(number)
+            time.sleep(0.01)
+    assert "loading" not in out.getvalue()
+
+
+def test_without_a_screen_nothing_is_shown(capsys):
+    phase("loading")
+    with bar("replies", 2) as one:
+        assert list(track((number for number in range(3)), "numbers")) == [0, 1, 2]
+    assert one.done == 0 and capsys.readouterr() == ("", "")
+
+
+def test_what_a_bar_says():
+    began = time.monotonic() - 40
+    assert (Bar("x", began=began).count(), Bar("x", began=began).facts()) == ("", "40s")
+    assert (Bar("x", None, 3, began=began).count(), Bar("x", None, 3, began=began).facts()) == ("3", "40s")
+    assert (Bar("x", 8, 2, began=began).count(), Bar("x", 8, 2, began=began).facts()) == ("2/8", "40s  eta 2m00s")
+    assert Bar("x", 8, 8, "done", began=began).facts() == "40s  done"
+    assert Bar("x", 100, 60, "loss 1", is_run=True, seconds_each=2.0, began=began).facts() == "eta 1m20s  loss 1"

@@ -1,0 +1,501 @@
+"""hub.py: the real clients against a server that imitates a hub: what lands on the disk, and the line that says why."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+import urllib.parse
+import urllib.request
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tiny import complaint
+
+from nanochat.data import catalog, hub
+from nanochat.data.catalog import Dataset, Source
+from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
+from nanochat.data.splits import choose_config, choose_files
+from nanochat.tasks.registry import open_task, parse_tasks
+
+BODY = bytes(range(256)) * 400  # 102,400 bytes
+COMMIT = "c0ffee" + "0" * 34
+
+
+def sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def lfs(body: bytes) -> dict:
+    return {"sha256": sha256(body), "size": len(body), "pointerSize": 1}
+
+
+class FakeHub:
+    """A hub that lists `files` and serves them, with a Hugging Face and a ModelScope face.
+
+    `faults` are used up, one per request for a file: "cut N" ends the connection after N bytes, a number is a status,
+    "wrong" sends other bytes.
+    """
+
+    def __init__(self):
+        self.files: dict[str, bytes] = {}
+        self.faults: deque[str] = deque()
+        self.status = 200  # of every answer
+        self.redirect = ""  # where every answer points to
+        self.listing: bytes | None = None  # instead of the true one
+        self.seen: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def requests(self, method: str, part: str) -> list[dict[str, str]]:
+        return [headers for verb, path, headers in self.seen if verb == method and part in path]
+
+    def handler(fake):  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format, *args):
+                pass
+
+            def answer(self, status: int, body: bytes = b"", sent: int | None = None, **headers: str) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    with contextlib.suppress(OSError):
+                        self.wfile.write(body[:sent])
+                if sent is not None:
+                    self.close_connection = True
+
+            def do_HEAD(self):
+                self.do_GET()
+
+            def do_GET(self):
+                url = urllib.parse.urlsplit(self.path)
+                query = dict(urllib.parse.parse_qsl(url.query))
+                fake.seen.append((self.command, self.path, {key.lower(): value for key, value in self.headers.items()}))
+                if fake.redirect:
+                    return self.answer(302, Location=fake.redirect)
+                if fake.status != 200:
+                    return self.answer(fake.status)
+                if fake.listing is not None and "/api/" in url.path:
+                    return self.answer(200, fake.listing)
+                if url.path.startswith(("/api/datasets/", "/api/models/")):
+                    siblings = [
+                        {"rfilename": name, "size": len(body), "lfs": lfs(body)} for name, body in fake.files.items()
+                    ]
+                    return self.answer(200, json.dumps({"id": "o/n", "sha": COMMIT, "siblings": siblings}).encode())
+                if url.path.endswith("/repo/tree"):
+                    rows = [
+                        {"Path": name, "Size": len(body), "Sha256": sha256(body), "Type": "blob"}
+                        for name, body in sorted(fake.files.items())
+                    ]
+                    page = rows if query.get("PageNumber", "1") == "1" else []
+                    return self.answer(200, json.dumps({"Code": 200, "Data": {"Files": page}}).encode())
+                if "FilePath" in query:
+                    return self.file(query["FilePath"])
+                if url.path.startswith("/api/v1/datasets/"):
+                    return self.answer(200, json.dumps({"Code": 200, "Data": {"Id": 5, "Type": 1}}).encode())
+                if "/resolve/" in url.path:
+                    return self.file(urllib.parse.unquote(url.path.split("/resolve/")[1].split("/", 1)[1]))
+                return self.answer(200, b"bundle")
+
+            def file(self, name: str):
+                if name not in fake.files:
+                    return self.answer(404, X_Error_Code="EntryNotFound")
+                body = fake.files[name]
+                headers = {"ETag": f'"{sha256(body)}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+                if self.command == "HEAD":
+                    return self.answer(200, body, **headers)
+                fault = fake.faults.popleft() if fake.faults else ""
+                if fault.isdigit():
+                    return self.answer(int(fault))
+                if fault == "wrong":
+                    body = body[:-1] + b"!"
+                sent = int(fault[4:]) if fault.startswith("cut ") else None
+                wanted = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
+                if self.headers.get("Range"):
+                    first, last = int(wanted[0]), int(wanted[1] or len(body) - 1)
+                    headers["Content_Range"] = f"bytes {first}-{last}/{len(body)}"
+                    return self.answer(206, body[first : last + 1], sent, **headers)
+                return self.answer(200, body, sent, **headers)
+
+        return Handler
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    fake = FakeHub()
+    monkeypatch.setenv("HF_ENDPOINT", fake.url + "/")
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", fake.url)
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+
+
+def data_files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if file.name not in (".lock", "listing.json"))
+
+
+def shards(count: int) -> dict[str, bytes]:
+    return {f"data/shard_{n:02d}.parquet": b"%d" % n * 10 for n in range(count)} | {"README.md": b"hello"}
+
+
+def test_fetch_takes_the_first_shards_and_the_last(fake, tmp_path):
+    fake.files = shards(12)
+    paths = fetch("org/name", shards=2)
+    folder = tmp_path / "base" / "data" / "org--name"
+    names = ["data--shard_00.parquet", "data--shard_01.parquet", "data--shard_11.parquet"]
+    assert paths == [folder / name for name in names] and data_files(folder) == names
+    assert [path.read_bytes() for path in paths] == [b"0" * 10, b"1" * 10, b"11" * 10]
+    assert fake.requests("GET", f"/resolve/{COMMIT}/")  # the commit, not the branch
+    assert len(fetch("org/name")) == 9  # eight training shards without --shards
+    assert len(fetch("org/name", shards=99)) == 12
+
+
+def test_files_that_are_here_need_no_network_and_stay_the_same(fake, tmp_path, monkeypatch):
+    fake.files = shards(3)
+    before = fetch("org/name", shards=1)
+    seen = len(fake.seen)
+    fake.files = shards(9)  # the branch has moved on: a resumed run reads what it read before
+    assert fetch("org/name", shards=1) == before and len(fake.seen) == seen
+    assert len(fetch("org/name", shards=2)) == 3
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch("org/name", shards=1) == before
+
+
+def test_a_source_in_a_folder_takes_its_files_only(fake, monkeypatch):
+    monkeypatch.setitem(catalog.DATASETS, "tiny", Dataset({"hf": Source("org/name", "main", folder="data")}, "none"))
+    fake.files = shards(2) | {"other/x.parquet": b"x", "database.parquet": b"y"}
+    assert [path.name for path in fetch("tiny")] == ["data--shard_00.parquet", "data--shard_01.parquet"]
+
+
+def test_a_cut_connection_resumes_where_it_ended(fake):
+    fake.files = {"a.parquet": BODY * 110}
+    fake.faults.append("cut 11000000")
+    assert fetch("org/name")[0].read_bytes() == BODY * 110
+    first, second = (headers.get("range") for headers in fake.requests("GET", "/resolve/"))
+    assert first is None and second == "bytes=10485760-"  # the client writes 10 MiB at once
+
+
+def test_wrong_bytes_are_refused_and_leave_nothing(fake, tmp_path):
+    fake.files = {"a.parquet": BODY}
+    fake.faults.append("wrong")
+    assert "a.parquet arrived damaged (sha256" in complaint(lambda: fetch("org/name"))
+    assert not list((tmp_path / "base").rglob("*.parquet"))
+    assert fetch("org/name")[0].read_bytes() == BODY
+
+
+def test_the_token_is_sent_to_the_hub_alone(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fake.files = {"a.parquet": BODY}
+    fetch("org/name")
+    assert {headers.get("authorization") for _, _, headers in fake.seen} == {"Bearer hf_secret"}
+    fetch_url(fake.url + "/bundle.zip", tmp_path / "bundle.zip", sha256(b"bundle"))
+    assert "authorization" not in fake.requests("GET", "/bundle.zip")[0]
+
+
+@pytest.mark.parametrize(("status", "hint"), [(404, "check the name"), (401, "HF_TOKEN"), (403, "HF_TOKEN")])
+def test_refusals_are_one_line(fake, status, hint):
+    fake.status = status
+    for name in ("org/name", "climbmix"):
+        line = complaint(lambda name=name: fetch(name))
+        assert line.startswith(f"{name}: ") and f"HTTP {status}" in line and hint in line
+    assert hint in complaint(lambda: fetch_split("gsm8k", "test"))
+
+
+def test_no_network_is_one_line_at_once(fake, monkeypatch):
+    for address in ("http://127.0.0.1:9", "http://hub.invalid"):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        line = complaint(lambda: fetch("climbmix"))
+        assert f"cannot reach {address}" in line and "HF_ENDPOINT" in line and "--data demo" in line
+        assert "--hub modelscope" in complaint(lambda: fetch("fineweb-edu"))
+        line = complaint(lambda: fetch_split("gsm8k", "test"))
+        assert "--hub modelscope" in line and "gsm8k=PATH" in line
+        assert "--hub" not in complaint(lambda: fetch_split("humaneval", "test"))  # no copy is known elsewhere
+
+
+@pytest.mark.parametrize("answer", [b"<html>Please log in</html>", b"[" * 100_000, b"[]", b'{"siblings": 3}', b"\xff"])
+def test_an_answer_that_is_no_listing_is_one_line(fake, answer):
+    fake.listing = answer
+    assert complaint(lambda: fetch("org/name")).startswith("org/name: ")
+
+
+TRAVERSALS = ["../x.parquet", "a/../../x.parquet", "/x.parquet", "..\\x.parquet", "C:/x.parquet", "a\0.parquet"]
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_a_listed_path_never_leaves_its_folder(fake, path, tmp_path):
+    assert leaves_folder(path) and not leaves_folder("a/b..c/x.parquet")
+    fake.files = {path: BODY, "a.parquet": BODY}
+    assert "leads out of the folder" in complaint(lambda: fetch("org/name"))
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_full_disk_is_one_line(fake, monkeypatch):
+    fake.files = {"a.parquet": BODY}
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub.os, "fsync", full)
+    assert "disk is full" in complaint(lambda: fetch("org/name"))
+
+
+def test_mistakes_in_flags_and_environment(fake, monkeypatch):
+    line = complaint(lambda: fetch("climbmix", "modelscope"))
+    assert "--hub hf" in line and "--data fineweb-edu or" in line
+    assert "humaneval=PATH" in complaint(lambda: fetch_split("humaneval", "test", "modelscope"))
+    assert "no parquet file" in complaint(lambda: fetch("org/name"))
+    monkeypatch.setenv("HF_ENDPOINT", "my-mirror")
+    assert "HF_ENDPOINT='my-mirror'" in complaint(lambda: fetch("org/name"))
+
+
+# ---------------------------------------------------------------------- the split of a task
+
+
+@pytest.fixture
+def tiny_task(monkeypatch) -> None:
+    """A task of one test file, whose hash is known, and two train files."""
+    sources = {"hf": Source("org/task", COMMIT), "modelscope": Source("copy/task", "master")}
+    splits = {
+        "train": {"all/train-0.parquet": None, "all/train-1.parquet": None},
+        "test": {"all/test.parquet": sha256(b"test")},
+    }
+    monkeypatch.setitem(catalog.TASKS, "tiny", Dataset(sources, "none", splits))
+
+
+def test_a_split_is_fetched_once(fake, tiny_task, tmp_path, capsys, monkeypatch):
+    fake.files = {"all/train-0.parquet": BODY, "all/train-1.parquet": b"more", "all/test.parquet": b"test"}
+    paths = fetch_split("tiny", "train")
+    folder = tmp_path / "base" / "data" / "tiny"
+    assert paths == [folder / "all--train-0.parquet", folder / "all--train-1.parquet"]
+    assert [path.read_bytes() for path in paths] == [BODY, b"more"]
+    assert "2 of 2 files" in capsys.readouterr().err
+    assert fetch_split("tiny", "test")[0].read_bytes() == b"test"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch_split("tiny", "train") == paths
+
+
+def test_a_split_has_to_have_the_known_hash(fake, tiny_task):
+    fake.files = {"all/test.parquet": b"another text"}  # whole, with the hash that this mirror claims
+    assert "tiny: all/test.parquet arrived damaged" in complaint(lambda: fetch_split("tiny", "test"))
+    fake.files = {"other.parquet": BODY}
+    fake.seen.clear()
+    assert "has no all/train-0.parquet" in complaint(lambda: fetch_split("tiny", "train"))
+
+
+def test_modelscope_through_its_own_client(fake, tiny_task, tmp_path):
+    pytest.importorskip("modelscope")
+    fake.files = shards(3) | {"all/test.parquet": b"written anew"}
+    paths = fetch_split("tiny", "test", "modelscope")  # the table's hash is that of hf
+    assert paths == [tmp_path / "base" / "data" / "tiny.modelscope" / "all--test.parquet"]
+    assert paths[0].read_bytes() == b"written anew"
+    paths = fetch("org/name", "modelscope", shards=1)
+    assert [path.read_bytes() for path in paths] == [b"written anew", b"2" * 10]
+
+
+def test_modelscope_without_its_client_is_one_line(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", None)
+    assert "pip install modelscope" in complaint(lambda: fetch("org/name", "modelscope"))
+
+
+# ---------------------------------------------------------------------- chats of any data set
+
+
+def chats(word: str, count: int) -> bytes:
+    rows = [{"prompt": f"{word} {n}", "completion": "yes"} for n in range(count)]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_chats_of_any_data_set(fake, tmp_path, capsys):
+    fake.files = {"data/train.jsonl": chats("learn", 5), "data/test.jsonl": chats("test", 3), "README.md": b"hello"}
+    [spec] = parse_tasks("org/name:2")
+    train, test = (open_task(spec, part) for part in ("train", "test"))
+    assert (train.name, spec.weight, len(train), len(test)) == ("org/name", 2.0, 5, 3)
+    assert test.example(2).messages[0]["content"] == "test 2"
+    assert data_files(tmp_path / "base/data/org--name") == ["data--test.jsonl", "data--train.jsonl"]
+    seen = len(fake.seen)
+    [spec] = parse_tasks("org/name@test")  # nothing else is held out: a share of it is
+    assert [open_task(spec, part).example(0).messages[0]["content"] for part in ("train", "test")] == [
+        "test 0",
+        "test 2",
+    ]
+    assert len(fake.seen) == seen and not open_task(spec, "train").has_pairs
+    line = complaint(lambda: open_task(spec, "train", files="pairs"))
+    assert "unknown form (with prompt, completion); known forms:" in line
+    line = complaint(lambda: open_task(parse_tasks("org/name@en")[0], "train"))
+    assert line.startswith("--tasks org/name@en is not a file or folder here; as a hub dataset, org/name: ")
+    assert "no split en: it has test, train" in line
+
+
+def test_a_configuration_of_a_data_set(fake):
+    fake.files = {f"{name}/train-00000-of-00001.jsonl": chats(name, 4) for name in ("en", "zh")}
+    assert "its configurations are en, zh: name one, ORG/NAME/en" in complaint(
+        lambda: fetch_part("o/n", None, None, "train")
+    )
+    train, held_out = fetch_part("o/n", "zh", None, "train")
+    assert [path.name for path in train] == ["zh--train-00000-of-00001.jsonl"] and not held_out
+    assert "no configuration fr" in complaint(lambda: fetch_part("o/n", "fr", None, "train"))
+    fake.status = 401
+    assert "HF_TOKEN" in complaint(lambda: fetch_part("o/gated", None, None, "train"))
+
+
+LISTS = [
+    ("data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet", "", "2 1"),
+    ("alpaca_data.json dataset_infos.json", "", "1 0"),
+    ("train.json test.json train.parquet", "", "1 0"),  # of two copies one
+    ("data/train_sft-00000-of-00001-a3ecf9.parquet data/test_sft-00000-of-00001.parquet", "", "1 1"),
+    ("train_sft.jsonl test_sft.jsonl train_gen.jsonl test_gen.jsonl", "@train_gen", "1 1"),
+    ("train_sft.jsonl test_sft.jsonl train_gen.jsonl", "", "name one by @"),
+    ("code.jsonl math.jsonl chat.jsonl", "", "3 0"),
+    ("code.jsonl math.jsonl dev.jsonl", "@train", "2 1"),
+    ("code.jsonl math.jsonl dev.jsonl", "@math", "1 1"),
+    ("train/a.csv train/b.csv valid/a.csv", "", "2 1"),
+    ("contest.jsonl latest.jsonl", "", "2 0"),
+    ("test.jsonl", "", "its splits are test: name one by @test"),
+    ("test.jsonl train.jsonl", "@test", "1 0"),
+    ("default/train/0000.parquet other/train/0000.parquet", "", "1 0"),
+    ("README.md .hidden/train.jsonl", "", "no file in it ends in .parquet"),
+]
+
+
+@pytest.mark.parametrize(("paths", "split", "chosen"), LISTS)
+def test_the_files_of_a_split_by_their_names(paths, split, chosen):
+    def choose() -> str:
+        found = choose_files(choose_config(paths.split(), None), split.strip("@") or None)
+        return f"{len(found.train)} {len(found.held_out)}"
+
+    assert chosen in (complaint(choose) if "name" in chosen or "no file" in chosen else choose())
+
+
+# ---------------------------------------------------------------------- a file on no hub, processes
+
+
+def model_files() -> dict[str, bytes]:
+    weights = {"model.safetensors": BODY, "consolidated.safetensors": BODY, "pytorch_model.bin": BODY}
+    settings = {name: b"{}" for name in ("config.json", "tokenizer.json", "listing.json", "onnx/config.json")}
+    return weights | settings | {"merges.txt": b"a b", "chat_template.jinja": b"x", "README.md": b"hello"}
+
+
+def test_a_model_is_fetched_once_without_what_it_does_not_need(fake, tmp_path, monkeypatch):
+    fake.files = model_files()
+    folder = fetch_model("hf:Org/Name-0.6B")
+    assert folder == tmp_path / "base" / "models" / "Org--Name-0.6B"
+    names = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    assert data_files(folder) == names and (folder / "model.safetensors").read_bytes() == BODY
+    assert fake.requests("GET", "/api/models/Org/Name-0.6B") and fake.requests("GET", f"/resolve/{COMMIT}/config.json")
+    assert fetch_model("hf:Org/Name-0.6B@v1.0").name == "Org--Name-0.6B@v1.0"
+    assert fake.requests("GET", "/revision/v1.0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch_model("hf:Org/Name-0.6B") == folder
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:name", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a/b@../../c", "hf:a b/c"])
+def test_what_is_no_name_of_a_model(fake, source):
+    assert "hf:ORG/NAME" in complaint(lambda: fetch_model(source)) and not fake.seen
+
+
+def test_a_model_that_cannot_be_used_is_one_line(fake, monkeypatch):
+    fake.files = model_files()
+    del fake.files["model.safetensors"], fake.files["consolidated.safetensors"]
+    assert "it has .bin alone" in complaint(lambda: fetch_model("hf:org/pickled"))
+    fake.files = {"model-q4.gguf": BODY, "README.md": b""}
+    assert "it has .gguf alone" in complaint(lambda: fetch_model("hf:org/gguf"))
+    fake.status = 401
+    line = complaint(lambda: fetch_model("hf:org/gated"))
+    assert "HF_TOKEN" in line and f"{fake.url}/org/gated is closed" in line
+    fake.status = 404
+    assert "check the name" in complaint(lambda: fetch_model("hf:org/mistyped"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    line = complaint(lambda: fetch_model("hf:org/name"))
+    assert "cannot reach" in line and "HF_ENDPOINT" in line and "name a folder" in line
+
+
+def test_a_file_of_an_address(fake, tmp_path):
+    target = tmp_path / "bundle.zip"
+    url = fake.url + "/bundle.zip"
+    assert "arrived damaged" in complaint(lambda: fetch_url(url, target, "0" * 64))
+    assert not list(tmp_path.glob("bundle*"))
+    assert fetch_url(url, target, sha256(b"bundle")).read_bytes() == b"bundle"
+    fake.status = 404
+    assert "HTTP 404" in complaint(lambda: fetch_url(url, target, "0" * 64))
+    assert "cannot reach" in complaint(lambda: fetch_url("http://127.0.0.1:9/x", target, "0" * 64))
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1:9/x", "file:///etc/passwd", "FTP://[::1]:9/x"])
+def test_an_address_redirects_to_no_other_protocol(fake, tmp_path, monkeypatch, target):
+    opened = []
+    monkeypatch.setattr(urllib.request.FTPHandler, "ftp_open", lambda handler, request: opened.append(request))
+    fake.redirect = target
+    line = complaint(lambda: fetch_url(fake.url + "/bundle.zip", tmp_path / "bundle.zip", "0" * 64))
+    assert target.lower() in line.lower() and not opened
+
+
+def test_pages_of_a_listing_end(fake, monkeypatch):
+    """Every page of this hub has one more file; a hub that lists 200,000 of them so keeps us for hours."""
+    module = types.ModuleType("modelscope.hub.api")
+    asked = []
+
+    class HubApi:
+        def __init__(self, endpoint):
+            pass
+
+        def get_dataset_files(self, repo, revision, root_path, page_number):
+            asked.append(page_number)
+            return [{"Path": f"{page_number}.parquet"}]
+
+    module.HubApi = HubApi  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.hub", types.ModuleType("modelscope.hub"))
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", module)
+    assert "lists more than 1,000 pages of files" in complaint(lambda: fetch("org/name", "modelscope"))
+    assert asked == list(range(1, 1001))
+
+
+def test_a_planted_lock_is_not_followed(fake, tmp_path):
+    fake.files = shards(2)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "base" / "data" / "org--name"
+    folder.mkdir(parents=True)
+    (folder / ".lock").symlink_to(victim)
+    assert ".lock is a link or no regular file" in complaint(lambda: fetch("org/name"))
+    assert victim.read_text() == "mine"
+
+
+def test_processes_download_once(fake, tmp_path):
+    fake.files = {"a.parquet": BODY}
+    command = [sys.executable, "-c", "from nanochat.data.hub import fetch; fetch('org/name')"]
+    root = Path(__file__).parents[2]
+    both = [subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, env=os.environ) for _ in range(2)]
+    for process in both:
+        assert b"Traceback" not in process.communicate(timeout=60)[1] and process.returncode == 0
+    assert len(fake.requests("GET", "/resolve/")) == 1
+    assert data_files(tmp_path / "base" / "data" / "org--name") == ["a.parquet"]
+
+
+def test_importing_a_hub_does_not_import_its_client():
+    code = "import sys, nanochat.data.hub; print([m for m in ('huggingface_hub', 'modelscope') if m in sys.modules])"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_table_of_tasks_names_real_files():
+    assert list(catalog.TASKS["gsm8k"].splits["test"]) == ["main/test-00000-of-00001.parquet"]
+    assert list(catalog.TASKS["smoltalk"].splits["train"])[3] == "data/train-00003-of-00004.parquet"
+    for task in catalog.TASKS.values():
+        assert len(task.sources["hf"].revision) == 40
+        hashes = [sha256 for files in task.splits.values() for sha256 in files.values() if sha256]
+        assert len(set(hashes)) == len(hashes) and all(len(one) == 64 for one in hashes)

@@ -1,0 +1,493 @@
+"""sources.py and files.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tiny import complaint
+
+from nanochat import text_files as files
+from nanochat.cli import UserError
+from nanochat.data import hub
+from nanochat.data.sources import fingerprint, open_corpus, read_texts
+
+SEPARATOR = "<|endoftext|>"
+
+
+def documents(corpus) -> list[str]:
+    return [document for index in range(corpus.block_count()) for document in corpus.read_block(index)]
+
+
+def write(path: Path, content: bytes | str) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def prose(size: int, seed: int = 0, line_end: str = "\n") -> str:
+    """Paragraphs of English, Chinese and emoji, `size` characters of them."""
+    rng = random.Random(seed)
+    words = ["tide", "the", "lamp", "潮水", "灯塔", "é", "🌊", "of", "a", "harbour"]
+    parts: list[str] = []
+    left = size
+    while left > 0:
+        line = " ".join(rng.choices(words, k=rng.randint(3, 90)))
+        parts.append(line + line_end * rng.choice((1, 1, 2, 3)))
+        left -= len(parts[-1])
+    return "".join(parts)[:size]
+
+
+def rows(count: int) -> list[str]:
+    return [f"row {index} " + "x" * (index % 97) for index in range(count)]
+
+
+def write_rows(path: Path, texts: list[str | None], group: int | None = None) -> str:
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, pyarrow.string())})
+        pyarrow.parquet.write_table(table, path, row_group_size=group or max(len(texts), 1))
+    else:
+        body = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
+        path.write_bytes(gzip.compress(body) if path.suffix == ".gz" else body)
+    return str(path)
+
+
+# --- .txt ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("size", [30, 4096, 5000, 300_000])
+def test_text_comes_back_exactly(tmp_path, size, line_end):
+    text = prose(size, seed=size, line_end=line_end)
+    train, val = open_corpus(write(tmp_path / "a.txt", text))
+    assert "".join(documents(train) + documents(val)) == text
+    cut = len("".join(documents(train)).encode())
+    assert 0 <= len(text.encode()) * 9 // 10 - cut <= 3  # the first 90%, moved to a whole character
+
+
+def test_text_breaks_at_blank_lines_then_lines_then_characters(tmp_path):
+    paragraphs = "".join("word " * 150 + "\n\n" for _ in range(40))
+    lines = "".join("word " * 150 + "\n" for _ in range(40))
+    dense = "潮" * 5000
+    for text, end in ((paragraphs, "\n\n"), (lines, "\n"), (dense, "潮")):
+        path = write(tmp_path / "a.txt", text)
+        found = documents(open_corpus(path, path)[0])
+        assert "".join(found) == text
+        assert all(document.endswith(end) for document in found)
+        assert all(2000 < len(document.encode()) <= 4096 for document in found[:-1])
+        assert "\ufffd" not in "".join(found)
+
+
+def test_a_short_text_is_one_document_and_a_far_blank_line_makes_no_crumb(tmp_path):
+    short = write(tmp_path / "short.txt", "a\n\n" * 1300)
+    assert documents(open_corpus(short, short)[0]) == ["a\n\n" * 1300]
+    far = write(tmp_path / "far.txt", "title\n\n" + "word " * 2000)
+    assert len(documents(open_corpus(far, far)[0])[0]) == 4096
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_separators_make_documents(tmp_path, line_end):
+    wanted = [f"story {index}{line_end}" + prose(index * 30, index) + line_end for index in range(200)]
+    mark = SEPARATOR + line_end
+    wanted[3] += f"not alone on its line: {SEPARATOR}{line_end} {SEPARATOR}{line_end}"
+    text = mark + mark.join(wanted) + mark + mark
+    path = write(tmp_path / "a.txt", text)
+    assert documents(open_corpus(path, path)[0]) == wanted
+    train, val = open_corpus(path)
+    assert documents(train) + documents(val) == wanted  # no document is torn by the split
+    share = len("".join(documents(train))) / len("".join(wanted))
+    assert 0.89 < share < 0.93
+
+
+def test_separators_at_the_very_ends(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbf" + f"{SEPARATOR}\none\n{SEPARATOR}\ntwo\n{SEPARATOR}".encode())
+    assert documents(open_corpus(path, path)[0]) == ["one\n", "two\n"]
+
+
+def test_a_document_of_megabytes_between_separators_is_cut(tmp_path):
+    big = prose(900_000, 1)
+    path = write(tmp_path / "a.txt", f"{big}\n{SEPARATOR}\nsmall\n")
+    found = documents(open_corpus(path, path)[0])
+    assert "".join(found) == f"{big}\nsmall\n" and found[-1] == "small\n"
+    assert max(len(document.encode()) for document in found) <= 1 << 20 and len(found) >= 3
+
+
+def test_byte_order_mark_and_utf16(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfhello\nworld\n")
+    assert documents(open_corpus(path, path)[0]) == ["hello\nworld\n"]
+    path = write(tmp_path / "b.txt", "hello".encode("utf-16"))
+    with pytest.raises(UserError, match="UTF-16"):
+        open_corpus(path, path)
+
+
+def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, capsys):
+    path = write(tmp_path / "bad.txt", b"good\xff\n" + b"line \xfe here \xef\xbf\xbd\n" * 2 + b"fine\n" * 2000)
+    corpus = open_corpus(path)[0]
+    assert documents(corpus)[0].startswith("good\ufffd\nline \ufffd here \ufffd\n")
+    documents(corpus)
+    messages = capsys.readouterr().err.splitlines()
+    assert messages == [f"warning: {path}: 3 invalid UTF-8 sequences are read as \ufffd"]
+
+
+def test_one_line_of_ten_megabytes(tmp_path):
+    text = "ab 潮" * 2_000_000
+    path = write(tmp_path / "a.txt", text)
+    train, val = open_corpus(path)
+    assert "".join(documents(train) + documents(val)) == text
+    path = write_rows(tmp_path / "a.jsonl", ["x", text, "y", "z"])
+    assert documents(open_corpus(path)[0]) == ["x", text, "y"]
+
+
+def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
+    assert open_corpus(write(tmp_path / "a.txt", prose(900_000)[:1_000_000]))[0].block_count() >= 64
+    assert open_corpus(write_rows(tmp_path / "a.jsonl", rows(16_000)))[0].block_count() >= 64
+    assert open_corpus(write_rows(tmp_path / "a.parquet", rows(16_000)))[0].block_count() >= 57  # 90% of one group
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("count", [2, 9, 10, 1003])
+def test_rows_split_nine_to_one(tmp_path, suffix, count):
+    texts = rows(count)
+    train, val = open_corpus(write_rows(tmp_path / f"a{suffix}", texts))
+    assert documents(train) + documents(val) == texts
+    assert len(documents(val)) == max(1, count - count * 9 // 10)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_any_order_of_blocks_reads_the_same(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    write(path, prose(200_000)) if suffix == ".txt" else write_rows(path, rows(3000))
+    train, val = open_corpus(str(path))
+    for corpus in (train, val):
+        count = corpus.block_count()
+        assert count and count > 3
+        straight = [corpus.read_block(index) for index in range(count)]
+        order = [*range(count), *reversed(range(count))]
+        random.Random(0).shuffle(order)
+        assert [corpus.read_block(index) for index in order] == [straight[index] for index in order]
+        assert all(straight)
+        with pytest.raises(IndexError):
+            corpus.read_block(count)
+
+
+def test_train_and_validation_may_be_read_from_two_threads(tmp_path):
+    corpora = open_corpus(write_rows(tmp_path / "a.jsonl.gz", rows(3000)))
+    alone, together = [documents(corpus) for corpus in corpora], {}
+    workers = [
+        threading.Thread(target=lambda n=n: together.update({n: [documents(corpora[n % 2]) for _ in range(5)]}))
+        for n in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(together[n] == [alone[n % 2]] * 5 for n in range(4))
+
+
+@pytest.mark.parametrize("group", [1, 7, 100, 1000])
+def test_parquet_row_groups_of_any_size(tmp_path, group):
+    texts = rows(500)
+    path = write_rows(tmp_path / "a.parquet", texts, group)
+    whole = open_corpus(path, path)[0]
+    assert documents(whole) == texts
+    train, val = open_corpus(path)
+    assert (documents(train), documents(val)) == (texts[:450], texts[450:])
+
+
+def test_a_large_row_group_is_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_GROUP_BYTES", 2000)
+    texts = [f"{index:06d}" + "y" * 94 for index in range(3000)]
+    path = write_rows(tmp_path / "a.parquet", texts)
+    corpus = open_corpus(path, path)[0]
+    assert documents(corpus) == texts
+    assert 140 <= (corpus.block_count() or 0) <= 160  # 300,000 bytes in shares of 2,000
+
+
+def test_empty_rows_and_blank_lines_and_surrogates(tmp_path):
+    path = write_rows(tmp_path / "a.parquet", ["a", None, "", "b"])
+    assert documents(open_corpus(path, path)[0]) == ["a", "b"]
+    lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b"  ", b'{"text": "\\ud83c\\udf0a \\ud800!"}', b'{"text":""}']
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    found = documents(open_corpus(path, path)[0])
+    assert found == ["a", "🌊 \ufffd\ufffd\ufffd!"] and found[1].encode()
+
+
+# --- folders, names --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_in_order_and_its_last_file_is_validation(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    write(tmp_path / "b" / "2.txt", "two")
+    write_rows(tmp_path / "b" / "1.jsonl", ["one", "uno"])
+    write(tmp_path / "a.txt", "zero")
+    write_rows(tmp_path / "c.parquet", ["three", "tres"])
+    write(tmp_path / ".hidden" / "x.txt", "hidden")
+    write(tmp_path / "readme.md", "not text for us")
+    write(tmp_path / "z.txt.partial", "half")
+    train, val = open_corpus(str(tmp_path))
+    assert (documents(train), documents(val)) == (["zero", "one", "uno", "two"], ["three", "tres"])
+    order = [3, 1, 0, 2, 1]
+    assert train.block_count() == 3
+    assert [train.read_block(index) for index in order[1:]] == [["one", "uno"], ["zero"], ["two"], ["one", "uno"]]
+
+
+def test_val_data_leaves_the_training_text_whole(tmp_path):
+    first, second = write(tmp_path / "a.txt", "train\n" * 50), write_rows(tmp_path / "b.jsonl", ["v1", "v2"])
+    train, val = open_corpus(first, second)
+    assert ("".join(documents(train)), documents(val)) == ("train\n" * 50, ["v1", "v2"])
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "1.txt", "one")
+    write(tmp_path / "c" / "2.txt", "two")
+    assert documents(open_corpus(str(tmp_path / "c"), first)[0]) == ["one", "two"]
+
+
+def test_a_folder_of_one_file_splits_it(tmp_path):
+    write_rows(tmp_path / "a.jsonl", rows(20))
+    train, val = open_corpus(str(tmp_path))
+    assert (documents(train), documents(val)) == (rows(20)[:18], rows(20)[18:])
+
+
+def test_demo_is_without_end_and_passes_the_split(monkeypatch):
+    module = type(sys)("nanochat.demo.corpus")
+    module.block = lambda index, split: [f"{index} {split}"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nanochat.demo.corpus", module)
+    monkeypatch.setattr("nanochat.demo.corpus", module, raising=False)
+    train, val = open_corpus("demo")
+    assert train.block_count() is None and val.block_count() is None
+    assert (train.read_block(7), val.read_block(8)) == (["7 train"], ["8 val"])
+
+
+def test_pydoc_reads_the_standard_library():
+    train, val = open_corpus("pydoc")
+    items = [str(item) for item in train.items + val.items]  # type: ignore[attr-defined]
+    assert len(items) == len(set(items)) > 400
+    assert 0.09 < len(val.items) / len(items) < 0.11  # type: ignore[attr-defined]
+    assert not [item for item in items if "site-packages" in item or "/test/" in f"/{item}"]
+    where = {str(item): (corpus, n) for corpus in (train, val) for n, item in enumerate(corpus.items)}  # type: ignore
+    corpus, index = where["textwrap.py"]
+    [text] = corpus.read_block(index)
+    assert text.startswith("module textwrap\n\nText wrapping and filling.")
+    assert "def dedent(text)\n    Remove any common leading whitespace from every line in `text`." in text
+    assert "\n    def fill(self, text)\n        fill(text : string) -> string" in text
+    corpus, index = where["with"]  # a topic of the language reference
+    assert "context manager" in corpus.read_block(index)[0]
+    assert open_corpus("pydoc")[0].items == train.items  # type: ignore[attr-defined]
+
+
+def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
+    paths = [Path(write_rows(tmp_path / f"{n}.parquet", [f"{n} {row}" for row in range(3)])) for n in range(3)]
+    requested = []
+
+    def fetch(name, hub_name, shards):
+        requested.append((name, hub_name, shards))
+        return paths[: (shards or 8)][:2] + paths[-1:]
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    train, val = open_corpus("climbmix", hub="modelscope", shards=2)
+    assert (documents(train)[::3], documents(val)) == (["0 0", "1 0"], ["2 0", "2 1", "2 2"])
+    here = write(tmp_path / "a.txt", "mine")
+    train, val = open_corpus(here, "org/name")
+    assert (documents(train), documents(val)) == (["mine"], ["2 0", "2 1", "2 2"])
+    assert requested == [("climbmix", "modelscope", 2), ("org/name", "hf", 1)]
+
+
+def test_a_mixture_has_shares_and_its_paths_may_have_colons_and_commas(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b:2.txt", "c,d:3.txt"):
+        write(tmp_path / name, f"{name} " * 5000)
+    train, val = open_corpus("a.txt:3, b:2.txt,demo:0.5")
+    assert [(part.name, part.weight) for part in train.parts] == [
+        ("a.txt", 3 / 4.5),
+        ("b:2.txt", 1 / 4.5),
+        ("demo", 0.5 / 4.5),
+    ]
+    assert [part.weight for part in val.parts] == [part.weight for part in train.parts]
+    assert train.block_count() is None and train.parts[1].corpus.read_block(0)[0].startswith("b:2.txt")
+    assert documents(open_corpus("c,d:3.txt")[0])[0].startswith("c,d")  # a single path stays as it is
+    # Each has its share of the characters that a tokenizer is trained on.
+    texts = list(read_texts(train, 4500))
+    assert sum(len(text) for text in texts if text.startswith("a.txt")) == 3000
+    # Held-out text of its own, and the training text whole.
+    train, val = open_corpus("a.txt:1,demo:1", "b:2.txt")
+    assert not hasattr(val, "parts") and "".join(documents(train.parts[0].corpus)) == "a.txt " * 5000
+    prints = {fingerprint(open_corpus(data)[0]) for data in ("a.txt,demo", "demo,a.txt", "a.txt,pydoc", "a.txt")}
+    assert len(prints) == 4
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def mistake(data: Path | str, val_data: str | None = None) -> str:
+    """The one line of an error, at opening or at reading."""
+    return complaint(lambda: documents(open_corpus(str(data), val_data)[0]))
+
+
+def test_mistakes_with_paths(tmp_path, monkeypatch):
+    line = mistake("climbmx")
+    assert "--data climbmx" in line and "did you mean climbmix?" in line and "pydoc" in line
+    assert "--data my/book.txt" in mistake("my/book.txt")
+    good = write(tmp_path / "good.txt", "good " * 100)
+    assert "--val_data nowhere.txt" in mistake(good, "nowhere.txt")
+    assert "'.csv'" in mistake(write(tmp_path / "a.csv", "a"))
+    (tmp_path / "empty").mkdir()
+    assert "no file in this folder" in mistake(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # reading it would wait for ever
+    assert "neither a file nor a folder" in mistake(tmp_path / "pipe.jsonl")
+
+    def offline(name, hub_name, shards):
+        raise UserError("cannot reach it")
+
+    monkeypatch.setattr(hub, "fetch", offline)
+    line = mistake("org/name")
+    assert line.startswith("--data org/name") and line.endswith("cannot reach it")
+
+
+GOOD = '{"text": "a"}\n'
+BAD_JSON_LINES = [
+    (GOOD + "\n" + '{"body": 1, "id": 2}\n' + GOOD * 5, "line 3 .*body, id"),
+    (GOOD + "{oops\n" + GOOD, "line 2 is not JSON"),
+    (GOOD + "[" * 100_000 + "\n" + GOOD, "line 2 is not JSON"),
+    (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
+    ("[1]\n" + GOOD, "line 1 .*object"),
+    ('"text"\n' + GOOD, "line 1 .*object"),
+    (
+        '{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300,
+        'line 101 has no "text" that is a text: it is 5',
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "problem"), BAD_JSON_LINES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_bad_line_is_named(tmp_path, lines, problem, suffix):
+    body = lines.encode("utf-8", "surrogateescape")
+    path = write(tmp_path / f"a{suffix}", gzip.compress(body) if suffix.endswith("gz") else body)
+    assert re.search(f"{re.escape(path)} {problem}", mistake(path))
+
+
+def test_mistakes_in_gz_and_parquet(tmp_path):
+    packed = gzip.compress(b'{"text": "a"}\n' * 5000)
+    for damaged in (packed[:60], packed[:30] + bytes(20) + packed[50:], b'{"text": "a"}\n'):
+        assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", damaged))
+    assert "a.parquet is a damaged parquet file" in mistake(write(tmp_path / "a.parquet", b"PAR1 nonsense"))
+    path = Path(write_rows(tmp_path / "b.parquet", ["some text " * 50] * 50))
+    body, about = path.read_bytes(), pyarrow.parquet.read_metadata(path).row_group(0).column(1)
+    page = about.dictionary_page_offset
+    assert "is a damaged parquet file" in mistake(write(path, body[:page] + b"\xff" * 40 + body[page + 40 :]))
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "c.parquet")
+    assert "has no column 'text': its columns are content, n" in mistake(tmp_path / "c.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
+    assert 'row 1 has no "text" that is a text: it is 1' in mistake(tmp_path / "d.parquet")
+
+
+BOMB = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_DATA, (500 << 20, 500 << 20))
+from nanochat.data.sources import open_corpus
+from nanochat.cli import UserError
+begin = time.process_time()
+try:
+    open_corpus(sys.argv[1])
+except UserError as error:
+    print(time.process_time() - begin < 2, error)
+"""
+
+
+@pytest.mark.parametrize("content", ["zeros", "blank lines", "one long line"])
+def test_a_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
+    body = {"zeros": b"\0", "blank lines": b"\n", "one long line": b"a"}[content] * (1 << 20)
+    path = tmp_path / ("a.jsonl" if content == "one long line" else "a.jsonl.gz")
+    with path.open("wb") if path.suffix == ".jsonl" else gzip.open(path, "wb", 1) as file:
+        for _ in range(80):
+            file.write(body)
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BOMB, str(path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"True {path}"), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["one value", "many values", "a long page", "many rows"])
+def test_a_parquet_bomb_is_refused_in_two_seconds_and_500_mb(tmp_path, content):
+    """A dictionary holds a value once, however many rows have it, and brotli packs a million to one."""
+    path = tmp_path / "a.parquet"
+    places = {"one value": [0] * 1000, "many values": [*range(4)] * 250, "many rows": np.zeros(10**7, dtype=np.int32)}
+    if content == "a long page":
+        column: Any = pyarrow.array(["a" * (1 << 29)])
+    else:
+        values = ["a" * 100] if content == "many rows" else [letter * 800_000 for letter in "abcd"]
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(places[content], pyarrow.int32()), values)
+    options = {"compression": "brotli", "use_dictionary": content != "a long page", "row_group_size": 10**8}
+    options |= {"compression_level": 5, "write_statistics": False}  # or a long page takes a quarter of a minute
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, dictionary_pagesize_limit=1 << 30, **options)
+    assert path.stat().st_size < 200_000
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BOMB, str(path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"True {path} unpacks to more than 100 times"), done.stdout + done.stderr
+
+
+def test_rows_that_python_cannot_hold_are_named(tmp_path):
+    bad = pyarrow.array([b"good", b"\xff\xfe"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    assert "a.parquet is a damaged parquet file ('utf-8' codec" in mistake(tmp_path / "a.parquet")
+
+
+def test_a_link_out_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "private.txt").write_text("secret")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.txt", "text " * 100)
+    write(folder / "b.txt", "text " * 100)
+    (folder / "c.txt").symlink_to("a.txt")  # inside
+    assert len(documents(open_corpus(str(folder))[0])) == 2
+    (tmp_path / "link").symlink_to(folder)  # the user's own link
+    assert open_corpus(str(tmp_path / "link"))
+    (folder / "d.txt").symlink_to(tmp_path / "private.txt")
+    assert f"{folder / 'd.txt'} is a link out of {folder}: copy the folder with `cp -rL`" in mistake(folder)
+    (folder / "d.txt").unlink()
+    (folder / "e").symlink_to(tmp_path)  # a folder's link is not followed, or refused
+    with contextlib.suppress(UserError):
+        assert "secret" not in "".join(documents(open_corpus(str(folder))[0]))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_empty_files(tmp_path, name):
+    path = tmp_path / name
+    write(path, "") if name.endswith((".txt", ".jsonl")) else write_rows(path, [])
+    assert "no text for training" in mistake(path)
+    good = write(tmp_path / "0.txt", "good")
+    assert "no text for validation" in mistake(good, str(path))
+    assert "(a." in mistake(tmp_path) and "--val_data" in mistake(tmp_path)
+
+
+def test_one_row_cannot_be_split(tmp_path):
+    assert "no text for training" in mistake(write_rows(tmp_path / "a.jsonl", ["one"]))
+    assert "no text for training" in mistake(write_rows(tmp_path / "a.parquet", ["one"]))
+
+
+def test_importing_does_no_work():
+    code = "import sys, nanochat.data.sources; print([m for m in ('pyarrow', 'torch') if m in sys.modules])"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,660 @@
+"""Chat evaluation: exact counts from known replies, letters by their logits, the same at any number of ranks."""
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat import cli, paths
+from nanochat.cli import UserError
+from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
+from nanochat.device import Device
+from nanochat.engine import Engine, SamplingParams
+from nanochat.evals.chat import (
+    Graded,
+    Result,
+    chat_core,
+    converse,
+    evaluate,
+    graded_choices,
+    preferred_letters,
+    readable,
+)
+from nanochat.rollout import Reply
+from nanochat.sampling import seed_of
+from nanochat.task import Example, Task, choice_example, chosen_letter
+from nanochat.tasks.registry import BUILT_IN, task_class
+
+CONTEXT = 64
+GREEDY = SamplingParams(temperature=0)
+
+
+class Echo(Task):
+    """Say a number after me; questions differ in length, and every tenth one is far too long."""
+
+    name, kind, baseline = "echo", "generative", 0.2
+
+    def __init__(self, count: int = 20, too_long: bool = False):
+        self.count, self.too_long = count, too_long
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, index: int) -> Example:
+        words = "now " * (CONTEXT if self.too_long and index % 10 == 0 else index * 7 % 5)
+        question = [{"role": "user", "content": f"Say {words}{index}"}]
+        return Example([*question, {"role": "assistant", "content": str(index)}], index)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        return text_of(reply) == str(example.answer)
+
+
+class Letters(Task):
+    """Two to four letters to choose from; the last one is right."""
+
+    name, kind, baseline = "choose", "choice", 0.25
+
+    def __init__(self, count: int = 12, alphabet: str = "ABCD"):
+        self.count, self.alphabet = count, alphabet
+
+    def __len__(self) -> int:
+        return self.count
+
+    def example(self, index: int) -> Example:
+        letters = tuple(self.alphabet[: 2 + index % 3])
+        return choice_example("?" * (index + 1), letters, letters, letters[-1])
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        return chosen_letter(reply) == example.answer
+
+
+class Known:
+    """An engine whose replies a function gives, from the question's text; it remembers what it was asked."""
+
+    def __init__(self, reply: Callable[[str], str | list[int]], device: Device | None = None):
+        self.reply, self.device, self.tokenizer = reply, device or cpu_device(), tiny_tokenizer()
+        self.calls: list[tuple[list[str], dict[str, Any]]] = []
+        self.reply_end = self.tokenizer.encode_special("<|assistant_end|>")
+        self.stop_ids = {self.reply_end, self.tokenizer.get_bos_token_id()}
+
+    ending = Engine.ending
+
+    def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
+        start, end = (self.tokenizer.encode_special(f"<|user_{edge}|>") for edge in ("start", "end"))
+        questions = [
+            self.tokenizer.decode(ids[len(ids) - ids[::-1].index(start) : len(ids) - 1 - ids[::-1].index(end)])
+            for ids in prompts
+        ]
+        self.calls.append((questions, settings))
+        replies = [self.reply(question) for question in questions]
+        new = [self.tokenizer.encode(reply) if isinstance(reply, str) else reply for reply in replies]
+        return new, [[1] * len(ids) for ids in new]
+
+
+def number_in(question: str) -> int:
+    return int(question.rpartition(" ")[2])
+
+
+def tiny_model(context: int = CONTEXT) -> Any:
+    return lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=context))
+
+
+def grade(
+    task: Task, engine: Any, sampling: SamplingParams = GREEDY, model: Any = None, **settings: Any
+) -> tuple[Result, list[Graded]]:
+    settings = {"batch_rows": 4, "keep": 10**6, **settings}
+    return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
+
+
+# ---------------------------------------------------------------------- a chat
+
+
+def test_a_chat_is_read_turn_by_turn_as_far_as_it_fits() -> None:
+    read: list[list[int]] = []
+
+    class Listening(Known):
+        model = tiny_model()
+
+        def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
+            read.extend(prompts)
+            return super().generate(prompts, **settings)
+
+    engine: Any = Listening(lambda question: f"{question}!")
+    turns = converse(engine, ["QQQQQQQQ", "ZZZZZZZZ", "XXXXXXXX"], SamplingParams(seed=7), max_tokens=20)
+    assert [(turn["role"], text_of(turn["content"])) for turn in turns[:3]] == [
+        *(("user", "QQQQQQQQ"), ("assistant", "QQQQQQQQ!"), ("user", "ZZZZZZZZ")),
+    ]
+    assert read[:2] == [render_prompt(engine.tokenizer, turns[:1]), render_prompt(engine.tokenizer, turns[:3])]
+    assert read[2] == render_prompt(engine.tokenizer, turns[2:5])  # with the first turn it leaves no 20 tokens
+    assert [settings["sampling"].seed for _, settings in engine.calls] == [7, 8, 9]  # as in chat_cli
+
+
+# ---------------------------------------------------------------------- generative tasks
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3, 4, 100])
+def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
+    engine = Known(lambda question: str(min(number_in(question), 12)))  # right up to 12
+    result, replies = grade(Echo(), engine, SamplingParams(temperature=0, seed=7), batch_rows=batch_rows, max_tokens=9)
+    expected = {"kind": "generative", "correct": 13, "total": 20, "questions": 20, "accuracy": 0.65, "baseline": 0.2}
+    assert dataclasses.asdict(result).items() >= {**expected, "too_long": 0}.items()
+    asked = [question for questions, _ in engine.calls for question in questions]
+    assert sorted(map(number_in, asked)) == list(range(20))
+    assert [len(questions) for questions, _ in engine.calls[:-1]] == [batch_rows] * (len(engine.calls) - 1)
+    assert len(engine.calls) == -(-20 // batch_rows)
+    sampling = [one for _, settings in engine.calls for one in settings.pop("sampling")]
+    assert sampling == [SamplingParams(temperature=0, seed=seed_of(7, row)) for row in range(20)]
+    for _, settings in engine.calls:
+        assert settings == {"max_tokens": 9, "keep_stop": True}
+    for reply in replies:
+        number = number_in(reply.messages[-1]["content"])
+        assert reply.reply == [{"type": "text", "text": str(min(number, 12))}]
+        assert reply.correct == (number <= 12)
+        assert [message["role"] for message in reply.messages] == ["user"]  # without the answer
+
+
+def test_only_the_assistants_end_is_an_end() -> None:
+    """A right text that goes on as a document of its own is wrong; one that is cut off is counted, and graded."""
+    engine = Known(lambda question: [])
+
+    def reply(question: str) -> list[int]:
+        number = number_in(question)
+        last = ([engine.reply_end], [engine.tokenizer.get_bos_token_id()], [])[number % 3]
+        return [*engine.tokenizer.encode(str(number)), *last]
+
+    engine.reply = reply
+    result, replies = grade(Echo(12), engine)
+    assert (result.correct, result.total, result.cut_off) == (8, 12, 4)
+    numbers = [number_in(one.messages[-1]["content"]) for one in replies if not one.correct]
+    assert sorted(numbers) == [1, 4, 7, 10]
+
+
+def test_questions_of_a_length_share_a_batch_and_come_back_in_order() -> None:
+    engine = Known(lambda question: "")
+    _, replies = grade(Echo(), engine)
+    lengths = [len(question) for questions, _ in engine.calls for question in questions]
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 4
+    order = [number_in(reply.messages[-1]["content"]) for reply in replies]
+    for batch_rows in (1, 7, 20):
+        _, again = grade(Echo(), Known(lambda question: ""), batch_rows=batch_rows)
+        assert again == replies
+    assert [number_in(one.messages[-1]["content"]) for one in grade(Echo(), engine, keep=3)[1]] == order[:3]
+
+
+def test_fewer_examples_are_the_first_of_one_shuffled_order() -> None:
+    def asked(count: int | None) -> list[int]:
+        result, replies = grade(Echo(1000), Known(lambda question: ""), max_examples=count)
+        assert result.questions == result.total == (count or 1000)
+        return [number_in(reply.messages[-1]["content"]) for reply in replies]
+
+    everything = asked(None)
+    assert sorted(everything) == list(range(1000))
+    assert asked(5) == everything[:5] and asked(40) == everything[:40]
+    assert max(everything[:40]) > 500 > min(everything[:40])
+
+
+def test_several_samples_are_averaged() -> None:
+    turn = {"count": 0}
+
+    def reply(question: str) -> str:  # 3 of 4 replies to an even number are right, none to an odd one
+        turn["count"] += 1
+        number = number_in(question)
+        return str(number) if number % 2 == 0 and turn["count"] % 4 else "no"
+
+    engine = Known(reply)
+    result, replies = grade(Echo(), engine, SamplingParams(temperature=0.7), samples=4)
+    assert (result.correct, result.total, result.questions, result.accuracy) == (30, 80, 20, 0.375)
+    alone, _ = grade(Echo(40), Known(lambda q: str(number_in(q)) if number_in(q) < 15 else ""))
+    assert alone.accuracy == 0.375 and alone.high - alone.low < result.high - result.low  # of 20 questions, not of 80
+    assert len(replies) == 20
+    assert all(len(set(questions)) == 1 for questions, _ in engine.calls)  # the four go together
+
+
+def test_a_question_that_does_not_fit_is_wrong_and_counted() -> None:
+    engine = Known(lambda question: str(number_in(question)))
+    result, replies = grade(Echo(too_long=True), engine, SamplingParams(), samples=3)
+    assert (result.correct, result.total, result.questions, result.too_long) == (54, 60, 20, 2)
+    assert result.accuracy == 0.9
+    assert len(replies) == 18
+    nothing, replies = grade(Echo(1, too_long=True), Known(lambda question: "0"))
+    assert (nothing.correct, nothing.total, nothing.too_long, replies) == (0, 1, 1, [])
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
+    class One(Echo):
+        def example(self, index: int) -> Example:
+            return Example([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "y")
+
+    length = len(render_prompt(tiny_tokenizer(), One().example(0).question))
+    engine = Engine(tiny_model(length + room), tiny_tokenizer(), cpu_device())
+    generative, _ = grade(One(1), engine, model=engine.model)
+    assert generative.too_long == (room < 1)
+
+    class OneLetter(Letters):
+        def example(self, index: int) -> Example:
+            return dataclasses.replace(One().example(0), answer="b", letters=("a", "b"))
+
+    choice, _ = grade(OneLetter(1), engine, model=engine.model)
+    assert choice.too_long == (room < 0)  # nothing is written: the prompt may fill it all
+
+
+def test_the_engine_itself_replies() -> None:
+    """A model alone, greedy, gives the same texts."""
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    engine = Engine(model, tokenizer, cpu_device())
+    _, replies = grade(Echo(6), engine, model=model, max_tokens=5)
+    assert len(replies) == 6
+    for reply in replies:
+        prompt = render_prompt(tokenizer, reply.messages)
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 5:
+            token = int(model(torch.tensor([ids]))[0, -1].argmax())
+            if token in engine.stop_ids:
+                break
+            ids.append(token)
+        assert reply.reply == parse_reply(tokenizer, ids[len(prompt) :])
+    assert len({text_of(reply.reply) for reply in replies}) > 3
+
+
+# ---------------------------------------------------------------------- reference answers fed back
+
+
+def spoiled(name: str, text: str) -> str:
+    """The last text of a right reply with one thing wrong."""
+    if name == "stories":
+        return text.partition(". ")[2]  # begins in the middle
+    if name == "questions":
+        return text.replace("The", "A", 1) if "The" in text else f"{text} And so on."
+    if name in ("identity", "unknown"):
+        return text[:-1]
+    if name == "spelling":
+        return re.sub(r"(\w)-(\w)", r"\1-\1-\2", text, count=1)
+    digits = re.findall(r"\d", text)[-1]  # the last digit of a sum or a count
+    return str((int(digits) + 1) % 10).join(text.rsplit(digits, 1))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_reference_answers_score_all_and_spoiled_ones_nothing(
+    name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_class(name), "__len__", lambda task: 100)
+    tokenizer, task = tiny_tokenizer(), task_class(name)("test")
+    right: dict[tuple[int, ...], list[int]] = {}
+    wrong: dict[tuple[int, ...], list[int]] = {}
+    for example in map(task.example, range(len(task))):
+        prompt = render_prompt(tokenizer, example.question)
+        ids = render(tokenizer, example.messages).ids
+        assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.encode_special("<|assistant_end|>")
+        right[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
+        content = example.messages[-1]["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        last = {"type": "text", "text": spoiled(name, parts[-1]["text"])}
+        ids = render(tokenizer, [*example.question, {"role": "assistant", "content": [*parts[:-1], last]}]).ids
+        wrong[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
+
+    class Table(Known):
+        def __init__(self, table: dict[tuple[int, ...], list[int]]):
+            super().__init__(lambda question: "")
+            self.table = table
+
+        def generate(self, prompts: Sequence[list[int]], **settings: Any) -> Any:
+            new = [self.table[tuple(prompt)] for prompt in prompts]
+            return new, [[1] * len(ids) for ids in new]
+
+    settings = {"batch_rows": 32, "model": tiny_model(4096)}
+    result, replies = grade(task, Table(right), **settings)
+    assert (result.correct, result.total, result.too_long) == (100, 100, 0)
+    assert any("->" in readable(one.reply) for one in replies) == (name in ("addition", "arithmetic", "letters"))
+    assert grade(task, Table(wrong), **settings)[0].correct == 0
+
+
+@pytest.mark.parametrize(("is_best", "accuracy"), [(True, 0.926), (False, 0.0)])
+def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: float, monkeypatch) -> None:
+    """By the best moves of a game, and by what is no move."""
+    tokenizer = tiny_tokenizer()
+
+    def sampler(prompts: Sequence[Sequence[int]], settings: Any, max_tokens: int) -> list[Reply]:
+        replies = []
+        for prompt in prompts:
+            left = int(re.findall(r"(\d+) (?:stones|left)", tokenizer.decode(prompt))[-1])
+            move = str(left % 4 or 1) if is_best else "none"
+            ids = [*tokenizer.encode(move), tokenizer.encode_special("<|assistant_end|>")]
+            replies.append(Reply(ids, [1] * len(ids), [0.0] * len(ids), "complete"))
+        return replies
+
+    monkeypatch.setattr("nanochat.evals.chat.engine_sampler", lambda *_: sampler)
+    result, replies = grade(task_class("nim")("test"), Known(str), max_examples=100, model=tiny_model(300))
+    assert result.questions == 100 and result.accuracy == pytest.approx(accuracy, abs=0.06)
+    assert all(reply.messages[0]["content"].startswith("Nim with") for reply in replies)
+    assert (max(len(reply.messages) for reply in replies) > 3) == is_best
+
+
+# ---------------------------------------------------------------------- choice tasks
+
+
+class HandSet:
+    """A model with the logits that a table gives to each prompt's last position, and misleading ones elsewhere."""
+
+    def __init__(self, table: dict[tuple[int, ...], dict[int, float]]):
+        self.table, self.config = table, tiny_config(sequence_len=400)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        self.shapes.append(tuple(tokens.shape))
+        hidden = torch.zeros(*tokens.shape, tiny_tokenizer().vocab_size)
+        hidden[..., tiny_tokenizer().encode("A")[0]] = 99.0
+        for row, ids in zip(hidden, tokens.tolist(), strict=True):
+            prompt = next(prompt for prompt in self.table if tuple(ids[: len(prompt)]) == prompt)
+            row[len(prompt) - 1] = 0.0
+            for token, logit in self.table[prompt].items():
+                row[len(prompt) - 1, token] = logit
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def test_the_likeliest_of_the_letters_is_the_answer() -> None:
+    tokenizer, task = tiny_tokenizer(), Letters()
+    a, b, c, d, other = (tokenizer.encode(text)[0] for text in ("A", "B", "C", "D", " the"))
+    scores = {  # by how many letters the question has: what is no letter, or none of this question's, is not chosen
+        2: {a: 1.0, b: 2.0, c: 8.0, d: 7.0, other: 9.0},  # B, right
+        3: {a: -3.0, b: -1.0, c: -2.0, d: 5.0, other: 9.0},  # B, wrong
+        4: {a: 1.0, b: 2.0, c: 3.0, d: 3.5, other: 9.0},  # D, right
+    }
+    examples = [task.example(index) for index in range(12)]
+    table = {tuple(render_prompt(tokenizer, e.question)): scores[len(e.letters)] for e in examples}
+    model, engine = HandSet(table), Known(lambda question: "")
+    result, replies = grade(task, engine, model=model, batch_rows=5, samples=3)
+    assert (result.kind, result.correct, result.total, result.accuracy, result.baseline) == (
+        "choice", 8, 12, 8 / 12, 0.25,
+    )  # fmt: skip
+    assert engine.calls == []  # nothing is sampled, and one pass a batch is enough
+    assert [rows for rows, _ in model.shapes] == [5, 5, 2]
+    for reply in replies:
+        letters = len(re.findall(r"^- ", reply.messages[-1]["content"], re.M))
+        assert text_of(reply.reply) == {2: "B", 3: "B", 4: "D"}[letters]
+        assert reply.correct == (letters != 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_letters_are_preferred_as_by_the_model_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    device = cpu_device(dtype=dtype)
+    exact = tiny_model()
+    model = lively_model(exact.config, kernels=device.kernels)
+    computed: list[torch.dtype] = []
+    logits_of = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: computed.append(hidden.dtype) or logits_of(hidden))
+    letters = [tokenizer.encode(text)[0] for text in "ABCDEFGH"]
+    prompts = [torch.randint(0, 256, (length,)).tolist() for length in (5, 60, 23, 64, 9, 31, 12, 40)]
+    rows = [letters[: 2 + i % 7] for i in range(8)]
+    preferred = preferred_letters(model, prompts, rows, device)
+    assert computed == [dtype]
+    gaps = 0
+    for prompt, row, chosen in zip(prompts, rows, preferred, strict=True):
+        logits = exact(torch.tensor([prompt]))[0, -1][row]
+        if dtype == torch.bfloat16 and logits.topk(2).values.diff().abs() < 0.3:
+            continue
+        gaps += 1
+        assert chosen == int(logits.argmax())
+    assert gaps > 3 and len(set(preferred)) > 2
+
+
+def test_a_letter_that_is_no_single_token_is_told() -> None:
+    with pytest.raises(UserError, match="--tasks choose: the letter 'É' is 2 tokens of this tokenizer"):
+        grade(Letters(alphabet="AÉCD"), Known(lambda question: ""))
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+class Odd(Echo):
+    """Half of all replies are right, whatever they say."""
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        return sum(text_of(reply).encode()) % 2 == 0
+
+
+def grade_on_a_rank(device: Device, kind: str, count: int) -> tuple[dict[str, Any], list[tuple[Any, Any, bool]]]:
+    model = tiny_model(160)
+    engine = Engine(model, tiny_tokenizer(), device)
+    task = Odd(count, too_long=True) if kind == "generative" else Letters(count)
+    result, replies = grade(task, engine, SamplingParams(), model, batch_rows=4, max_tokens=6, samples=2)
+    figures = {key: value for key, value in dataclasses.asdict(result).items() if key != "seconds"}
+    return figures, [(reply.messages, reply.reply, reply.correct) for reply in replies]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("generative", 15), ("choice", 15), ("generative", 1)])
+def test_two_ranks_find_the_same_and_share_the_work(kind: str, count: int) -> None:
+    alone, replies = grade_on_a_rank(cpu_device(), kind, count)
+    (one, first), (two, second) = run_ranks(grade_on_a_rank, kind, count)
+    assert one == two == alone
+    if count > 1:
+        assert 0 < alone["correct"] < alone["total"]
+        assert first and second
+    assert sorted([*first, *second], key=repr) == sorted(replies, key=repr)  # sampled, and yet the same
+
+
+# ---------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize(
+    ("correct", "low", "high"),
+    # (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n) with z = 1.96, n = 10
+    [(0, 0.0, 0.27754), (5, 0.23659, 0.76341), (8, 0.49016, 0.94332), (10, 0.72246, 1.0)],
+)
+def test_the_interval_is_wilsons(correct: int, low: float, high: float) -> None:
+    result, _ = grade(Echo(10), Known(lambda question: str(min(number_in(question), correct - 1))))
+    assert result.correct == correct
+    assert (result.low, result.high) == pytest.approx((low, high), abs=2e-5)
+
+
+def test_chat_core_is_the_mean_above_guessing() -> None:
+    assert chat_core([(0.25, 0.25), (1.0, 0.25), (0.4, 0.0)]) == pytest.approx((0 + 1 + 0.4) / 3)
+    assert chat_core([(0.1, 0.25)]) == pytest.approx(-0.2)  # worse than guessing
+
+
+def test_a_reply_reads_with_its_calls() -> None:
+    def part(kind: str, text: str) -> Part:
+        return {"type": kind, "text": text}
+
+    parts = [part("text", "Let me see "), part("python", "2+3"), part("python_output", "5"), part("text", " It is 5.")]
+    assert readable(parts) == "Let me see [2+3] [-> 5] It is 5."
+    assert readable([part("python", "2+"), part("text", "hm")]) == "[2+] hm"  # cut off before its answer
+    assert readable([part("python_output", "5")]) == "[-> 5]"
+    assert readable([]) == ""
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
+    names = [choice.name for choice in graded_choices("")]
+    assert names == ["stories", "questions", "addition", "arithmetic", "spelling", "letters", "identity", "unknown"]
+    assert [(c.name, c.path) for c in graded_choices("addition,gsm8k=some/folder")] == [
+        ("addition", None), ("gsm8k", "some/folder"),
+    ]  # fmt: skip
+
+
+def test_tasks_that_cannot_be_graded_are_told(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text("")
+    for text, words in (
+        ("smoltalk", "--tasks smoltalk: a dialogue has no right answer to grade; those with one are stories, .*mmlu"),
+        ("addition,smoltalk", "--tasks smoltalk: a dialogue"),
+        (str(own), f"--tasks {own}: a dialogue"),
+        ("addition:2", "--tasks addition:2: a weight is for training"),
+        ("addition,stories,addition", "--tasks names addition twice"),
+        ("adition", "did you mean addition"),
+        (" ", "--tasks is empty"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            graded_choices(text)
+        assert "\n" not in str(error.value) and "smoltalk" not in str(error.value).partition("those with one")[2]
+
+
+def test_nothing_cannot_be_evaluated() -> None:
+    with pytest.raises(UserError, match="--tasks echo: there are no examples"):
+        grade(Echo(0), Known(lambda question: ""))
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An SFT checkpoint at step 5, whose model was never trained."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    return save_step(5)
+
+
+def save_step(step: int) -> Path:
+    folder = paths.checkpoint_dir("sft", "tiny")
+    return save_checkpoint(folder, step, tiny_model(128), tiny_tokenizer(), {})
+
+
+def call(*argv: str) -> None:
+    module = importlib.import_module("scripts.chat_eval")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["chat_eval", "--device=cpu", "--dtype=float32", "--max_tokens=6", *argv])
+        cli.run(module.main, module.Config)
+
+
+def written() -> dict[str, Any]:
+    return json.loads((paths.run_dir("sft", "tiny") / "chat_eval.json").read_text(encoding="utf-8"))
+
+
+def always_right(*args: Any, **settings: Any) -> bool:
+    return True
+
+
+def test_results_are_written_and_those_of_a_step_add_up(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("--tasks=addition,spelling", "--max_examples=5", "--show=1")
+    first, out = written(), capsys.readouterr().out
+    assert first["step"] == 5
+    assert list(first["tasks"]) == ["addition", "spelling"]
+    assert {field.name for field in dataclasses.fields(Result)} | {"settings"} == set(first["tasks"]["addition"])
+    settings = first["tasks"]["addition"]["settings"]
+    assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.05, 5)  # the checkpoint's
+    assert first["tasks"]["addition"]["questions"] == 5
+    assert first["chatcore"] == 0.0
+    assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
+    assert set(first["samples"][0]) == {"task", "messages", "reply", "correct"}
+    # Without what is the same nothing in every row: guessing, and questions that are too long.
+    assert re.search(r"^task +accuracy +95% interval +questions +(cut off +)?seconds\n-+\naddition +0\.0%", out, re.M)
+    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +5 ", out, re.M)
+    assert "task 2/2 spelling: 0.0%, " in out and "too long" not in out and "guessing" not in out
+    assert re.search(r"^addition, wrong\n  user: .*\d+.*\n  assistant: ", out, re.M)
+    assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
+
+    monkeypatch.setattr(task_class("spelling"), "grade", always_right)
+    monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
+    call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
+    both, out = written(), capsys.readouterr().out
+    assert list(both["tasks"]) == ["addition", "spelling", "letters"]
+    assert both["tasks"]["addition"] == first["tasks"]["addition"]
+    assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 5
+    assert both["chatcore"] == pytest.approx((0 + 1 + both["tasks"]["letters"]["accuracy"]) / 3)
+    assert [sample["task"] for sample in both["samples"]] == ["addition", "letters", "letters", "spelling", "spelling"]
+    assert "the mean over 3 tasks, 1 of them evaluated before" in out
+
+    call("--tasks=addition", "--max_examples=3", "--show=1")  # a quick look does not cost the figures
+    assert written() == both
+    out = capsys.readouterr().out
+    assert "chat_eval.json keeps its result with max_examples 5, not 3 (" in out and "not written" not in out
+    assert "the mean over 3 tasks, 3 of them evaluated before" in out
+
+    # As after the speedrun, which samples its stories: one task has other settings in the file, another is new.
+    call("--tasks=letters,identity", "--max_examples=4", "--show=1")
+    mixed = written()
+    assert mixed["tasks"]["letters"] == both["tasks"]["letters"] and mixed["tasks"]["identity"]["questions"] == 4
+    assert [sample["task"] for sample in mixed["samples"]] == [
+        *(sample["task"] for sample in both["samples"]),
+        "identity",
+    ]
+    assert "the mean over 4 tasks, 3 of them evaluated before" in capsys.readouterr().out
+
+    save_step(6)
+    call("--tasks=addition", "--max_examples=3", "--show=0")
+    newer = written()
+    assert (newer["step"], list(newer["tasks"]), newer["samples"]) == (6, ["addition"], [])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 5, "tasks": {"a": {}}, "samples": []}'])
+def test_a_damaged_file_is_written_anew(checkpoint: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    path = paths.run_dir("sft", "tiny") / "chat_eval.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    call("--tasks=addition", "--max_examples=2")
+    assert list(written()["tasks"]) == ["addition"]
+    assert "chat_eval.json is damaged" in capsys.readouterr().err
+
+
+def test_a_checkpoint_given_by_its_folder_leaves_no_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call(f"--source={checkpoint}", "--tasks=addition", "--max_examples=2")
+    assert "ChatCORE" in capsys.readouterr().out
+    assert not (paths.base_dir() / "runs").exists()
+
+
+def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def recorded(engine: Engine, prompts: Any, **settings: Any) -> Any:
+        seen.append({"rows": len(prompts), **settings})
+        return [[] for _ in prompts], [[] for _ in prompts]
+
+    monkeypatch.setattr(Engine, "generate", recorded)
+    call(
+        *("--tasks=addition", "--max_examples=3", "--samples=2", "--temperature=0.5", "--top_k=7", "--top_p=0.9"),
+        *("--seed=11", "--device_batch_size=4"),
+    )
+    sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
+    assert seen[:2] == [
+        {"rows": 4, "max_tokens": 6, "sampling": sampling[:4], "keep_stop": True},
+        {"rows": 2, "max_tokens": 6, "sampling": sampling[4:], "keep_stop": True},
+    ]
+    assert [one["rows"] for one in seen[2:]] == [1, 1, 1]  # the chat for the report, turn by turn
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer"),
+        (["--tasks=nosuch"], "--tasks nosuch: no such task"),
+        (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature"),
+        (["--samples=0"], "--samples 0: at least 1"),
+        (["--max_examples=0"], "--max_examples 0: at least 1"),
+        (["--max_tokens=0"], "--max_tokens 0: at least 1"),
+        (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
+        (["--show=-1"], "--show -1: at least 0"),
+        (["--temperature=-1"], "--temperature -1.0"),
+        (["--source=rl"], "there is no rl checkpoint"),
+        (["--model_tag=other"], "that is whole"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_cost_a_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        call(*argv)
+    err = capsys.readouterr().err
+    assert leaving.value.code in (1, 2)
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err

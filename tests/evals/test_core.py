@@ -1,0 +1,613 @@
+"""CORE on a bundle of our own: prompts letter by letter, scores against a plain computation, damage in one line."""
+
+import hashlib
+import io
+import json
+import math
+import random
+import re
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
+from torch import Tensor
+
+from nanochat import paths
+from nanochat.cli import UserError
+from nanochat.device import Device
+from nanochat.evals import core
+from nanochat.evals.core import (
+    CoreTask,
+    ScoredText,
+    core_example,
+    evaluate,
+    open_bundle,
+    padded_length,
+    prompts,
+    scored_texts,
+    wilson_interval,
+)  # fmt: skip
+from nanochat.tokenizer import Tokenizer
+from scripts import base_eval
+
+YAML = """
+icl_tasks:
+-
+  label: animals
+  dataset_uri: language/animals.jsonl
+  num_fewshot: [1]
+  icl_task_type: multiple_choice
+  continuation_delimiter: "\\nAnswer: " # between question and answer
+-
+  label: pronouns
+  dataset_uri: language/pronouns.jsonl
+  num_fewshot: [0]
+  icl_task_type: schema
+-
+  label: endings
+  dataset_uri: endings.jsonl
+  num_fewshot: [2]
+  icl_task_type: language_modeling
+"""
+TABLE = """Eval Task,Task Category,#shots,Random baseline,Description
+animals,language,1,25,"Which animal, in a word"
+another,world,0,9.1,none
+pronouns,language,0,50,who
+endings,language,2,0,how it ends
+"""
+ANIMALS = [
+    {"query": "What barks?", "choices": ["the dog", "the cat"], "gold": 0},
+    {"query": "What purrs?", "choices": ["the dog", "the cat", "the owl"], "gold": 1},
+    {"query": "What hoots?", "choices": ["an ox", "an owl"], "gold": 1},
+]
+PRONOUNS = [
+    {"context_options": ["The cup fell on the plate and the cup", "The cup fell on the plate and the plate"],
+     "continuation": "broke.", "gold": 1},
+    {"context_options": ["Ann saw Tom and Ann", "Ann saw Tom and Tom"], "continuation": "waved.", "gold": 0},
+]  # fmt: skip
+ENDINGS = [{"context": f" {word} and then ", "continuation": f"{word} again"} for word in ("hop", "run", "the", "从")]
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def bundle(tmp_path) -> Path:
+    """A whole bundle, as it lies unpacked."""
+    folder = tmp_path / "eval_bundle"
+    (folder / "eval_data" / "language").mkdir(parents=True)
+    (folder / "core.yaml").write_text(YAML)
+    (folder / "eval_meta_data.csv").write_text(TABLE)
+    for name, rows in (("language/animals", ANIMALS), ("language/pronouns", PRONOUNS), ("endings", ENDINGS)):
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (folder / "eval_data" / f"{name}.jsonl").write_text(lines + "\n\n")
+    return folder
+
+
+def task(kind: str, examples: list[dict[str, Any]], shots: int = 0, **changes: Any) -> CoreTask:
+    checked = [core_example(fields, kind) for fields in examples]
+    fields = {"label": "t", "kind": kind, "examples": checked, "shots": shots, "delimiter": " ", "baseline": 0.0}
+    return CoreTask(**{**fields, **changes})
+
+
+# ---------------------------------------------------------------------- the bundle
+
+
+def test_the_bundle_is_read(bundle):
+    for source in (bundle, bundle.parent):
+        animals, pronouns, endings = open_bundle(str(source))
+        assert (animals.label, animals.kind, animals.shots, animals.delimiter, animals.baseline) == (
+            "animals", "multiple_choice", 1, "\nAnswer: ", 0.25,
+        )  # fmt: skip
+        assert (pronouns.kind, pronouns.shots, pronouns.delimiter, pronouns.baseline) == ("schema", 0, " ", 0.5)
+        assert (endings.kind, endings.shots, endings.delimiter, endings.baseline) == ("language_modeling", 2, " ", 0)
+        assert sorted(endings.examples, key=str) == sorted(task("language_modeling", ENDINGS).examples, key=str)
+
+
+def test_examples_are_shuffled_with_a_fixed_seed_and_the_first_taken(bundle):
+    """What random.Random(1337).shuffle makes of ten lines."""
+    rows = [{"context": str(n), "continuation": "x"} for n in range(10)]
+    (bundle / "eval_data" / "endings.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [example.options[0][0] for example in open_bundle(str(bundle))[2].examples]
+    assert words == list("0372164589")
+    for most in (3, 4):
+        few = open_bundle(str(bundle), most)
+        assert [example.options[0][0] for example in few[2].examples] == words[:most]
+        assert [len(task.examples) for task in few] == [min(most, 3), 2, most]
+
+
+def edited(name: str, old: str, new: str | None):
+    """A damage: a file of the bundle with other text in it, or (None) gone."""
+
+    def damage(folder: Path) -> None:
+        path = folder / name
+        assert old in path.read_text()
+        path.unlink() if new is None else path.write_text(path.read_text().replace(old, new, 1))
+
+    return damage
+
+
+ROWS = "eval_data/language/animals.jsonl"
+DAMAGES = [
+    (edited("core.yaml", "", None), r"holds no core\.yaml: use --core download"),
+    (edited("eval_meta_data.csv", "", None), r"eval_meta_data\.csv: .*missing"),
+    (edited(ROWS, "", None), r"animals\.jsonl: .*missing"),
+    (edited(ROWS, '{"query"', '{"query'), "line 1: .*JSONDecodeError"),
+    (edited(ROWS, '{"query": "What barks?"', '[{"query": "x"}]\n{"query": "?"'), "line 1: "),
+    (edited(ROWS, '{"query": "What barks?"', "[" * 100_000 + '\n{"query": "?"'), "line 1: "),
+    (edited(ROWS, '"gold": 0', '"gold": 2'), "line 1: .*gold is 2, with 2 options"),
+    (edited(ROWS, '"gold": 0', '"gold": -1'), "gold is -1"),
+    (edited(ROWS, '"gold": 0', '"gold": true'), "gold is True"),
+    (edited(ROWS, '["an ox", "an owl"]', "7"), "line 3: "),
+    (edited(ROWS, '["an ox", "an owl"]', '["an ox", 4]'), "line 3: .*not a text"),
+    (edited(ROWS, '"query"', '"question"'), "line 1: .*query"),
+    (edited("eval_data/language/pronouns.jsonl", "continuation", "end"), "line 1: .*continuation"),
+    (edited("eval_data/endings.jsonl", '"hop again"', '" "'), "line 1: .*the continuation is empty"),
+    (edited("eval_data/endings.jsonl", '"hop again"', "7"), "line 1: "),
+    (edited("eval_meta_data.csv", "animals", "birds"), "animals .*no Random baseline"),
+    (edited("eval_meta_data.csv", "25", "a quarter"), r"eval_meta_data\.csv: .*a quarter"),
+    (edited("eval_meta_data.csv", "50", "100"), "pronouns .*Random baseline"),
+    (edited("eval_meta_data.csv", "Random", "Usual"), r"eval_meta_data\.csv: .*Random baseline"),
+    (edited("core.yaml", "  dataset_uri: endings.jsonl\n", ""), r"core\.yaml: .*dataset_uri"),
+    (edited("core.yaml", "endings.jsonl", "../../secret.jsonl"), "secret.*leads out"),
+    (edited("core.yaml", "endings.jsonl", "/etc/secret.jsonl"), "secret.*leads out"),
+    (edited("core.yaml", ": schema", ": guess"), "icl_task_type"),
+    (edited("core.yaml", "[0]", "[many]"), "num_fewshot of pronouns"),
+    (edited("core.yaml", "[0]", "[]"), "num_fewshot of pronouns"),
+    (edited("core.yaml", "[0]", "[true]"), "num_fewshot of pronouns"),
+    (edited("core.yaml", "endings\n", "animals\n"), r"core\.yaml: .*same label"),
+    (edited("core.yaml", "icl_tasks", "tasks"), r"core\.yaml: .*icl_tasks"),
+    (edited("core.yaml", "[1]", "[[1]"), r"core\.yaml: ParserError"),
+    (edited("core.yaml", "icl_tasks:", "icl_tasks: " + "[" * 5000), r"core\.yaml: "),
+    (
+        edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"),
+        r"core\.yaml: ConstructorError",
+    ),
+    (edited("core.yaml", "[2]", "[4]"), "leaves 4 examples of endings: it needs at least 5"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_damaged_bundle_is_one_line(bundle, damage, words):
+    damage(bundle)
+    with pytest.raises(UserError, match=words) as caught:
+        open_bundle(str(bundle))
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("--core")
+
+
+def test_other_mistakes(bundle, tmp_path):
+    with pytest.raises(UserError, match="--core_examples 2 .*endings"):
+        open_bundle(str(bundle), 2)
+    with pytest.raises(UserError, match="--core .*nowhere"):
+        open_bundle(str(tmp_path / "nowhere"))
+    (bundle / ROWS).write_bytes(b'{"query": "\xff"}')
+    with pytest.raises(UserError, match=r"animals\.jsonl.*utf-8"):
+        open_bundle(str(bundle))
+
+
+# ---------------------------------------------------------------------- zip and download
+
+
+def zipped(folder: Path) -> bytes:
+    """The bundle as it is published: everything below eval_bundle/."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, Path("eval_bundle") / path.relative_to(folder))
+    return buffer.getvalue()
+
+
+class Store:
+    """A server with one file, which answers `status` and remembers its requests."""
+
+    def __init__(self, body: bytes):
+        self.body, self.status, self.seen = body, 200, []
+        store = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format, *args):
+                pass
+
+            def do_GET(self):
+                store.seen.append((self.path, self.headers.get("Authorization")))
+                self.send_response(store.status)
+                self.send_header("Content-Length", str(len(store.body)))
+                self.end_headers()
+                self.wfile.write(store.body)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def store(bundle, monkeypatch):
+    store = Store(zipped(bundle))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(core, "BUNDLE_URL", f"{store.url}/eval_bundle.zip")
+    monkeypatch.setattr(core, "BUNDLE_SHA256", hashlib.sha256(store.body).hexdigest())
+    yield store
+    store.server.shutdown()
+    store.server.server_close()
+
+
+def test_the_bundle_is_downloaded_once_and_without_a_token(store, bundle, base):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(open_bundle("download"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [open_bundle(str(bundle))] * 3
+    assert store.seen == [("/eval_bundle.zip", None)]
+    left = sorted(path.name for path in (base / "data" / "core").iterdir() if not path.name.endswith("lock"))
+    assert left == ["eval_bundle"]
+
+
+def test_a_download_that_fails_names_the_next_step(store, base, monkeypatch):
+    next_step = r"fetch http.*eval_bundle\.zip.*--core PATH"
+    store.body = store.body[:-1] + b"?"
+    with pytest.raises(UserError, match=rf"--core download: .*damaged.*sha256.*{next_step}"):
+        open_bundle("download")
+    store.status = 404
+    with pytest.raises(UserError, match=rf"--core download: .*HTTP 404.*{next_step}"):
+        open_bundle("download")
+    monkeypatch.setattr(core, "BUNDLE_URL", "http://127.0.0.1:9/eval_bundle.zip")
+    with pytest.raises(UserError, match=rf"cannot reach 127.0.0.1:9.*{next_step}") as caught:
+        open_bundle("download")
+    assert "MODELSCOPE" not in str(caught.value) and "\n" not in str(caught.value)
+    assert not (base / "data" / "core" / "eval_bundle").exists()
+
+
+def test_an_interrupted_unpacking_leaves_no_half_bundle(store, base, bundle, monkeypatch):
+    def interrupted(archive: Path, folder: str) -> None:
+        (Path(folder) / "eval_bundle").mkdir()
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(core.shutil, "unpack_archive", interrupted)
+        open_bundle("download")
+    assert not (base / "data" / "core" / "eval_bundle").exists()
+    assert open_bundle("download") == open_bundle(str(bundle))
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def test_prompts_of_multiple_choice_letter_by_letter():
+    two = task("multiple_choice", ANIMALS[:2], shots=1, delimiter="\nAnswer: ")
+    solved = "What purrs?\nAnswer: the cat\n\n"
+    assert prompts(two, 0) == [f"{solved}What barks?\nAnswer: the dog", f"{solved}What barks?\nAnswer: the cat"]
+    solved = "What barks?\nAnswer: the dog\n\n"
+    assert prompts(two, 1) == [f"{solved}What purrs?\nAnswer: {it}" for it in ("the dog", "the cat", "the owl")]
+
+
+def test_prompts_of_schemas_letter_by_letter():
+    two = task("schema", PRONOUNS, shots=1)
+    solved = "Ann saw Tom and Ann waved.\n\nThe cup fell on the plate and the"
+    assert prompts(two, 0) == [f"{solved} cup broke.", f"{solved} plate broke."]
+    assert prompts(task("schema", PRONOUNS), 1) == ["Ann saw Tom and Ann waved.", "Ann saw Tom and Tom waved."]
+
+
+def test_prompts_of_language_modelling_letter_by_letter():
+    """Contexts are stripped everywhere, the prompt without its continuation also after the delimiter."""
+    two = task("language_modeling", ENDINGS[:2], shots=1, delimiter="\nEnd: ")
+    solved = "run and then\nEnd: run again\n\nhop and then\nEnd:"
+    assert prompts(two, 0) == [solved, f"{solved} hop again"]
+    assert prompts(task("language_modeling", ENDINGS), 3) == ["从 and then", "从 and then 从 again"]
+
+
+def test_solved_examples_come_by_a_fixed_seed_and_never_the_example_itself():
+    """The same as nanochat's: random.Random(1234 + place).sample over all the others."""
+    many = task("language_modeling", [{"context": f"c{n}", "continuation": f"e{n}"} for n in range(40)], shots=10)
+    for index in range(40):
+        others = [place for place in range(40) if place != index]
+        places = random.Random(1234 + index).sample(others, 10)
+        expected = "".join(f"c{place} e{place}\n\n" for place in places)
+        assert prompts(many, index) == [f"{expected}c{index}", f"{expected}c{index} e{index}"]
+    assert prompts(many, 0)[0].split("\n\n")[:3] == ["c29 e29", "c8 e8", "c1 e1"]
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def pieces(tokenizer: Tokenizer, texts: list[ScoredText]) -> list[tuple[str, str]]:
+    """What is not scored, and what is."""
+    return [
+        (tokenizer.decode(text.tokens[: text.start]), tokenizer.decode(text.tokens[text.start :])) for text in texts
+    ]
+
+
+def test_what_is_scored(tiny_tokenizer):
+    """The rest after a common beginning, however early options differ; for schemas a common end."""
+    rows = scored_texts(task("multiple_choice", ANIMALS), 1, tiny_tokenizer, 100)
+    expected = [("<|bos|>What purrs? the ", animal) for animal in ("dog", "cat", "owl")]
+    assert pieces(tiny_tokenizer, rows) == expected
+    rows = scored_texts(task("multiple_choice", ANIMALS), 2, tiny_tokenizer, 100)
+    assert pieces(tiny_tokenizer, rows) == [("<|bos|>What hoots? an o", "x"), ("<|bos|>What hoots? an o", "wl")]
+    rows = scored_texts(task("schema", PRONOUNS), 1, tiny_tokenizer, 100)
+    assert pieces(tiny_tokenizer, rows) == [
+        ("<|bos|>Ann saw Tom and Ann", " waved."),
+        ("<|bos|>Ann saw Tom and Tom", " waved."),
+    ]
+    (row,) = scored_texts(task("language_modeling", ENDINGS), 2, tiny_tokenizer, 100)
+    assert pieces(tiny_tokenizer, [row]) == [("<|bos|>the and then", " the again")]
+
+
+def test_a_token_across_the_border_belongs_to_the_continuation(tiny_tokenizer):
+    """ "t" and "he" without a delimiter make one token "the", so that the prompt's own last token is not there."""
+    (row,) = scored_texts(
+        task("language_modeling", [{"context": "a t", "continuation": "he"}], delimiter=""), 0, tiny_tokenizer, 100
+    )
+    assert pieces(tiny_tokenizer, [row]) == [("<|bos|>a", " the")]
+
+
+@pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
+def test_long_prompts_lose_their_beginning(tiny_tokenizer, kind):
+    examples = {"multiple_choice": ANIMALS, "schema": PRONOUNS, "language_modeling": ENDINGS}[kind]
+    whole = scored_texts(task(kind, examples, 1), 0, tiny_tokenizer, 10**6)
+    for context in (1000, 40, 12, 3, 2):
+        cut = scored_texts(task(kind, examples, 1), 0, tiny_tokenizer, context)
+        for short, long in zip(cut, whole, strict=True):
+            assert short.tokens == long.tokens[-context:]
+            scored = min(len(long.tokens) - long.start, len(short.tokens) - 1)  # nothing predicts the first token
+            assert len(short.tokens) - short.start == scored
+
+
+def test_few_lengths_and_little_padding():
+    lengths = {tokens: padded_length(tokens, 2048) for tokens in range(1, 2049)}
+    assert len(set(lengths.values())) == 16
+    assert all(tokens <= length <= max(64, -(-tokens // 64) * 64, 1.25 * tokens) for tokens, length in lengths.items())
+    assert padded_length(600, 2048) == 640 and padded_length(600, 610) == 610 and padded_length(0, 32) == 32
+
+
+# ---------------------------------------------------------------------- scores
+
+
+class Bigram:
+    """A model whose logits the token before decides."""
+
+    def __init__(self, table: Tensor, context: int = 64):
+        self.table, self.config = table, SimpleNamespace(sequence_len=context)
+        self.shapes: set[tuple[int, ...]] = set()
+        self.rows = 0  # that held text
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        self.shapes.add(tuple(tokens.shape))
+        self.rows += int((tokens != 0).any(dim=1).sum())
+        return tokens[..., None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[..., 0].long()]
+
+
+def follows(tokenizer: Tokenizer, *pairs: str) -> Tensor:
+    """Logits that put the second letter of each pair right after the first one; of later pairs less."""
+    table = torch.zeros(tokenizer.vocab_size, tokenizer.vocab_size)
+    for rank, pair in enumerate(pairs):
+        first, second = (tokenizer.encode(letter)[0] for letter in pair)
+        table[first, second] = 5.0 - rank / 10
+    return table
+
+
+def test_accuracy_and_centering_by_hand(tiny_tokenizer, capsys):
+    """Three of four, one of two, two of four: (3/4 - 1/4)/(3/4) = 2/3, (1/2 - 1/2)/(1/2) = 0, (1/2 - 0)/1 = 1/2."""
+    model = Bigram(follows(tiny_tokenizer, " x", "b ", "zx"))
+    choices = [{"query": "q", "choices": ["y", "x"], "gold": gold} for gold in (1, 0, 1, 1)]
+    schemas = [{"context_options": ["ac", "ab"], "continuation": "x", "gold": gold} for gold in (1, 0)]
+    endings = [("b", "x"), ("b", "y"), ("zb", "x"), ("b", "xx")]  # the last begins right and ends wrong
+    tasks = [
+        task("multiple_choice", choices, label="choices", baseline=0.25),
+        task("schema", schemas, label="schemas", baseline=0.5),
+        task("language_modeling", [{"context": a, "continuation": b} for a, b in endings], label="endings", shots=1),
+    ]
+    result = evaluate(model, tiny_tokenizer, tasks, cpu_device(), 3)  # type: ignore[arg-type]
+    measured = {label: (one["accuracy"], one["centered"], one["examples"]) for label, one in result.tasks.items()}
+    assert measured == {
+        "choices": (0.75, pytest.approx(2 / 3), 4),
+        "schemas": (0.5, 0.0, 2),
+        "endings": (0.5, 0.5, 4),
+    }
+    assert result.core == pytest.approx((2 / 3 + 0 + 1 / 2) / 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("core 1/3 choices: accuracy 0.7500, centered 0.6667 (0-shot, 4 examples, ")
+    assert len(lines) == 3 and all(one["cut"] == 0 for one in result.tasks.values())
+    assert model.shapes == {(3, 64)}  # whole batches only
+
+
+def test_options_are_compared_by_the_mean_over_their_tokens(tiny_tokenizer):
+    """A sum would prefer the short option, a mean the long one whose further tokens are sure."""
+    table = 3 * follows(tiny_tokenizer, "xy", "yx", " z", " x")
+    chances = table.double().log_softmax(dim=-1)
+    space, x, y, z = (tiny_tokenizer.encode(letter)[0] for letter in " xyz")
+    short, steps = -chances[space, z].item(), [-chances[a, b].item() for a, b in ((space, x), (x, y), (y, x), (x, y))]
+    assert sum(steps) / 4 < short < sum(steps)
+    example = {"query": "q", "choices": ["z", "xyxy"], "gold": 1}
+    result = evaluate(Bigram(table), tiny_tokenizer, [task("multiple_choice", [example])], cpu_device(), 2)  # type: ignore[arg-type]
+    assert result.core == 1.0
+
+
+@pytest.mark.parametrize(("choices", "chosen"), [(["x", "xy"], 0), (["xy", "x"], 0), (["y", "x", "xy"], 1)])
+def test_an_option_that_others_only_add_to(tiny_tokenizer, choices, chosen):
+    """It has no token of its own, so no loss: chosen where it comes first, never elsewhere. With a third that differs
+    it has one."""
+    model = Bigram(follows(tiny_tokenizer, " x"))
+    for gold in range(len(choices)):
+        one = task("multiple_choice", [{"query": "q", "choices": choices, "gold": gold}])
+        result = evaluate(model, tiny_tokenizer, [one], cpu_device(), 2)  # type: ignore[arg-type]
+        assert result.core == float(gold == chosen)
+
+
+def plain(model: Any, tokens: list[int], start: int) -> tuple[float, bool]:
+    """Mean loss and greedy hits of one row, from all its logits, in fp64."""
+    with torch.no_grad():
+        chances = model.logits(model.hidden(torch.tensor([tokens])))[0].double().log_softmax(dim=-1)
+    losses = [-chances[place - 1, tokens[place]].item() for place in range(start, len(tokens))]
+    hits = [chances[place - 1].argmax().item() == tokens[place] for place in range(start, len(tokens))]
+    return sum(losses) / len(losses), all(hits)
+
+
+def varied_tasks() -> list[CoreTask]:
+    """Tasks whose rows fall into several lengths, some beyond the context."""
+    rng = random.Random(0)
+
+    def text(most: int) -> str:
+        return " ".join(rng.choice(("the", "an", "owl", "从", "x")) for _ in range(rng.randint(1, most)))
+
+    choices = [{"query": text(60), "choices": [text(9) + c for c in "abcd"], "gold": n % 4} for n in range(12)]
+    schemas = [
+        {"context_options": [text(60) + "a", text(60) + "b"], "continuation": text(9), "gold": n % 2} for n in range(9)
+    ]
+    endings = [{"context": text(60), "continuation": rng.choice("abc")} for _ in range(12)]
+    return [
+        task("multiple_choice", choices, 2, label="choices", baseline=0.25),
+        task("schema", schemas, 0, label="schemas", baseline=0.5),
+        task("language_modeling", endings, 1, label="endings"),
+    ]
+
+
+def by_hand(model: Any, tokenizer: Tokenizer, one: CoreTask, context: int) -> float:
+    right = 0
+    for index, example in enumerate(one.examples):
+        scores = [plain(model, text.tokens, text.start) for text in scored_texts(one, index, tokenizer, context)]
+        losses = [loss for loss, _ in scores]
+        right += scores[0][1] if one.kind == "language_modeling" else losses.index(min(losses)) == example.gold
+    return right / len(one.examples)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 5, 16])
+def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
+    context = 192
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context))
+    tasks = varied_tasks()
+    lengths = set()
+    for one in tasks:
+        for index in range(len(one.examples)):
+            for text in scored_texts(one, index, tiny_tokenizer, context):
+                length = padded_length(len(text.tokens) - 1, context)
+                lengths.add(length)
+                if index < 2:
+                    ((loss, hit),) = core.score_texts(model, [text], length, batch_rows, cpu_device())
+                    expected, greedy = plain(model, text.tokens, text.start)
+                    assert (loss, hit) == (pytest.approx(expected, rel=1e-5), greedy)
+    assert lengths == {64, 128, 192}
+    result = evaluate(model, tiny_tokenizer, tasks, cpu_device(), batch_rows)
+    for one in tasks:
+        assert result.tasks[one.label]["accuracy"] == by_hand(model, tiny_tokenizer, one, context)
+    assert result.tasks["choices"]["cut"] > 0
+
+
+def test_language_modelling_needs_every_token(tiny_tokenizer):
+    """The continuation is the model's own greedy one, then the same with its last token changed."""
+    context = 64
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context))
+    rows = []
+    for seed in range(6):
+        tokens = [tiny_tokenizer.get_bos_token_id(), *tiny_tokenizer.encode("the owl " * (seed + 1))]
+        start = len(tokens)
+        for _ in range(4):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        rows += [ScoredText(0, 0, tokens, start), ScoredText(0, 0, [*tokens[:-1], (tokens[-1] + 1) % 256], start)]
+    scores = core.score_texts(model, rows, 64, 16, cpu_device())
+    assert [hit for _, hit in scores] == [True, False] * 6
+
+
+def test_bf16_is_near(tiny_tokenizer):
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=192))
+    rows = [text for index in range(3) for text in scored_texts(varied_tasks()[0], index, tiny_tokenizer, 192)]
+    exact = [loss for loss, _ in core.score_texts(model, rows, 192, 16, cpu_device())]
+    device = cpu_device(dtype=torch.bfloat16)
+    rounded = lively_model(model.config, kernels=device.kernels)
+    near = [loss for loss, _ in core.score_texts(rounded, rows, 192, 16, device)]
+    assert near != exact
+    assert near == pytest.approx(exact, rel=0.1)
+
+
+def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_tokenizer, monkeypatch):
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=64))
+    monkeypatch.setattr(core, "HEAD_TOKENS", 8)
+    shapes, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: shapes.append(tuple(hidden.shape)) or logits(hidden))
+    tokens = list(range(100, 150))
+    rows = [ScoredText(0, 0, tokens, start) for start in (30, 45, 49)]  # 20 + 5 + 1 are scored
+    scores = core.score_texts(model, rows, 64, 4, cpu_device())
+    assert shapes == [(8, 32)] * 4
+    assert [loss for loss, _ in scores] == pytest.approx([plain(model, tokens, row.start)[0] for row in rows], rel=1e-5)
+
+
+def test_an_interval_by_hand():
+    """Wilson 1927 for 5 of 10 at 95%: 0.2366 to 0.7634; none of 4 still leaves 0 to 0.4899."""
+    assert wilson_interval(5, 10) == (pytest.approx(0.2366, abs=1e-4), pytest.approx(0.7634, abs=1e-4))
+    assert wilson_interval(0, 4) == (0.0, pytest.approx(0.4899, abs=1e-4))
+    assert wilson_interval(4, 4)[1] == 1.0
+
+
+# ---------------------------------------------------------------------- ranks, and the command
+
+
+def measure_on_a_rank(device: Device) -> tuple[float, dict[str, dict[str, float]], int]:
+    tokenizer, tasks = tiny_tokenizer(), varied_tasks()
+    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=192))
+    result = evaluate(model, tokenizer, tasks, device, 4)
+    bigram = Bigram(torch.rand(tokenizer.vocab_size, tokenizer.vocab_size), 192)
+    evaluate(bigram, tokenizer, tasks[:1], device, 4)  # type: ignore[arg-type]
+    return result.core, result.tasks, bigram.rows
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_as_one_and_share_the_work():
+    core_alone, tasks_alone, rows = measure_on_a_rank(cpu_device())
+    for core_here, tasks_here, rows_here in run_ranks(measure_on_a_rank):
+        assert (core_here, tasks_here) == (core_alone, tasks_alone)
+        assert rows_here == rows // 2 == 12 * 4 // 2
+
+
+def save_base(tokenizer: Tokenizer, context: int) -> None:
+    config = tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=context)
+    folder = paths.checkpoint_dir("base", "tiny")
+    save_checkpoint(folder, 1, lively_model(config), tokenizer, {"stage": "base"})
+
+
+COMMAND = {"eval_tokens": 64, "device_batch_size": 2, "max_tokens": 4, "device": "cpu", "dtype": "float32"}
+
+
+def test_the_command_writes_core_with_the_rest(bundle, base, tiny_tokenizer, capsys):
+    save_base(tiny_tokenizer, 128)
+    base_eval.main(base_eval.Config(**COMMAND, core=str(bundle), core_examples=3, samples=1, stories=1))
+    written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())
+    out = capsys.readouterr().out
+    assert list(written["core_tasks"]) == ["animals", "pronouns", "endings"]
+    assert written["core_tasks"]["endings"]["examples"] == 3
+    centered = [one["centered"] for one in written["core_tasks"].values()]
+    assert written["core"] == pytest.approx(sum(centered) / 3) and not math.isnan(written["core"])
+    table = out[out.index("measure ") :]  # all numbers in one place, after the samples
+    assert re.search(rf"^CORE +{written['core']:.4f}  the mean of 3 tasks, on 3 examples of each at most$", table, re.M)
+    assert re.search(rf"^bits per byte, val +{written['val_bpb']:.4f}  \d+ tokens of ", table, re.M)
+    assert re.search(r"^stories that hold together +(0|100)\.0%  [01] of 1", table, re.M)
+    assert len(written["samples"]) == 1 and written["stories"] == 1 and "skipped" not in out
+
+
+def test_a_context_shorter_than_an_opening_leaves_stories_out_and_the_rest_in(base, tiny_tokenizer, capsys):
+    save_base(tiny_tokenizer, 16)
+    base_eval.main(base_eval.Config(**COMMAND, samples=2, stories=2))
+    written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())
+    assert written["val_bpb"] > 0 and len(written["samples"]) == 2 and "stories" not in written
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "skipped" in line]
+    assert line.endswith("the context 16: stories and openings are skipped") and line in out.splitlines()[:2]
+    base_eval.main(base_eval.Config(**COMMAND, samples=1, prompt="The"))
+    assert "skipped" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="--prompt has 16 tokens or more.*shorten the prompt"):
+        base_eval.main(base_eval.Config(**COMMAND, samples=1, prompt="word " * 9))

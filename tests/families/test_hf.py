@@ -1,0 +1,418 @@
+"""nanochat.families.hf against transformers: the same logits and replies both ways, bit for bit; hostile folders."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
+from tiny_families import save_family
+
+from nanochat import cli, model_folder
+from nanochat.checkpoint_manager import load_model
+from nanochat.engine import Engine, SamplingParams
+from nanochat.families import hf
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.parallel.fsdp import whole_weights
+from nanochat.parallel.mesh import lay_out
+from nanochat.tokenizer import EXPORTED_NAME
+from scripts import base_train, bench, export
+
+transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 384, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96, "rope_theta": 1000.0}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2 window": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "qwen3 one kv head, yarn": {
+        "model_type": "qwen3", "head_dim": 14, "num_key_value_heads": 1, "rope_parameters": YARN, "rms_norm_eps": 1e-5,
+    },
+    "llama": {"model_type": "llama", "num_key_value_heads": 8},
+    "llama3": {"model_type": "llama", "head_dim": 18, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "llama linear": {
+        "model_type": "llama", "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10_000.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "mistral without a window": {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 4},
+}  # fmt: skip
+GREEDY = ("qwen2", "qwen2 window", "qwen3", "llama3", "mistral")  # one of a kind; decoding costs the suite's time
+
+
+def make_oracle(case: str) -> Any:
+    """A random model of transformers in fp32, whose every weight matters."""
+    config = transformers.AutoConfig.for_model(**{**SIZES, **CASES[case]})
+    config.torch_dtype = torch.float32
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3 if parameter.ndim == 1 else 0.15)
+    return model.float().eval()
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save(folder, EXPORTED_NAME)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Every case's folder, as transformers writes it."""
+    made = tmp_path_factory.mktemp("folders")
+    return {case: save(make_oracle(case), made / case.replace(" ", "_").replace(",", "")) for case in CASES}
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens) if isinstance(model, GPT) else model(tokens).logits
+
+
+def oracle_of(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+TOKENS = torch.randint(0, 300, (2, 80), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers_in_both_directions(folders, tmp_path, case):
+    folder = folders[case]
+    model, _, meta = load_model(str(folder), "cpu")
+    expected = logits_of(oracle_of(folder), TOKENS)
+    assert (logits_of(model, TOKENS) - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # or anything would be close
+    assert (meta["stage"], meta["step"], meta["pretraining"]["family"]) == ("hf", 0, CASES[case]["model_type"])
+
+    # Back: the weights are the same bits, in one file and in several, and transformers reads them as before.
+    family = meta["pretraining"]["family"]
+    theirs = hf.from_config(model.config, family)
+    assert hf.to_config(json.loads(json.dumps(theirs))) == model.config
+    for shard_bytes in (1 << 30, 40_000):
+        out = tmp_path / str(shard_bytes)
+        out.mkdir()
+        (out / "config.json").write_text(json.dumps(theirs))
+        files = hf.write_weights(out, model.config, whole_weights(model), torch.float32, shard_bytes)
+        assert (len(files) > 3) == (shard_bytes == 40_000)
+        original = load_file(folder / "model.safetensors")
+        written: dict[str, torch.Tensor] = {}
+        for path in out.glob("*.safetensors"):
+            written |= load_file(path)
+        assert set(written) == set(original)
+        assert all(torch.equal(written[name], original[name]) for name in original)
+        assert torch.equal(logits_of(oracle_of(out), TOKENS), expected)
+    # The sharded folder, read here.
+    tiny_tokenizer().save(out, EXPORTED_NAME)
+    again, _, _ = load_model(str(out), "cpu")
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_greedy_replies_are_transformers(folders, case):
+    model, tokenizer, _ = load_model(str(folders[case]), "cpu")
+    engine = Engine(model, tokenizer, cpu_device())
+    engine.stop_ids = set()
+    engine.call_start = engine.call_end = -1
+    prompt = TOKENS[0, :40].tolist()
+    ours = engine.generate_batch(prompt, max_tokens=256, temperature=0.0)[0][0]
+    oracle = oracle_of(folders[case])
+    theirs = oracle.generate(
+        torch.tensor([prompt]), max_new_tokens=256, do_sample=False, pad_token_id=0, attention_mask=torch.ones(1, 40)
+    )
+    assert len(ours) == 40 + 256 and ours == theirs[0].tolist()
+
+
+def test_a_bf16_folder_keeps_its_bits(folders, tmp_path):
+    folder = save(oracle_of(folders["qwen2"]).bfloat16(), tmp_path / "bf16")
+    original = load_file(folder / "model.safetensors")
+    model, _, meta = load_model(str(folder), "cpu")
+    assert model.embedding.weight.dtype == torch.float32 and hf.stored_dtype(folder) == torch.bfloat16
+    (tmp_path / "out").mkdir()
+    hf.write_weights(tmp_path / "out", model.config, whole_weights(model), torch.bfloat16)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(written) == set(original)
+    assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+def loaded_rows(device, folder: str) -> dict[str, torch.Tensor]:
+    """On a rank: the whole weights of a model that was loaded sharded."""
+    layout = lay_out(device, "fsdp", 1)
+    model, _, _ = load_model(folder, device, layout=layout)
+    weights = {name: parameter.full_tensor() for name, parameter in model.state_dict().items()}
+    return {**weights, "held": torch.tensor(sum(p.to_local().numel() for p in model.parameters()))}
+
+
+@pytest.mark.slow
+def test_every_rank_reads_its_rows(folders):
+    """Two ranks together have what one has; the rows of q, k and v end in the middle of a rank's share."""
+    folder = str(folders["qwen2"])
+    model, _, _ = load_model(folder, "cpu")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for weights in run_ranks(loaded_rows, folder):
+        assert weights.pop("held") < 0.52 * total
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weights[name], weight), name
+
+
+def test_an_imported_model_is_exported_with_its_tokenizer(folders, tmp_path, monkeypatch):
+    """From a family's folder to another: config, weights, ids and template are the same in transformers."""
+    source = save_family(tmp_path / "source", "qwen3")
+    oracle = make_oracle("qwen3")
+    oracle.resize_token_embeddings(700)  # wider than the vocabulary, as Qwen's
+    oracle.generation_config.eos_token_id = json.loads((source / "generation_config.json").read_text())["eos_token_id"]
+    oracle.bfloat16().save_pretrained(source)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", str(source), "--out", str(tmp_path / "out")])
+    cli.run(export.main, export.Config)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    original = load_file(source / "model.safetensors")
+    assert set(written) == set(original) and written["model.norm.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    _, before, _ = load_model(str(source), "cpu")
+    _, after, _ = load_model(str(tmp_path / "out"), "cpu")
+    assert after.fingerprint() == before.fingerprint()
+    theirs = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "out")]
+    messages = [{"role": "user", "content": "Hello! 从前 12"}]
+    ids = [one.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for one in theirs]
+    assert ids[0] == ids[1] and len(ids[0]) > 10
+
+
+EXTENDED = {"qwen3": "yarn", "llama": "linear", "mistral without a window": "theta"}
+EXTENDED |= dict.fromkeys(("llama3", "llama linear", "qwen3 one kv head, yarn"), "auto")
+
+
+@pytest.mark.parametrize("case", EXTENDED)
+def test_an_extended_context_is_transformers(folders, tmp_path, case):
+    """Written as the family, positions beyond the original context of 384 tokens have transformers' logits."""
+    model, _, meta = load_model(str(folders[case]), "cpu", max_seq_len=768, rope_scaling=EXTENDED[case])
+    theirs = hf.from_config(model.config, meta["pretraining"]["family"])
+    assert theirs["max_position_embeddings"] == meta["pretraining"]["context"] == 768
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    hf.write_weights(tmp_path, model.config, whole_weights(model), torch.float32)
+    tokens = torch.randint(0, 300, (1, 500), generator=torch.Generator().manual_seed(4))
+    expected = logits_of(oracle_of(tmp_path), tokens)
+    assert (logits_of(model, tokens) - expected).abs().max() < 1e-4
+    assert hf.read_config(tmp_path)[1] == model.config
+    # It is not what the original computes.
+    assert (logits_of(oracle_of(folders[case]), tokens) - expected)[:, 400:].abs().max() > 0.01
+
+
+def test_an_imported_models_pretraining_is_continued(folders, tmp_path, monkeypatch):
+    """On text, with its tokenizer, in longer rows than it knew; then it is a folder of its family again."""
+    source = tmp_path / "tiny-qwen"
+    shutil.copytree(folders["qwen3"], source)
+    save_family(source, "qwen3")
+    oracle = oracle_of(source)
+    oracle.resize_token_embeddings(700)
+    oracle.save_pretrained(source)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    flags = ("--device=cpu", "--dtype=float32", "--device_batch_size=1", "--eval_tokens=768", "--log_every=1")
+    sizes = ("--max_seq_len=768", "--num_iterations=4", "--eval_every=0", "--learning_rate=1e-3")
+    monkeypatch.setattr(
+        "sys.argv", ["base_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes]
+    )
+    cli.run(base_train.main, base_train.Config)
+    lines = (tmp_path / "base/runs/base/tiny-qwen/metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert last["val_bpb"] < first["val_bpb_before"]
+    assert last["val_bpb"] == pytest.approx((last["val_bpb_demo"] + last["val_bpb_pydoc"]) / 2)
+    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", "base", "--out", str(tmp_path / "out")])
+    cli.run(export.main, export.Config)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["max_position_embeddings"], config["rope_scaling"]["factor"]) == (
+        "qwen3",
+        768,
+        2,
+    )
+    model, tokenizer, meta = load_model("base", "cpu")
+    assert meta["pretraining"]["data"] == "web,demo:0.5,pydoc:0.5" and meta["pretraining"]["family"] == "qwen3"
+    tokens = torch.tensor([tokenizer.encode("从前 a small boat ") * 60])[:, :700]
+    assert (logits_of(oracle_of(tmp_path / "out"), tokens) - logits_of(model, tokens)).abs().max() < 1e-4
+
+
+def test_sampling_is_the_folders(folders, tmp_path):
+    folder = tmp_path / "sampling"
+    shutil.copytree(folders["llama"], folder)
+    settings = folder / "generation_config.json"
+    for content, expected in (
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95)),
+        ({"do_sample": True, "temperature": "hot"}, (0.8, 0, 1.0)),
+        ({"eos_token_id": 2}, (0.8, 0, 1.0)),
+    ):
+        settings.write_text(json.dumps(content))
+        _, _, meta = load_model(str(folder), "cpu")
+        assert tuple(meta["sampling"][name] for name in ("temperature", "top_k", "top_p")) == expected
+    assert model_folder.tag_of(folder) == "sampling"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type gpt_neox is not known: one of qwen2"),
+        ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is not known"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"num_local_experts": 8}, "a mixture of experts"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights"),
+        ({"partial_rotary_factor": 0.5}, "a part of the channels"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type dynamic is not known"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_scaling": [1]}, "not an object"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}}, "turns"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"hidden_size": 1 << 40}, "hidden_size"),
+        ({"hidden_size": 96}, "config.json asks for"),
+        ({"num_hidden_layers": 2}, "2 layers, its weights have 3"),
+        ({"num_hidden_layers": 100_000}, "100000 layers, its weights have 3"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 7}, "odd"),
+        ({"vocab_size": 1000}, "config.json asks for"),
+        ({"vocab_size": 40}, "its tokenizer has"),
+        ({"max_position_embeddings": 1 << 24, "head_dim": None}, "a context of"),
+        ({"vocab_size": None}, "vocab_size is None"),
+    ],
+)
+def test_what_cannot_be_computed_is_named(folders, tmp_path, change, words):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    line = complaint(lambda: load_model(str(folder), "cpu"))
+    assert words in line and str(folder) in line
+
+
+def break_folder(kind: str, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    listing = folder / "model.safetensors.index.json"
+    tensors = load_file(weights)
+    if kind == "missing":
+        weights.unlink()
+    elif kind == "pickled":
+        weights.rename(folder / "pytorch_model.bin")
+    elif kind == "gguf":
+        weights.rename(folder / "model.gguf")
+    elif kind == "cut short":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif kind == "a pipe":
+        weights.unlink()
+        os.mkfifo(weights)
+    elif kind == "a long header":
+        weights.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    elif kind == "another dtype":
+        save_file({**tensors, "model.norm.weight": torch.ones(48, dtype=torch.int64)}, weights)
+    elif kind == "a tensor too many":
+        save_file({**tensors, "model.layers.0.mlp.gate_proj.bias": torch.ones(40)}, weights)
+    elif kind == "a tensor missing":
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights)
+    elif kind == "a shard missing":
+        listing.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    elif kind == "outside":
+        listing.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}))
+    elif kind == "no map":
+        listing.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    elif kind == "an index that lies":
+        listing.write_text(json.dumps({"weight_map": {"nothing": "model.safetensors"}}))
+    elif kind == "no config":
+        (folder / "config.json").write_text("[]")
+    else:
+        (folder / "config.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("missing", "no model.safetensors"),
+        ("pickled", "pickled"),
+        ("gguf", "GGUF"),
+        ("cut short", "cannot be used"),
+        ("a pipe", "no regular file"),
+        ("a long header", "header"),
+        ("another dtype", "stored as I64"),
+        ("a tensor too many", "gate_proj.bias"),
+        ("a tensor missing", "no model.norm.weight"),
+        ("a shard missing", "is missing"),
+        ("outside", "not plain"),
+        ("no map", "weight_map"),
+        ("an index that lies", "nothing"),
+        ("no config", "not an object"),
+        ("a deep config", "nested"),
+    ],
+)
+def test_a_broken_folder_costs_one_line(folders, tmp_path, kind, words):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama"], folder)
+    break_folder(kind, folder)
+    assert words in complaint(lambda: load_model(str(folder), "cpu"))
+
+
+def test_names_that_older_folders_have(folders, tmp_path):
+    """A tied head that is stored all the same, rotary tables, and settings in the form before transformers 5."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama3"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(9)}
+    save_file({**tensors, **extra}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    (folder / "config.json").write_text(json.dumps(config))
+    old, _, _ = load_model(str(folder), "cpu")
+    new, _, _ = load_model(str(folders["llama3"]), "cpu")
+    assert old.config == new.config
+    assert torch.equal(logits_of(old, TOKENS), logits_of(new, TOKENS))
+
+
+def test_our_own_models_have_a_family_or_none():
+    qwen3 = GPTConfig(
+        n_layer=2, mlp="swiglu", qk_norm="before_rotary", qk_scale=1.0, norm_weight=True, embedding_norm=False,
+        value_embeddings=False, residual_scales=False, logit_cap=0.0,
+    )  # fmt: skip
+    assert hf.family_of(qwen3) == "qwen3"
+    assert hf.family_of(GPTConfig()) is None
+
+
+@pytest.mark.slow
+def test_bench_has_transformers_losses_and_replies(folders, tmp_path):
+    """Both sides of a comparison do the same work, or it would say nothing."""
+    folder = tmp_path / "folder"
+    shutil.copytree(folders["qwen3"], folder)
+    sizes: dict[str, Any] = {"source": str(folder), "against": "transformers", "device": "cpu", "max_seq_len": 64}
+    metrics = bench.train(bench.Config("train", **sizes, device_batch_size=2, steps=1, compile="off"))
+    losses = metrics["losses"]
+    assert losses["nanochat"] == pytest.approx(losses["transformers"], rel=1e-5) and metrics["times_transformers"] > 0
+    config = bench.Config("serve", **sizes, new_tokens=8)
+    engine, their_generate = bench.engines(config, cpu_device())
+    prompts = [[5, 6, 7], [9, 2, 4]]
+    ours = engine.generate(prompts, max_tokens=8, sampling=SamplingParams(temperature=0.0))[0]
+    assert ours == their_generate(prompts) and [len(reply) for reply in ours] == [8, 8]
+    # Mistakes.
+    assert "--source" in complaint(lambda: bench.main(bench.Config("train", against="transformers")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        assert "pip install transformers" in complaint(lambda: bench.engines(config, cpu_device()))

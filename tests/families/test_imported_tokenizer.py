@@ -1,0 +1,149 @@
+"""Other families' tokenizers: transformers' ids and texts, no special ids from text, one file that holds everything."""
+
+import json
+import pickle
+import random
+import shutil
+
+import pytest
+from tiny import complaint
+from tiny_families import FAMILIES, random_string
+
+from nanochat.tokenizer import Tokenizer
+
+KINDS = ("qwen2", "llama3", "mistral", "metaspace")  # the others differ in their template alone
+LOSSLESS = {"llama3"}  # NFC joins accents, U+2581 becomes a space
+
+
+@pytest.fixture(scope="module")
+def strings() -> list[str]:
+    source = random.Random(0)
+    return [random_string(source) for _ in range(10_000)]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_ids_and_texts_are_those_of_transformers(family_folders, family_tokenizers, strings, family):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders[family])
+    theirs = oracle(strings, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    tokenizer = family_tokenizers[family]
+    special = set(tokenizer.special_ids.values())
+    for text, ids, expected in zip(strings, tokenizer.encode_batch(strings), theirs, strict=True):
+        assert ids == expected, repr(text)
+        assert not special & set(ids)
+        assert b"".join(tokenizer.token_texts[index] for index in ids) == tokenizer.decode_bytes(ids)
+    for text in strings[:500]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == oracle.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_round_trips_are_exact_where_the_tokenizer_is(family_tokenizers, strings, family):
+    tokenizer = family_tokenizers[family]
+    for text in strings[:2000]:
+        if family in LOSSLESS:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("从前有 a boat 😀\n")) == "从前有 a boat 😀\n"
+    assert tokenizer.decode_bytes(tokenizer.encode("😀")[-1:]) != "😀".encode()  # bytes, whole only together
+    assert sum(tokenizer.token_bytes()) == sum(map(len, tokenizer.token_texts))
+
+
+def test_what_begins_a_document_and_ends_a_reply(family_tokenizers):
+    names = {}
+    for family in KINDS:
+        tokenizer = family_tokenizers[family]
+        ends = [tokenizer.decode([index]) for index in tokenizer.reply_ends]
+        names[family] = (tokenizer.decode([tokenizer.get_bos_token_id()]), ends)
+    assert names == {
+        "qwen2": ("<|endoftext|>", ["<|im_end|>", "<|endoftext|>"]),
+        "llama3": ("<|begin_of_text|>", ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+        "mistral": ("<s>", ["</s>"]),
+        "metaspace": ("<s>", ["</s>"]),
+    }
+    qwen = family_tokenizers["qwen2"]
+    assert qwen.stop_ids == {qwen.special_ids["<|im_end|>"], qwen.special_ids["<|endoftext|>"]}
+    think = qwen.encode("<think>")
+    assert len(think) == 1 and think[0] > max(qwen.special_ids.values())  # special ids lie anywhere
+    assert qwen.encode("", prepend="<|im_start|>") == [qwen.special_ids["<|im_start|>"]]
+    assert qwen.decode([qwen.vocab_size + 5, *qwen.encode("a")]) == "a"  # the output layer may be wider
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_file_holds_everything(family_tokenizers, tmp_path, family):
+    tokenizer = family_tokenizers[family]
+    assert [path.name for path in [tokenizer.save(tmp_path), *tmp_path.iterdir()]] == ["tokenizer.json"] * 2
+    text = "Hello <|im_end|> 从前 <think>\n"
+    for copy in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert copy.fingerprint() == tokenizer.fingerprint()
+        assert copy.encode(text) == tokenizer.encode(text)
+        assert (copy.reply_ends, copy.special_ids) == (tokenizer.reply_ends, tokenizer.special_ids)
+        assert copy.chat_template.sources == {"default": FAMILIES[family]}
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["chat_templates"]["default"] += " "
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert "sha256" in complaint(lambda: Tokenizer.load(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_fails_names_its_file(family_folders, tmp_path, file):
+    folder = shutil.copytree(family_folders["qwen2"], tmp_path / "Qwen")
+    source = "{{ raise_exception('not today') }}"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / file).write_text(
+        source
+        if file.endswith("jinja")
+        else json.dumps({**json.loads((folder / file).read_text()), "chat_template": source})
+    )
+    step = tmp_path / "sft" / "d1" / "step_000001"
+    step.mkdir(parents=True)
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.save(step)
+    again = pickle.loads(pickle.dumps(Tokenizer.load(step)))
+    for loaded, where in ((tokenizer, f"Qwen/{file}"), (again, "sft/d1/step_000001/tokenizer.json")):
+        message = f"the chat template in {where} fails: not today"
+        assert complaint(lambda loaded=loaded: loaded.chat_template.render([])) == message
+
+
+def test_an_end_that_its_file_calls_plain_is_special(family_folders, tmp_path):
+    content = json.loads((family_folders["qwen2"] / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text((family_folders["qwen2"] / "tokenizer_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 458}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert set(tokenizer.special_ids) == {"<|im_end|>", "<|endoftext|>"}
+    assert not set(tokenizer.special_ids.values()) & set(tokenizer.encode("a<|im_end|>b<|endoftext|>"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "model": 7}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": [], "merges": []}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'),
+        ("tokenizer.json", '{"version": "1.0", "model": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        ("tokenizer.json", '{"version": "1.0", "model": [' + "[]," * 5_000_000 + "[]]}"),
+        ("tokenizer.json", '{"version": 2, "sha256": "0"}'),
+        ("tokenizer.json", '{"version": 2, "tokenizer": 1, "config": [], "chat_templates": "", "eos_token_ids": 3}'),
+        ("tokenizer.json", '"model"'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": "nothing"}'),
+        ("tokenizer_config.json", '{"eos_token": "<|im_end|>", "added_tokens_decoder": [1]}'),
+        ("generation_config.json", '{"eos_token_id": "2"}'),
+        ("generation_config.json", '{"eos_token_id": [99999999]}'),
+        ("chat_template.jinja", "{% for x in %}"),
+        ("chat_template.jinja", "{{ " + "(" * 5000 + ")" * 5000 + " }}"),
+        ("chat_template.jinja", "x" * 500_000),
+    ],
+    ids=range(18),
+)
+def test_a_hostile_file_is_one_line(family_folders, tmp_path, file, content):
+    for path in family_folders["qwen2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / file).write_text(content)
+    if content == '{"eos_token": "nothing"}':
+        (tmp_path / "generation_config.json").unlink()
+    assert "cannot be used" in complaint(lambda: Tokenizer.load(tmp_path))

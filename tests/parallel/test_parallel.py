@@ -1,0 +1,624 @@
+"""Sharding changes nothing: ddp, fsdp and hybrid learn as one process does on the same global batch (promise T8).
+
+Starting ranks is what takes long, so each number of ranks starts once for all tests.
+"""
+
+import dataclasses
+import functools
+import math
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
+from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
+from tiny import SHAPES, cpu_device, lively_model, run_command, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanochat.bpb import bits_per_byte
+from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.engine import Engine, SamplingParams
+from nanochat.gpt import GPT, Block, GPTConfig
+from nanochat.optim import Optimizer, ParameterGroup, StateFormat
+from nanochat.parallel.fsdp import load_whole, local, shard, unwrapped, whole, whole_weights
+from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.run.compiling import CompiledBlocks, compile_blocks
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
+
+CONFIG = tiny_config(sequence_len=16)
+# Each is a run of its own, with these options of make_run.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "adamw": {"matrices": "adamw", "recompute": True},
+    "tuned": {"is_tuned": True},  # as in fine-tuning, and clipped
+    **{name: {"config": tiny_config(sequence_len=16, **changes)} for name, changes in SHAPES.items()},
+}
+slow = pytest.mark.slow
+Run = tuple[GPT, Optimizer]
+
+
+def make_run(
+    device: Device, how: Any = "ddp", replicate: int = 1, *, config: GPTConfig = CONFIG, matrices: Any = "muon",
+    recompute: bool = False, compiled: bool = False, is_tuned: bool = False, kept_as: StateFormat | None = None,
+) -> Run:  # fmt: skip
+    model = lively_model(config, kernels=device.kernels).to(device.torch_device)
+    layout = lay_out(device, how, replicate)
+    shard(model, layout, device, recompute)
+    optimizer = make_optimizer(model, RATES, device, matrices, layout, kept_as)
+    if is_tuned:
+        optimizer = make_adamw(model, 0.003, device, 0.1, layout)
+    return (compile_blocks(device, model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
+
+
+def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[float, ...]]:
+    """Each rank's rows of every batch, in two micro-batches."""
+    ranks = device.world_size
+    stats = []
+    for step in range(count):
+        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
+        batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
+        stats.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9, **settings)))
+    return stats
+
+
+def weights(model: GPT) -> dict[str, Tensor]:
+    model = unwrapped(model)
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def state(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {name: whole(tensor).clone() for name, tensor in optimizer.state_dict().items()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n].view(torch.int32), other[n].view(torch.int32)) for n in one
+    )
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def trained(device: Device, how: str, replicate: int, variants: dict[str, int], **options: Any) -> dict[str, Any]:
+    """Each variant after so many steps."""
+    results = {}
+    for variant, count in variants.items():
+        run = make_run(device, how, replicate, **VARIANTS[variant], **options)
+        stats = steps(run, device, count, max_grad_norm=0.5 if variant == "tuned" else None)
+        results[variant] = {"stats": stats, "weights": weights(run[0]), "state": state(run[1])}
+    return results
+
+
+@functools.cache
+def alone(variant: str, count: int) -> dict[str, Any]:
+    return trained(cpu_device(), "ddp", 1, {variant: count})[variant]
+
+
+def check_equal(everywhere: list[dict[str, Any]]) -> None:
+    """The results of `trained` on each rank against those of this process."""
+    for variant, first in everywhere[0].items():
+        expected = alone(variant, len(first["stats"]))
+        for step, (one, other) in enumerate(zip(expected["stats"], first["stats"], strict=True)):
+            # between equal losses the norm of a few shapes parts by 4e-5, on two replicated ranks as on shards
+            loss, targets, norm, updated = one
+            approximate = (pytest.approx(loss, rel=1e-5), targets, pytest.approx(norm, rel=1e-4), updated)
+            assert other == approximate, (variant, step)
+        for part, tolerances in (("weights", {"rtol": 0, "atol": 3e-5}), ("state", {"rtol": 1e-3, "atol": 1e-4})):
+            assert first[part].keys() == expected[part].keys(), variant
+            for name, value in expected[part].items():
+                assert first[part][name].shape == value.shape, (variant, name)
+                assert torch.allclose(first[part][name], value, **tolerances), (variant, name)
+        for rank in everywhere[1:]:
+            assert rank[variant]["stats"] == first["stats"], variant
+            assert same_bits(rank[variant]["weights"], first["weights"]), variant
+
+
+@pytest.mark.soak
+def test_compiled_it_learns_the_same() -> None:
+    check_equal(run_ranks(functools.partial(trained, compiled=True, recompute=True), "fsdp", 1, {"muon": 20}))
+
+
+def in_bfloat16(device: Device) -> list[list[float]]:
+    """Losses under ddp and fsdp with bf16 products, and in fp32."""
+    low = replace(device, dtype=torch.bfloat16)
+    runs = (make_run(low, "ddp"), low), (make_run(low, "fsdp"), low), (make_run(device, "ddp"), device)
+    return [[loss for loss, *_ in steps(run, where, 5)] for run, where in runs]
+
+
+# ---------------------------------------------------------------------- the rest of a run
+
+
+def recomputed(device: Device, how: str) -> bool:
+    """Whether three steps with activation checkpointing end with the same bits as without."""
+    plain, saving = make_run(device, how), make_run(device, how, recompute=True)
+    stats = steps(plain, device, 3), steps(saving, device, 3)
+    return stats[0] == stats[1] and same_bits(weights(plain[0]), weights(saving[0]))
+
+
+def skipped(device: Device) -> list[Any]:
+    """Of a step that is bad on the last rank alone: what it reports, whether no byte changed, and whether the next
+    step, which only that rank has targets for, changes some."""
+    run = make_run(device, "fsdp")
+    steps(run, device, 2)
+    before = {**weights(run[0]), **state(run[1])}
+    last_rank = device.rank == device.world_size - 1
+    factors = (1.0, math.nan, 1.0) if last_rank else (1.0, 1.0, 1.0)
+    batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
+    bad = train_step(*run, batches, poisoned_loss, device=device)
+    unchanged = same_bits({**weights(run[0]), **state(run[1])}, before)
+    good = train_step(*run, [make_batch(3) if last_rank else masked(make_batch(3))], next_token_loss, device=device)
+    changed = not same_bits({**weights(run[0]), **state(run[1])}, before)
+    return [bad.updated.item(), bad.finite.item(), unchanged, good.updated.item(), changed]
+
+
+def with_masked(device: Device) -> list[Any]:
+    """Whether micro-batches without a target change no bit of a step; and what a step of them alone reports, and
+    whether it changes none."""
+    plain, padded = make_run(device, "fsdp"), make_run(device, "fsdp")
+    alike = True
+    for step in range(2):
+        batch = make_batch(step + device.rank)
+        one = train_step(*plain, [batch], next_token_loss, device=device)
+        other = train_step(*padded, [masked(batch), batch, masked(batch)], next_token_loss, device=device)
+        alike &= numbers(one) == numbers(other)
+    before = {**weights(padded[0]), **state(padded[1])}
+    alike &= same_bits(before, {**weights(plain[0]), **state(plain[1])})
+    nothing = train_step(*padded, [masked(make_batch(3))] * 2, next_token_loss, device=device)
+    return [alike, numbers(nothing), same_bits(before, {**weights(padded[0]), **state(padded[1])})]
+
+
+def by_token(device: Device, how: str) -> list[tuple[float, ...]]:
+    """Steps of a loss that reads the tokens' own, as RL's does."""
+
+    def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return model(*batch, reduction="none").square().sum(), (batch[1] != IGNORE).sum()
+
+    run = make_run(device, how)
+    share = slice(device.rank, None, device.world_size)
+    return [
+        numbers(train_step(*run, rows_of(make_batch(step), share), loss_fn, device=device, momentum=0.9))
+        for step in range(4)
+    ]
+
+
+def weights_in_and_out(device: Device) -> bool:
+    """Initial weights are one process's, and pass through a file of whole weights unchanged."""
+    layout = lay_out(device, "fsdp")
+    with torch.device("meta"):
+        model, other = GPT(CONFIG), GPT(CONFIG)
+    for each, seed in ((model, 3), (other, 4)):
+        shard(each, layout, device)
+        each.to_empty(device="cpu")
+        each.init_weights(seed)
+    reference = GPT(CONFIG)
+    reference.init_weights(3)
+    gathered = dict(whole_weights(model))
+    if device.is_main:
+        assert same_bits(gathered, reference.state_dict())  # type: ignore[arg-type]
+    else:
+        assert not any(tensor.numel() for tensor in gathered.values())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(reference.state_dict(), path)
+        assert not same_bits(weights(other), weights(model))
+        load_whole(other, path)
+        save_file({**reference.state_dict(), "head.weight": torch.zeros(64, 32)}, path)
+        with pytest.raises(ValueError, match="head.weight is \\[64, 32\\], the model's is \\[128, 32\\]"):
+            load_whole(other, path)
+        save_file({"odd": torch.zeros(1)}, path)
+        with pytest.raises(ValueError, match="belongs to another model"):
+            load_whole(other, path)
+    return same_bits(weights(other), weights(model))
+
+
+def evaluated(device: Device, how: str) -> list[float]:
+    """Bits per byte before and after a step: 5 rows in batches of 2 make two passes on rank 0, one on rank 1."""
+    run = make_run(device, how)
+    rows = make_batch(9, rows=5)
+    inputs = torch.cat((rows[0], rows[0][:, :1]), dim=1)
+    token_bytes = torch.arange(CONFIG.vocab_size) % 4
+    before = bits_per_byte(run[0], inputs, token_bytes, 2, device)
+    steps(run, device, 1)
+    return [before, bits_per_byte(run[0], inputs, token_bytes, 2, device)]
+
+
+def generated(device: Device, how: str) -> list[list[int]]:
+    """Greedy tokens of the model as it is, and after three steps more."""
+    config = tiny_config(vocab_size=280, sequence_len=64)
+    run = make_run(device, how, config=config)
+    engine = Engine(run[0], tiny_tokenizer(), device)
+    drawn = []
+    for _ in range(2):
+        drawn += engine.generate([[5, 6, 7]], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0]
+        steps(run, device, 3)
+        engine.update(run[0])
+    return drawn
+
+
+def shares(device: Device) -> list[int]:
+    """Elements of parameters and state that a rank holds, and of the whole."""
+    run = make_run(device, "fsdp")
+    tensors = [*run[0].parameters(), *run[1].state_dict().values()]
+    assert all(isinstance(t, DTensor) for t in tensors if t.numel() > 1)
+    return [sum(local(t).numel() for t in tensors), sum(t.numel() for t in tensors)]
+
+
+def torch_that_sums(device: Device) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "reduce_scatter_single", lambda mean, whole, **_: mean.fill_(2), raising=False)
+        try:
+            make_run(device, "fsdp")
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------------- collectives during the backward
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what this rank hands to collectives, in bytes by kind, and lists them in order."""
+
+    KINDS = {
+        "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "allreduce_": ("all_reduce", 0), "alltoall_base_": ("all_to_all", 1),
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            kind, place = self.KINDS[function.overloadpacket.__name__]
+            tensors = args[place] if isinstance(args[place], list) else [args[place]]
+            self.bytes[kind] += sum(t.nbytes for t in tensors)
+            self.events.append(kind)
+        return function(*args, **(kwargs or {}))
+
+
+def loss_without_head(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Reaches neither the head, whose gradient is the first to travel, nor the last block's value embedding."""
+    values = model.value_embeddings
+    model.value_embeddings = torch.nn.ModuleDict({name: table for name, table in values.items() if name != "2"})
+    try:
+        return model.hidden(batch[0]).square().sum(), (batch[1] != IGNORE).sum()
+    finally:
+        model.value_embeddings = values
+
+
+def unlike_losses(run: Run, device: Device, count: int) -> list[tuple[float, ...]]:
+    """Steps whose losses reach other parameters on some ranks than on others, the last on none all of them."""
+    figures = []
+    for step in range(count):
+        partial = device.rank % 2 == 1 or step == count - 1
+        batches = [make_batch(10 * step + device.rank), make_batch(10 * step + device.rank + 5)]
+        loss_fn = loss_without_head if partial else next_token_loss
+        figures.append(numbers(train_step(*run, batches, loss_fn, device=device)))
+    return figures
+
+
+def overlapped(device: Device) -> list[bool]:
+    """Whether steps whose gradients travel during the backward end with the bits of steps that send them afterwards,
+    with a loss that reaches all parameters and with others."""
+    same = []
+    for learn in (steps, unlike_losses):
+        one = make_run(device)
+        other = make_run(device)
+        other[1].send_as_ready = lambda: None  # type: ignore[method-assign]
+        alike = learn(one, device, 4) == learn(other, device, 4)
+        alike &= same_bits(weights(one[0]), weights(other[0]))
+        same.append(alike and same_bits(state(one[1]), state(other[1])))
+    return same
+
+
+def events_of_a_step(device: Device) -> tuple[list[str], dict[str, int]]:
+    """A step of two micro-batches under ddp: its forwards, its blocks' backwards and its collectives in order, and the
+    bytes that the collectives were handed."""
+    run = make_run(device)
+    reduce = run[1].reduce
+    with Collectives() as seen:
+
+        def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+            seen.events.append("forward")
+            return next_token_loss(model, batch)
+
+        def noted_reduce() -> Tensor:
+            seen.events.append("reduce")
+            return reduce()
+
+        for i, block in enumerate(run[0].blocks):
+            block.register_full_backward_pre_hook(lambda *_, i=i: seen.events.append(f"block {i}"))
+        run[1].reduce = noted_reduce  # type: ignore[method-assign]
+        train_step(*run, [make_batch(0), make_batch(1)], loss_fn, device=device)
+    return seen.events, dict(seen.bytes)
+
+
+def exchanges(device: Device, how: str, compiled: bool) -> tuple[list[str], tuple[float, ...]]:
+    """The collectives of a step of two micro-batches and its blocks' backwards in order; and its numbers. Compiled,
+    this raises where a block is not one graph."""
+    config = tiny_config(sequence_len=16, n_layer=2, window_pattern="L", value_embeddings=False)  # blocks of one kind
+    model, optimizer = make_run(device, how, config=config)
+    program = torch.compile(Block.compute, backend="aot_eager", fullgraph=True, dynamic=False)
+    run: Run = (CompiledBlocks(model, program, None) if compiled else model), optimizer  # type: ignore[assignment]
+    batches = [make_batch(0), make_batch(1)]
+    train_step(*run, batches, next_token_loss, device=device)  # the compiler's own passes are over
+    seen: list[str] = []
+    for i, block in enumerate(model.blocks):
+        block.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"block {i}"))
+
+    def noted(collective: Any, kind: str, *args: Any, **options: Any) -> Any:
+        seen.append(kind)
+        return collective(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in dir(dist):
+            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                if name in (kind, f"{kind}_single", f"{kind}_tensor", f"{kind}_into_tensor"):
+                    patch.setattr(dist, name, functools.partial(noted, getattr(dist, name), kind))
+        stats = numbers(train_step(*run, batches, next_token_loss, device=device))
+    return seen, stats
+
+
+# ---------------------------------------------------------------------- on two ranks
+
+
+class LargestMade(TorchDispatchMode):
+    """The number of elements of the largest fp32 tensor that takes memory of its own; views of a mapped file do not."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        plain = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+        for leaf in plain:
+            if leaf.dtype == torch.float32 and not leaf.is_meta and not function.is_view:
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+def loaded(device: Device, folder: str) -> list[Any]:
+    """The largest tensor that a rank makes while it loads a checkpoint, and whether it then holds the right rows."""
+    with LargestMade() as made:
+        model, _, _ = load_model(folder, device, layout=lay_out(device, "fsdp"))
+    written = load_file(Path(folder) / "model.safetensors")
+    same = {name: torch.equal(whole(tensor), written[name]) for name, tensor in model.state_dict().items()}
+    return [made.elements, all(same.values()), max(tensor.numel() for tensor in written.values())]
+
+
+def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
+    return {
+        "loaded": loaded(device, folder),
+        "overlapped": overlapped(device),
+        "events": events_of_a_step(device),
+        "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 20}),
+        "recomputed": recomputed(device, "fsdp"),
+        "skipped": skipped(device),
+        "masked": with_masked(device),
+        "by_token": by_token(device, "fsdp"),
+        "weights": weights_in_and_out(device),
+        "evaluated": evaluated(device, "fsdp"),
+        "generated": generated(device, "fsdp"),
+        "shares": shares(device),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    words = tiny_tokenizer()
+    model = lively_model(tiny_config(vocab_size=words.vocab_size))
+    meta = {"model": dataclasses.asdict(model.config)}
+    folder = save_checkpoint(tmp_path_factory.mktemp("one") / "base", 1, model, words, meta)
+    return run_ranks(on_two_ranks, str(folder))
+
+
+@pytest.mark.slow
+def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    check_equal([rank["trained"] for rank in two_ranks])
+
+
+def test_activation_checkpointing_changes_no_bit(two_ranks: list[dict[str, Any]]) -> None:
+    assert recomputed(cpu_device(), "ddp")
+    assert [rank["recomputed"] for rank in two_ranks] == [True, True]
+
+
+def test_a_bad_batch_on_one_rank_changes_no_byte(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["skipped"] for rank in two_ranks] == [[0.0, 0.0, True, 1.0, True]] * 2
+
+
+def test_masked_batches_add_nothing(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["masked"] for rank in two_ranks] == [[True, (0.0, 0.0, 0.0, 0.0), True]] * 2
+
+
+def test_losses_of_single_tokens_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
+    expected = by_token(cpu_device(), "ddp")
+    for rank in two_ranks:
+        assert all(found == pytest.approx(one, rel=1e-5) for found, one in zip(rank["by_token"], expected, strict=True))
+
+
+def test_a_rank_loads_its_rows_alone(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        made, same, largest = rank["loaded"]
+        assert same and made <= largest / 2
+
+
+def test_whole_weights_go_in_and_out(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["weights"] for rank in two_ranks] == [True, True]
+
+
+def test_ranks_with_fewer_rows_evaluate_along(two_ranks: list[dict[str, Any]]) -> None:
+    expected = evaluated(cpu_device(), "ddp")
+    assert expected[0] != expected[1]
+    for rank in two_ranks:
+        assert rank["evaluated"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_engine_follows_a_sharded_model(two_ranks: list[dict[str, Any]]) -> None:
+    expected = generated(cpu_device(), "ddp")
+    assert expected[0] != expected[1]
+    assert [rank["generated"] for rank in two_ranks] == [expected, expected]
+
+
+def test_each_rank_holds_its_share(two_ranks: list[dict[str, Any]]) -> None:
+    held, sizes = zip(*(rank["shares"] for rank in two_ranks), strict=True)
+    count = sizes[0]
+    assert sizes == (count, count)
+    for elements in held:  # each rank counts the steps, of five groups; an odd number of matrices has no half
+        assert elements == pytest.approx(count / 2, rel=0.15)
+    assert sum(held) == count + 5
+
+
+def test_gradients_travel_during_the_last_backward(two_ranks: list[dict[str, Any]]) -> None:
+    events, _ = two_ranks[0]["events"]
+    assert two_ranks[1]["events"][0] == events
+    first = events.index("forward")
+    last = events.index("forward", first + 1)
+    ended = events.index("reduce")
+    assert events[first + 1 : last] == ["block 2", "block 1", "block 0"]  # the sum is not complete: nothing travels
+    assert events[last + 1] == "reduce_scatter"  # the head's
+    gradients = ("reduce_scatter", "all_reduce")
+    assert sum(event in gradients for event in events[last:ended]) == len(list(GPT(CONFIG).parameters()))
+    assert events[ended:].count("all_reduce") == 1  # the sum of losses and targets
+    begun = [events.index(f"block {i}", last) for i in (2, 1, 0)]
+    for start, stop in zip(begun, [*begun[1:], ended], strict=True):
+        assert sum(event in gradients for event in events[start:stop]) >= 4  # a block's, while the next runs
+
+
+def test_ddp_sends_each_gradient_and_each_weight_once(two_ranks: list[dict[str, Any]]) -> None:
+    roles = GPT(CONFIG).parameter_groups()
+    matrices = [p for role in ("matrix", "qkv") for _, p in roles[role]]
+    tables = [p for role in ("embedding", "value_embedding", "head") for _, p in roles[role]]
+    elements = sum(p.numel() for p in matrices + [t for t in tables if t.numel() >= 4096])
+    for rank in two_ranks:
+        sent = rank["events"][1]
+        assert sent["reduce_scatter"] == sent["all_gather"] == 4 * elements
+    # Muon's detour: half of the gradients a rank, and half of the updates with one more element a row
+    detour = sum(rank["events"][1]["all_to_all"] for rank in two_ranks)
+    assert detour == 4 * sum(2 * p.numel() + p.size(0) for p in matrices)
+
+
+def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["overlapped"] for rank in two_ranks] == [[True, True]] * 2
+
+
+def slow_on_two_ranks(device: Device) -> dict[str, Any]:
+    return {
+        "ddp": trained(device, "ddp", 1, {"muon": 20, "adamw": 6}),
+        "fsdp": trained(device, "fsdp", 1, {"adamw": 6, **dict.fromkeys(SHAPES, 4)}),
+        "bfloat16": in_bfloat16(device),
+        "refused": torch_that_sums(device),
+        "exchanges": {how: [exchanges(device, how, compiled) for compiled in (False, True)] for how in ("ddp", "fsdp")},
+    }
+
+
+@slow
+def test_two_ranks_learn_as_one() -> None:
+    ranks = run_ranks(slow_on_two_ranks)
+    for how in ("ddp", "fsdp"):
+        check_equal([rank[how] for rank in ranks])
+    for rank in ranks:
+        ddp, fsdp, exact = rank["bfloat16"]
+        assert fsdp == pytest.approx(ddp, rel=1e-2)
+        assert max(abs(a / b - 1) for a, b in zip(ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
+        assert "--parallel ddp" in rank["refused"]
+        # Compiled blocks exchange as eager ones: a block's gradients travel before the next one's backward ends, and
+        # under fsdp its weights are gathered before it begins.
+        for how, ((eager, eager_numbers), (compiled, compiled_numbers)) in rank["exchanges"].items():
+            assert compiled == eager and compiled_numbers == pytest.approx(eager_numbers, rel=1e-6)
+            last = len(eager) - eager[::-1].index("block 1")
+            between = eager[last : eager.index("block 0", last)]
+            assert between.count("reduce_scatter") >= (4 if how == "ddp" else 1)
+            assert between.count("all_gather") == (0 if how == "ddp" else 1)
+
+
+def slow_on_four_ranks(device: Device) -> dict[str, Any]:
+    return {
+        "ddp": trained(device, "ddp", 1, {"muon": 6}),
+        "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
+        "hybrid": trained(device, "fsdp", 2, {"muon": 20, "adamw": 6, "qwen3": 4, "llama": 4}),
+        "overlapped": overlapped(device),
+    }
+
+
+@slow
+def test_four_ranks_learn_as_one() -> None:
+    ranks = run_ranks(slow_on_four_ranks, world_size=4)
+    for how in ("ddp", "fsdp", "hybrid"):
+        check_equal([rank[how] for rank in ranks])
+    assert [rank["overlapped"] for rank in ranks] == [[True, True]] * 4
+
+
+def test_a_failed_backward_is_noticed() -> None:
+    """Its gradients are partly sent: the ranks would sum those of different steps."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = Optimizer([ParameterGroup("adamw", [("p", parameter)], 0.1)], layout=Layout(ranks=2))
+    optimizer._started = 1
+    with pytest.raises(AssertionError, match="partly sent"):
+        optimizer.send_as_ready()
+
+
+def test_one_process_sends_nothing_early() -> None:
+    model, optimizer = make_run(cpu_device())
+    optimizer.send_as_ready()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+def test_rows_are_shared_out_as_torch_does() -> None:
+    for size in range(12):
+        for ranks in (1, 2, 3, 4, 7):
+            rows = torch.arange(size)
+            chunks = [c.tolist() for c in rows.chunk(ranks)] if size else []
+            chunks += [[]] * (ranks - len(chunks))
+            assert [rows[share].tolist() for share in Layout(ranks=ranks).shares(size)] == chunks
+
+
+def test_one_process_has_nothing_to_shard() -> None:
+    model = lively_model(CONFIG)
+    assert lay_out(cpu_device(), "fsdp") == Layout()
+    shard(model, Layout(), cpu_device())
+    assert type(model) is GPT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "replicate", "says"),
+    [
+        (4, "ddp", 2, "--replicate 2 needs --parallel fsdp"),
+        (4, "fsdp", 3, "--replicate 3 needs .* processes here: 4,"),
+        (4, "fsdp", 4, "--replicate 4 needs .* processes here: 4,"),
+        (1, "fsdp", 2, "--replicate 2 needs .* processes here: 1,"),
+    ],
+)
+def test_impossible_layouts_are_refused(ranks: int, how: Any, replicate: int, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        lay_out(cpu_device(world_size=ranks), how, replicate)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@slow
+@pytest.mark.usefixtures("tokenizer")
+def test_base_train_shards(base: Path) -> None:  # noqa: F811
+    flags = (*TINY, "--depth=2", "--num_iterations=8", "--save_every=4", "--model_tag=one")
+    call("base_train", *flags)
+    sharded = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing", "--model_tag=hybrid")
+    run_command("base_train", *flags[:-1], "--device_batch_size=1", *sharded, ranks=4)
+    assert losses(base, "hybrid") == pytest.approx(losses(base, "one"), rel=1e-5)
+    files = [base / f"checkpoints/base/{tag}/step_000008/model.safetensors" for tag in ("one", "hybrid")]
+    assert files[0].stat().st_size == files[1].stat().st_size

@@ -1,0 +1,632 @@
+"""The report: each number comes from its file, the page is whole, self-contained and safe, what is missing is noted."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from markdown_it import MarkdownIt
+
+from nanochat import cli, provenance
+from nanochat.cli import UserError
+from nanochat.paths import SCRIPTS, STAGES
+from nanochat.report import page as report_page
+from nanochat.report import summary as report
+from scripts import report as script
+
+TAG = "made-up"
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+PAYLOADS = (
+    "<script>alert('first')</script>",
+    '"><img src=x onerror="alert(2)">',
+    "</div></body></html><svg/onload=alert(3)>",
+    "$\\frac$ {{7*7}} `</code>` | **bold** [link](javascript:alert(4)) &lt;b&gt; ]]> -->",
+)
+
+
+class Page(HTMLParser):
+    """Refuses tags that do not match; collects elements, attributes and text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], set(), [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def write(base: Path, stage: str, name: str, content: object, tag: str = TAG) -> Path:
+    """A JSON file, or a file of JSON lines from a list."""
+    path = base / "runs" / stage / tag / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(line) for line in content] if name.endswith("l") else [json.dumps(content)]  # pyright: ignore
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def metrics(steps: int, seconds: float, **further) -> list[dict]:
+    """Lines of metrics.jsonl; a further value may be a function of the step."""
+    lines = []
+    for step in range(steps):
+        line = {"step": step, "loss": 4 / (1 + step), "lr": 0.02 * (1 - step / steps), "tokens": 1000 * (step + 1)}
+        line |= {"tok_per_sec": 5120.0, "mfu": 0.375, "seconds": seconds * (step + 1) / steps}
+        line |= {"peak_memory_bytes": 3 << 30}
+        line |= {key: value(step) if callable(value) else value for key, value in further.items()}
+        lines.append({key: value for key, value in line.items() if value is not None})
+    return lines
+
+
+def chat_evaluation(accuracy: float, answer: str, chatcore: float) -> dict:
+    def score(value: float, baseline: float) -> dict:
+        return {"accuracy": value, "low": value - 0.05, "high": value + 0.05, "baseline": baseline, "kind": "choice"}
+
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "6 * 7?"}]
+    question = [{"role": "user", "content": parts if accuracy == 0.5 else "What is 6 * 7?"}]  # one question, two forms
+    reply = [{"type": "python", "text": "6 * 7"}, {"type": "python_output", "text": "42"}]
+    reply.append({"type": "text", "text": answer})
+    samples = [{"task": "arithmetic", "messages": question, "reply": reply, "correct": answer == "forty-two"}]
+    tasks = {"arithmetic": score(accuracy, 0.0), "arc": score(accuracy / 2, 0.25)}
+    return {"step": 9, "tasks": tasks, "chatcore": chatcore, "samples": samples}
+
+
+def command(name: str, stage: str, seconds: float, tag: str | None = TAG, **further) -> dict:
+    line = {"script": name, "command": f"python -m scripts.{name} --seed 7", "stage": stage, "tag": tag}
+    line |= {"started": "2026-01-02T03:04:05+00:00", "seconds": seconds, "world_size": 8}
+    return line | {"device": "Abacus 9000", "kind": "beads", "dtype": "bfloat16"} | further
+
+
+def write_commands(base: Path, lines: list[dict]) -> Path:
+    (base / "runs").mkdir(exist_ok=True)
+    (base / "runs" / "commands.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return base / "runs" / "commands.jsonl"
+
+
+def trained(name: str, stage: str, seconds: float, first: int, last: int, **further) -> dict:
+    """The command of a training loop that began with `first` steps done and ended with `last`."""
+    return command(name, stage, seconds, **{"first_step": first, "last_step": last, **further})
+
+
+CALL = [
+    {"type": "python", "text": "47+38"},
+    {"type": "python_output", "text": "85"},
+    {"type": "text", "text": "It is 85."},
+]
+FACTS = {
+    "stage": "base", "tag": TAG, "started": "2026-01-02T03:04:05+00:00", "parameters": 5049216, "layers": 4,
+    "context": 256, "vocab_size": 4096, "data": "demo", "world_size": 8, "commit": "0123abc", "system": "Beads OS",
+    "versions": {"Python": "3.11.2", "torch": "2.9.0"},
+}  # fmt: skip
+
+
+class Whole(NamedTuple):
+    base: Path
+    summary: report.RunSummary
+    html: str
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Iterator[Whole]:
+    """All stages, with everything that a report can hold."""
+    base = tmp_path_factory.mktemp("whole")
+    bpb = {"val_bpb": lambda step: 2.5 - step / 25 if step % 5 == 4 else None}
+    bpb["val_bpb_before"] = lambda step: None if step else 3.21
+    write(base, "base", "run.json", FACTS)
+    write(base, "base", "metrics.jsonl", metrics(40, 400.0, **bpb))
+    evaluation = {"step": 40, "train_bpb": 0.8125, "val_bpb": 0.9375, "stories": 200, "stories_passed": 137}
+    write(base, "base", "eval.json", evaluation | {"samples": ["Once upon a time.", "A frog sang."], "core": 0.1771})
+    write(base, "mid", "metrics.jsonl", metrics(20, 60.0, val_loss=0.3456))
+    write(base, "sft", "metrics.jsonl", metrics(10, 30.0))
+    margins = {"margin": lambda step: step / 4, "val_margin": lambda step: 0.9 if step == 4 else None}
+    write(base, "dpo", "metrics.jsonl", metrics(5, 15.0, **margins))
+    reward = {"reward": lambda step: step / 30, "eval_reward": lambda step: 0.25 + step / 50 if step % 6 == 0 else None}
+    write(base, "rl", "metrics.jsonl", metrics(25, 50.0, **reward, loss=lambda step: math.sin(step), kl=0.0123))
+    for stage, accuracy, answer in (
+        ("mid", 0.2, "7"),
+        ("sft", 0.5, "forty-one"),
+        ("dpo", 0.6, "no"),
+        ("rl", 0.9, "forty-two"),
+    ):
+        chat = [{"role": "user", "content": f"Hello, {stage}!"}, {"role": "assistant", "content": CALL}]
+        write(base, stage, "chat_eval.json", chat_evaluation(accuracy, answer, accuracy / 3) | {"chat": chat})
+    lines = [command("tok_train", "tokenizer", 99.0, None), command("tok_train", "tokenizer", 11.0, None)]
+    lines.append(trained("base_train", "base", 6666.0, 0, 40, started="2026-01-01T03:04:05+00:00"))  # moved aside
+    lines += [trained("base_train", "base", 300.0, 0, 25), trained("base_train", "base", 200.0, 25, 40)]  # resumed
+    lines += [trained("base_train", "base", 3.0, 40, 40)]  # it had nothing to do
+    lines += [command("base_eval", "base", 20.0), trained("base_train", "base", 7777.0, 0, 40, tag="another-tag")]
+    lines += [trained("mid_train", "mid", 70.0, 0, 20), trained("chat_sft", "sft", 35.0, 0, 10)]
+    lines += [command("chat_eval", "sft", 5.0), trained("chat_dpo", "dpo", 16.0, 0, 5)]
+    write_commands(base, lines)  # RL is still going
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        summary = report.collect(TAG)
+        yield Whole(base, summary, report_page.to_html(summary))
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
+    """Row -> column -> text."""
+    texts = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    return {name: dict(zip(table.heads[1:], row, strict=True)) for name, row in texts.items()}
+
+
+def test_the_headline(whole):
+    assert list(report_page.headline(whole.summary)) == [
+        ("0.938", "bits per byte", "base, held out; 3.21 at first"),
+        ("68%", "stories hold together", "base"),
+        ("68%", "accuracy after rl", "mean of shared tasks; mid 15%; sft 38%; dpo 45%"),
+        ("0.25 → 0.73", "RL reward", "held-out questions, first and last evaluation"),
+        ("11m22s", "the run", "9m15s of it training steps; evaluations of it 25s more"),
+    ]
+
+
+def test_the_reward_before_training_is_the_first_evaluation(base):
+    held_out = {"eval_reward_before": 0.0625, "eval_reward": lambda step: 0.75 if step == 39 else None}
+    write(base, "rl", "metrics.jsonl", metrics(40, 9.0, **held_out))
+    numbers = list(report_page.headline(report.collect(TAG)))
+    assert numbers[0] == ("0.06 → 0.75", "RL reward", "held-out questions, first and last evaluation")
+
+
+def test_accuracies_are_compared_on_the_tasks_that_all_stages_share(base):
+    for stage, tasks in (("sft", {"arc": 0.5, "easy": 1.0}), ("rl", {"arc": 0.75})):
+        scores = {task: {"accuracy": accuracy} for task, accuracy in tasks.items()}
+        write(base, stage, "chat_eval.json", {"tasks": scores})
+    summary = report.collect(TAG)
+    assert list(report_page.headline(summary)) == [("75%", "accuracy after rl", "mean of shared tasks; sft 50%")]
+    assert report_page.stage_table(summary).heads == ["stage"]  # nobody knows any times
+
+
+def test_times_add_up(whole):
+    summary = whole.summary
+    # The newest tokenizer, both parts of base_train, no other tag or earlier run; RL, not finished, by its training
+    # seconds. Evaluations are not the run's own time.
+    times = {"tokenizer": 11.0, "base": 500.0, "mid": 70.0, "sft": 35.0, "dpo": 16.0, "rl": 50.0}
+    assert [summary.evaluation_seconds(name) for name in ("base", "sft", None)] == [20.0, 5.0, 25.0]
+    assert summary.seconds_by_stage() == times
+    assert list(summary.seconds_by_stage()) == list(times)
+    total = as_dicts(report_page.stage_table(summary))["total"]
+    assert total["training"] == "9m15s" and total["in all"] == "11m22s" and total["evaluation"] == "25s"
+
+
+def test_an_evaluation_long_after_the_run_adds_nothing_to_it(base):
+    write(base, "base", "metrics.jsonl", metrics(10, 50.0))
+    write(base, "base", "run.json", FACTS)
+    run = [trained("base_train", "base", 60.0, 0, 10)]
+    late = {"started": "2027-05-05T05:05:05+00:00"}
+    write_commands(
+        base, [*run, command("base_eval", "base", 999.0, **late), command("tok_train", "t", 9.0, None, **late)]
+    )
+    summary = report.collect(TAG)
+    assert summary.seconds_by_stage() == {"base": 60.0} and summary.evaluation_seconds() == 999.0
+
+
+def test_steps_of_a_killed_part_count_by_their_training_seconds(base):
+    """Ten steps of 50 s. A killed part has left no command: steps 2 to 5, and what is trained now."""
+    write(base, "base", "metrics.jsonl", metrics(10, 500.0))
+    parts = [trained("base_train", "base", 120.0, 0, 2), trained("base_train", "base", 180.0, 5, 8)]
+    write_commands(base, [*parts, command("base_eval", "base", 30.0)])
+    assert report.collect(TAG).seconds_by_stage() == {"base": 120.0 + 150.0 + 180.0 + 100.0}
+
+
+def test_the_tables_hold_what_the_files_hold(whole):
+    table = as_dicts(report_page.stage_table(whole.summary))
+    assert list(table) == ["tokenizer", *STAGES, "total"]
+    assert table["base"] == {
+        "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
+        "GiB": "3", "MFU": "37.5%", "training": "6m40s", "in all": "8m20s", "evaluation": "20s",
+    }  # fmt: skip
+    assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
+
+    score_table = report_page.score_table(whole.summary)
+    scores = {(row[0].text, row[0].detail): row[1:] for row in score_table.rows}
+    assert score_table.heads == ["task", *STAGES]
+    assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
+    assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
+    assert scores["stories", ""][0] == report_page.Cell("68.5%", "", 0.685)
+    arithmetic = scores["arithmetic", ""]
+    assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
+    assert [cell.best for cell in arithmetic] == [False, False, False, False, True]
+    assert arithmetic[4].detail == "85–95"
+    assert [cell.text for cell in scores["arc", "chance 25%"]] == ["", "10.0%", "25.0%", "30.0%", "45.0%"]
+    assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
+
+
+# ---------------------------------------------------------------------- Markdown
+
+
+def test_markdown_has_whole_tables_samples_and_commands(whole):
+    text = report_page.to_markdown(whole.summary)
+    assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
+    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
+    assert [len(block) for block in blocks] == [2 + 7, 2 + 7, 2 + 4]  # six stages with a total; evaluations; answers
+    rendered = MARKDOWN.render(text)
+    assert rendered.count("<table>") == 3 and rendered.count("<tr>") == 21 and rendered.count("<blockquote>") == 3
+    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6 + 4 * 5
+    assert "| base | 40 | 40K | 0.1000 |" in text
+    assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
+    assert "> Once upon a time." in text
+    question = "| arithmetic | What is 6 \\* 7? |"
+    assert f"{question} mid | ✗ wrong | [python] 6 \\* 7 [python\\_output] 42 7 |\n" in text
+    assert f"{question} rl | ✓ right | [python] 6 \\* 7 [python\\_output] 42 forty-two |\n" in text
+    assert "> **user** Hello, rl!\n>\n> **assistant** [python] 47+38 [python\\_output] 85 It is 85.\n" in text
+    assert "- Device: 8 × Abacus 9000 (beads, bfloat16)\n" in text and "- Parameters: 5,049,216\n" in text
+    assert "- Date: 2026-01-02 03:04:05 UTC\n" in text and "- Commit: 0123abc\n" in text
+    assert "\n    python -m scripts.base_train --seed 7  # 3m20s\n" in text
+    assert "7777" not in text and "2h09m" not in text and "1h51m" not in text
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_is_whole_and_requests_nothing(whole):
+    html = whole.html
+    page = Page(html)
+    for text in (
+        "0.938",
+        "0.25 → 0.73",
+        "11m22s",
+        "5,049,216",
+        "256 tokens",
+        "0123abc",
+        "torch 2.9.0",
+        "Hello, rl!",
+        "It is 85.",
+        "68.5%",
+        "85–95",
+        "5.12K",
+        "37.5%",
+        "forty-two",
+        "A frog sang.",
+    ):
+        assert text in page.text, text
+    assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
+    assert not page.tags & {"script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject"}
+    for name, value in page.attributes:
+        assert not name.startswith("on"), name
+        if name in ("src", "href", "xlink:href", "action", "data"):
+            assert re.fullmatch("#[a-z0-9]+", value), (name, value)
+    assert "http:" not in html and "https:" not in html and "@import" not in html
+    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#{value}" for name, value in page.attributes if name == "id"}
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert "default-src 'none'" in html
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert "Loss: base 4.00 → 0.10" in labels and not any(label.startswith(":") for label in labels)
+
+
+def test_each_plot_has_a_line_for_each_stage(whole):
+    html = whole.html
+
+    def lines(key: str) -> list[str]:
+        return re.findall(f' id="{key}-([a-z]+)"', html)
+
+    for key in ("loss", "lr", "tok_per_sec", "peak_memory_gib"):
+        assert lines(key) == list(STAGES), key
+    assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)
+    assert lines("margin") == lines("val_margin") == ["dpo"]
+    assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
+
+
+def test_a_reward_model_and_the_metrics_of_rl_are_drawn(base):
+    write(base, "rm", "metrics.jsonl", metrics(5, 5.0, val_accuracy=lambda step: 0.5 + step / 10))
+    names = ("pass_at_k", "no_signal", "entropy", "clipped", "truncated", "sampling_seconds", "training_seconds")
+    write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **dict.fromkeys(names, 0.5), **{"reward/short": -0.25}))
+    html = report_page.to_html(report.collect(TAG))
+    assert ' id="loss-rm"' in html and "Preference accuracy: rm 0.50 → 0.90" in html
+    assert all(f' id="{name}-rl"' in html for name in (*names, "reward/short"))
+    assert "Reward: short" in html and "--rm: light-dark(" in html
+
+
+def test_the_dots_are_at_the_accuracies(whole):
+    """Each stage's dots: x from 0 to 280 for an accuracy of 0 to 1, and a row for each task, 30 below the other."""
+    for stage, accuracies in {"base": [0.685], "mid": [0.2, 0.1], "rl": [0.9, 0.45]}.items():
+        dots = whole.html.partition(f'id="accuracy-{stage}"')[2].partition("</g>")[0]
+        places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', dots)]
+        assert [x for x, _ in places] == pytest.approx([280 * accuracy for accuracy in accuracies])
+        assert [y - places[0][1] for _, y in places] == pytest.approx([30 * row for row in range(len(places))])
+
+
+def test_a_line_goes_where_its_values_go(base):
+    write(base, "base", "metrics.jsonl", metrics(5, 10.0, val_bpb=lambda step: (3.0, 2.0, 1.0, 2.0, 3.0)[step]))
+    html = report_page.to_html(report.collect(TAG))
+    path = html.partition('id="val_bpb-base"')[2].partition(' d="')[2].partition('"')[0]
+    points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
+    assert len(points) == 5
+    xs, ys = zip(*points, strict=True)
+    assert ys[0] == ys[4] < ys[1] == ys[3] < ys[2]  # y grows downwards on a page
+    assert all(math.isclose(b - a, (xs[4] - xs[0]) / 4, rel_tol=1e-4) for a, b in zip(xs, xs[1:], strict=False))
+
+
+def test_every_colour_is_defined_in_light_and_dark(whole):
+    html = whole.html
+    used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone", "mono"}
+    defined = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", html))
+    assert {*STAGES, "text", "quiet", "line", "raised"} <= used <= set(defined)
+    assert "#c0de" not in html
+    chat_page = (Path(report_page.__file__).parents[1] / "serve" / "ui.html").read_text()
+    palette = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", chat_page))
+    for name in ("page", "raised", "soft", "line", "text", "quiet", "accent", "danger"):
+        assert defined[name] == palette[name], name
+
+
+def test_the_same_run_makes_the_same_page(whole):
+    assert report_page.to_html(whole.summary) == whole.html
+
+
+def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
+    page = Page(whole.html)
+    assert page.text.count("What is 6 * 7?") == 1
+    answers = page.text.partition("What is 6 * 7?")[2]
+    places = [answers.index(text) for text in ("✗ wrong", "forty-one", "✓ right", "forty-two")]
+    assert places == sorted(places)
+
+
+def test_a_long_run_is_thinned_out(base):
+    write(base, "base", "metrics.jsonl", metrics(5000, 9000.0, loss=lambda step: step * 7919 % 1000))
+    summary = report.collect(TAG)
+    curve = summary.stages[0].curve("loss")
+    assert 250 < len(curve) <= 302 and curve[0] == (1, 0.0) and curve[-1] == (5000, 4999 * 7919 % 1000)
+    assert len(report_page.to_html(summary)) < 150_000
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_what_a_model_writes_stays_text(base, payload):
+    write(base, "base", "eval.json", {"val_bpb": 1.0, "samples": [payload]})
+    score, chats = {"accuracy": 0.5, "baseline": 0.1}, []
+    for kind in ("text", "python", "python_output", payload):
+        message, reply = {"role": payload, "content": payload}, {"type": kind, "text": payload}
+        chats.append({"task": payload, "messages": [message], "reply": [reply], "correct": None})
+    chat = [{"role": "user", "content": payload}, {"role": "assistant", "content": payload}]
+    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat})
+    write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
+    further = {"command": f"python {payload}", "device": payload, "dtype": payload}
+    write_commands(base, [command(payload, payload, 5.0, **further)])
+    summary = report.collect(TAG)
+    page = Page(report_page.to_html(summary))
+    assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
+    assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")  # nothing is closed early
+
+    rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
+    assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
+    # Commit, data and version; both turns of the chat; the sample; four rows of a task, a role, a text and a reply, one
+    # with its kind; stage; device and dtype; command; and the task's accuracy.
+    assert rendered.text.count(payload) == 3 + 2 + 1 + 4 * 4 + 1 + 1 + 2 + 1 + 1
+
+
+def test_a_command_stays_in_its_block(base):
+    line = "echo\n````\n</code>"
+    write_commands(base, [command("base_train", "base", 5.0, command=line)])
+    rendered = MARKDOWN.render(report_page.to_markdown(report.collect(TAG)))
+    assert rendered.count("<pre>") == 1 and f"{line}  # 5s" in Page(rendered).text
+
+
+def test_text_that_no_file_can_hold_is_replaced(base):
+    write(
+        base, "base", "eval.json", {"val_bpb": 1.0, "samples": ["half \ud83d of a face, \x00\x1b[31m and 中文 \u202e"]}
+    )
+    summary = report.collect(TAG)
+    assert "half ? of a face,   [31m and 中文" in report_page.to_html(summary)
+    assert report_page.to_html(summary).encode() and report_page.to_markdown(summary).encode()
+
+
+# ---------------------------------------------------------------------- what is missing or damaged
+
+
+def test_damaged_lines_are_skipped_and_counted(base):
+    path = write(base, "base", "metrics.jsonl", metrics(4, 8.0))
+    torn = ['{"step": 4, "lo', "[1]", "7", "null", '{"loss": 1.0}', '{"step": "five"}', '{"step": NaN}', "[" * 99999]
+    again = json.dumps({"step": 1, "loss": 0.25})  # in place of an earlier one
+    last = json.dumps({"step": 4, "loss": 0.0625, "seconds": 10.0, "lr": None, "tokens": "many", "mfu": True})
+    lines = [last, *path.read_text().splitlines(), *torn, "\x00\x00", again]
+    path.write_bytes("\n".join(lines).encode() + b'\n\xff\n{"step": 5')
+    write_commands(base, [trained("base_train", "base", 12.0, 0, 5)]).open("a").write('{"script": "base_ev')
+    summary = report.collect(TAG)
+    assert f"runs/base/{TAG}/metrics.jsonl: damaged lines skipped: 11" in summary.notes
+    assert "runs/commands.jsonl: damaged lines skipped: 1" in summary.notes
+    assert summary.stages[0].values("loss") == [4.0, 0.25, 4 / 3, 1.0, 0.0625] and summary.seconds_by_stage() == {
+        "base": 12.0
+    }
+    assert "damaged lines skipped: 11" in report_page.to_html(summary)
+
+
+def test_a_damaged_evaluation_is_left_out(base):
+    write(base, "sft", "metrics.jsonl", metrics(3, 1.0))
+    for text in ("", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'):
+        for name in ("eval.json", "chat_eval.json"):
+            write(base, "sft", name, {}).write_text(text)
+        summary = report.collect(TAG)
+        assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
+        assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
+    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
+
+
+def test_numbers_that_nobody_can_draw_stop_nothing(base):
+    odd = [0.0, -1.0, 1e300, 10**400, float("inf"), float("nan"), True, "7", None, [], 1e-300]
+    lines = [{"step": step, **dict.fromkeys(("loss", "lr", "tok_per_sec", "seconds", "val_bpb", "reward", "kl"), value)}
+             for step, value in enumerate(odd)]  # fmt: skip
+    write(base, "rl", "metrics.jsonl", lines)
+    summary = report.collect(TAG)
+    assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
+    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_any_stage_may_be_alone(base, stage):
+    write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
+    summary = report.collect(TAG)
+    assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
+    assert summary.seconds_by_stage() == {stage: 2.0}
+    markdown = report_page.to_markdown(summary)
+    assert "Evaluation" not in markdown and "## Questions" not in markdown and "## Texts" not in markdown
+
+
+@pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
+def test_any_file_may_be_alone(base, name):
+    if name == "commands":
+        write_commands(base, [trained("base_train", "base", 61.0, 0, 5)])
+    else:
+        write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
+    summary = report.collect(TAG)
+    expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
+    assert [number for number, _, _ in report_page.headline(summary)] == [expected]
+    assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
+
+
+def test_nothing_to_report_names_the_command(base, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.run(script.main, script.Config)
+    error = capsys.readouterr().err
+    assert leaving.value.code == 1 and error.count("\n") == 1
+    assert "python -m scripts.base_train" in error and str(base / "runs") in error
+    write(base, "mid", "metrics.jsonl", metrics(2, 1.0), tag="other")
+    write_commands(base, [command("tok_train", "tokenizer", 3.0, None)])
+    with pytest.raises(UserError, match=r"--model_tag made-up: .*base_train --model_tag made-up"):
+        report.collect(TAG)
+    with pytest.raises(UserError, match="plain folder name"):
+        report.collect("../x")
+    assert not (base / "runs" / "report").exists()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_reports_the_tag_written_last(whole, capsys):
+    newest = write(whole.base, "sft", "eval.json", {"val_bpb": 1.25}, tag="fresh")
+    os.utime(newest, (2e9, 2e9))
+    script.main(script.Config())
+    folder = whole.base / "runs" / "report" / "fresh"
+    assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.md")]
+    assert "1.250" in (folder / "report.html").read_text() and "1.250" in (folder / "report.md").read_text()
+    script.main(script.Config(model_tag=TAG))
+    assert (whole.base / "runs" / "report" / TAG / "report.md").read_text() == report_page.to_markdown(whole.summary)
+    assert report.newest_tag() == "fresh"  # a report is no run
+
+
+def test_a_report_needs_no_torch_and_no_pyplot(whole):
+    code = (
+        "import sys; from nanochat.report import page as report_page, summary as report; "
+        "summary = report.collect(sys.argv[1]); "
+        "report_page.to_markdown(summary); report_page.to_html(summary); assert 'torch' not in sys.modules; "
+        "assert 'matplotlib.pyplot' not in sys.modules; print(len(summary.stages))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, TAG], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(len(STAGES)) and done.stderr == ""
+
+
+def test_what_computed_is_named(monkeypatch):
+    versions = provenance.versions()
+    assert {"Python", "torch"} <= set(versions) and versions["Python"] == "{}.{}.{}".format(*sys.version_info)
+    monkeypatch.setenv("PATH", "/nowhere")  # no git
+    assert provenance.commit() == "unknown"
+
+
+# ---------------------------------------------------------------------- against an earlier run
+
+
+def test_against_an_earlier_run_both_curves_and_the_differences_are_shown(base):
+    for tag, steps, accuracy, bpb in ((TAG, 8, 0.75, 0.5), ("older", 6, 0.5, 1.0)):
+        write(base, "base", "metrics.jsonl", metrics(steps, 20.0 * steps, val_bpb=bpb), tag=tag)
+        write(base, "sft", "chat_eval.json", {"tasks": {"arc": {"accuracy": accuracy}}}, tag=tag)
+        write(base, "base", "run.json", FACTS | {"parameters": 1000 * steps}, tag=tag)
+    script.main(script.Config(model_tag=TAG, against="older"))
+    folder = base / "runs" / "report" / TAG
+    html, markdown = ((folder / f"report.{kind}").read_text() for kind in ("html", "md"))
+    for line in ("loss-base", "loss-base-against", "val_bpb-base", "val_bpb-base-against"):
+        assert f' id="{line}"' in html
+    assert "-against" not in report_page.to_html(report.collect(TAG))
+    rows = {
+        row[0].text: [cell.text for cell in row[1:]]
+        for row in report_page.comparison(*map(report.collect, (TAG, "older"))).rows
+    }
+    assert rows["sft: arc"] == ["75.0%", "50.0%", "+25.0 points"]
+    assert rows["base: bits per byte"] == ["0.5", "1", "−0.5 (−50.0%)"]
+    assert rows["parameters"] == ["8,000", "6,000", "+2,000 (+33.3%)"]
+    assert rows["the run, seconds"] == ["160", "120", "+40 (+33.3%)"]
+    assert "| sft: arc | 75.0% | 50.0% | +25.0 points |" in markdown and "Compared with older" in Page(html).text
+    with pytest.raises(UserError, match="--against nothing"):
+        script.main(script.Config(model_tag=TAG, against="nothing"))
+
+
+def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(base):
+    before = {"val_bpb_before": lambda step: None if step else 3.0}
+    write(base, "base", "metrics.jsonl", metrics(40, 9.0, val_bpb=lambda step: 1.0 if step == 39 else None, **before))
+    summary = report.collect(TAG)
+    assert summary.stages[0].curve("val_bpb") == [(0, 3.0), (40, 1.0)]
+    plot = (
+        report_page.to_html(summary).partition('aria-label="Bits per byte: base 3.00 → 1.00"')[2].partition("</svg>")[0]
+    )
+    ticks = [text for text in re.findall(r">([^<>]+)</text>", plot)]
+    assert {"0", "20", "40"} <= set(ticks)
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+@pytest.mark.slow
+def test_all_can_use_the_report_also_on_a_phone(whole, base, tmp_path, open_page, axe_violations):
+    """axe-core's rules, light and dark; no wider than a phone, also with long words and a comparison."""
+    earlier = "e" * 90
+    for tag, steps in ((TAG, 8), (earlier, 6)):
+        write(base, "base", "run.json", FACTS | {"data": "/folder" * 40, "parameters": 10**15}, tag=tag)
+        write(base, "base", "metrics.jsonl", metrics(steps, 20.0, val_bpb=0.5), tag=tag)
+    write(base, "base", "eval.json", {"val_bpb": 0.5, "samples": ["w" * 300, "| wide " * 90]})
+    write_commands(base, [trained("base_train", "base", 60.0, 0, 8, command="base_train --data " + "d" * 200)])
+    compared = report_page.to_html(report.collect(TAG), report.collect(earlier))
+    page = open_page(None, width=360, height=720)
+    for name, html in (("a run", whole.html), ("compared", compared)):
+        (tmp_path / "report.html").write_text(html)
+        page.goto((tmp_path / "report.html").as_uri())
+        assert page.evaluate("document.scrollingElement.scrollWidth <= document.scrollingElement.clientWidth"), name
+        # A table that is wider than the page scrolls by itself, also by keyboard; nothing else is cut off.
+        cut = page.evaluate(
+            """[...document.querySelectorAll("body *:not(.sr, .wide[tabindex='0'])")].filter((element) =>
+                 element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).overflowX !== "visible")
+               .map((element) => element.outerHTML)"""
+        )
+        assert cut == [], name
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            assert axe_violations(page) == [], (name, theme)
+    page.evaluate("document.querySelector('h2').style.color = '#555'")  # what it must find, on the dark page
+    assert {line.split()[0] for line in axe_violations(page)} == {"color-contrast"}

@@ -1,0 +1,1474 @@
+"""The chat page in real Chromium, against a small server with scripted replies; a whole conversation with the real one.
+
+Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `dev`, see conftest.py); without them all
+but the first tests skip and say so.
+"""
+
+import codecs
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_scripts import call
+
+from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
+from nanochat.tasks.conversations import Conversations
+from nanochat.tasks.preferences import Preferences
+from nanochat.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow  # a server and a browser
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = PAGE.read_text(encoding="utf-8")
+
+SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
+STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
+
+FILES = load_page()
+POLICY = content_policy(SOURCE)
+
+PAYLOADS = [
+    "<script>window.hurt=1;alert(1)</script>",
+    '<img src=x onerror="window.hurt=1">',
+    "<svg onload=window.hurt=1>",
+    "<svg><script>window.hurt=1</script></svg>",
+    '<iframe src="javascript:parent.hurt=1"></iframe>',
+    '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
+    "<details open ontoggle=window.hurt=1>x</details>",
+    "<video><source onerror=window.hurt=1></video>",
+    "<body onload=window.hurt=1>",
+    "<input autofocus onfocus=window.hurt=1>",
+    "<style>*{display:none}</style>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    '<meta http-equiv=refresh content="0;url=//evil.example">',
+    "<base href=//evil.example/>",
+    "<form action=//evil.example><button>go</button></form>",
+    '<object data="data:text/html,<script>window.hurt=1</script>"></object>',
+    "<math><mtext><img src=x onerror=window.hurt=1></mtext></math>",
+    "[click](javascript:window.hurt=1)",
+    "[click](JaVaScRiPt:window.hurt=1)",
+    "[click](java\tscript:window.hurt=1)",
+    "[click](data:text/html,<script>window.hurt=1</script>)",
+    "[click](vbscript:msgbox)",
+    "[click](//evil.example/relative)",
+    "[click](/v1/models)",
+    "![picture](https://evil.example/track.png)",
+    '![picture](x" onerror="window.hurt=1)',
+    "<javascript:window.hurt=1>",
+    'https://example.com/"onmouseover="window.hurt=1',
+    '```"><img/src=x/onerror=window.hurt=1>\n</code></pre><script>window.hurt=1</script>\n```',
+    "`</code><img src=x onerror=window.hurt=1>`",
+    "| a | b |\n|---|---|\n| <img src=x onerror=window.hurt=1> | [x](javascript:window.hurt=1) |",
+    "# <img src=x onerror=window.hurt=1>\n> <svg onload=window.hurt=1>\n\n- <b onclick=window.hurt=1>x</b>",
+    "</textarea></script><script>window.hurt=1</script><!--",
+    "{{constructor.constructor('window.hurt=1')()}} ${window.hurt=1}",
+]
+ALLOWED_TAGS = (
+    "ARTICLE P BR EM STRONG DEL CODE PRE UL OL LI H2 H3 H4 HR A B BLOCKQUOTE TABLE THEAD TBODY TR TH TD DIV HEADER "
+    "SPAN BUTTON svg path"
+)
+RICH = """# Heading
+
+A *soft* and **strong** line with `code`, ~~old~~ and [a link](https://example.com/a_b?c=1).
+Second line, snake_case_name and 2 * 3 * 4.
+
+- one
+- two
+  1. inner
+  2. more
+
+> quoted
+
+| n | square |
+|---|---|
+| 2 | 4 |
+
+```python
+print("<b>not bold</b>")
+```
+
+Last \\*plain\\* line."""
+
+
+# The tokens of a reply, each with its alternatives and their probabilities. One character is spread over two tokens.
+ODDS: list[tuple[bytes, dict[bytes, float]]] = [
+    (b"The", {b"The": 0.95, b"A": 0.03}),
+    (b" dragon", {b" fox": 0.6, b" dragon": 0.3, PAYLOADS[1].encode(): 0.1}),
+    (b" caf\xc3", {b" caf\xc3": 0.5, b"\xc3": 0.4}),
+    (b"\xa9", {b"\xa9": 0.4}),
+    (b"!", {b".": 0.9, b"!": 0.0001}),
+]
+
+
+def logprob_of(token: bytes, probability: float) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": math.log(probability)}
+
+
+class Script(ThreadingHTTPServer):
+    """Its reply depends on the first word of the question; it records every request."""
+
+    daemon_threads = True
+
+    def __init__(self, policy: str | None = POLICY):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.policy, self.key, self.bodies, self.left, self.errors = policy, "", [], threading.Event(), []
+        self.models: list[dict[str, Any]] = [{"id": "sft-demo"}]
+        self.facts: dict[str, Any] = {}  # what the last event of a reply says in its field `nanochat`
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves is no error."""
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Script
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def respond(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def refuse(self, status: int, message: str, **headers: str) -> None:
+        self.respond(status, json.dumps({"error": {"message": message}}).encode(), **headers)
+
+    def allowed(self) -> bool:
+        return not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}"
+
+    def do_GET(self) -> None:
+        file = FILES.get(self.path.split("?")[0])
+        if file is not None:
+            policy = {"Content_Security_Policy": self.server.policy} if self.server.policy else {}
+            self.respond(200, file.content, file.media_type, **policy)
+        elif self.path == "/v1/models" and self.allowed():
+            self.respond(200, json.dumps({"data": self.server.models}).encode())
+        else:
+            self.refuse(401 if self.path == "/v1/models" else 404, "no")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        final = (
+            body["messages"][-1] if "messages" in body else {"role": "user", "content": "continue " + body["prompt"]}
+        )
+        question = "more" if final["role"] == "assistant" else final["content"]  # a reply to continue
+        if not self.allowed():
+            return self.refuse(401, "the key is missing")
+        if self.server.errors:
+            status, message, headers = self.server.errors.pop(0)
+            return self.refuse(status, message, **headers)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            self.stream(question, body)
+        except OSError:
+            self.server.left.set()
+        return None
+
+    def event(self, delta: dict[str, Any], finish: str | None = None, **rest: Any) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        self.raw(json.dumps({"choices": [choice], **rest}))
+
+    def raw(self, data: str) -> None:
+        self.wfile.write(f"data: {data}\n\n".encode())
+        self.wfile.flush()
+
+    def stream(self, question: str, body: dict[str, Any]) -> None:
+        word, _, rest = question.partition(" ")
+        self.event({"role": "assistant", "content": ""})
+        tokens = 3
+        if word == "slow":
+            for number in range(400):
+                self.event({"content": f"word{number} "})
+                time.sleep(0.025)
+        elif word == "sum":
+            self.event({"nanochat": {"kind": "python", "text": "2+3"}})
+            self.event({"nanochat": {"kind": "python_output", "text": "5"}})
+            self.event({"content": "2+3 = 5."})
+        elif word == "say":  # cut anywhere, also inside a character's bytes
+            pieces = (rest[place : place + 3] for place in range(0, len(rest), 3))
+            events = ({"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces)
+            data = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n" for event in events).encode()
+            for place in range(0, len(data), 97):
+                self.wfile.write(data[place : place + 97])
+                self.wfile.flush()
+        elif word == "continue":
+            for number in range(400 if "slow" in rest else 3):
+                self.raw(json.dumps({"choices": [{"index": 0, "text": f" word{number}", "finish_reason": None}]}))
+                time.sleep(0.025)
+            return self.raw("[DONE]")
+        elif word == "break":
+            return self.event({"content": "half an"})
+        elif word == "fail":
+            self.event({"content": "half"})
+            return self.raw(json.dumps({"error": {"message": "the device is gone"}}))
+        elif word == "evil":
+            self.event({"content": rest})
+            self.event({"nanochat": {"kind": "python", "text": rest}})
+            self.event({"nanochat": {"kind": "python_output", "text": rest}})
+        elif word == "odds":
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            for token, likely in ODDS:
+                others = [logprob_of(*other) for other in likely.items()]
+                logprobs = {"content": [{**logprob_of(token, likely[token]), "top_logprobs": others}]}
+                text = decoder.decode(token)
+                choice = {
+                    "delta": {"content": text} if text else {},
+                    "logprobs": logprobs if body.get("logprobs") else None,
+                }
+                self.raw(json.dumps({"choices": [choice]}))
+        elif word == "more":
+            self.event({"content": " and more"})
+        else:
+            self.event({"content": f"seed {body['seed']}: {question}"})
+        self.event({"nanochat": self.server.facts} if self.server.facts else {}, "length" if word == "long" else "stop")
+        self.raw(json.dumps({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": tokens}}))
+        self.raw("[DONE]")
+        return None
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_one_small_file_that_asks_nobody():
+    # P7: ready within a second on a phone: what is sent before the first paint, and before the first Markdown.
+    compressed = {name: len(file.compressed) for name, file in FILES.items()}
+    assert compressed["/"] < 40_000 and sum(size for name, size in compressed.items() if "temml" not in name) < 90_000
+    assert len(SCRIPT) == len(STYLE) == 1
+    markup = SOURCE.replace(SCRIPT[0], "").replace(STYLE[0], "")
+    assert not re.findall(r"""\s(?:on[a-z]+|style)=|(?:src|action)=|href="(?!#|data:image/)""", markup)
+    assert not re.findall(
+        r"https?://|//[a-z]",
+        re.sub(
+            r"https\?:|//www\.w3\.org/2000/svg|//\[|//-+ | // .*|^// .*", "", SOURCE.replace("http:", ":"), flags=re.M
+        ),
+    )
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", SOURCE
+    )
+    assert not re.findall(r"url\(|@import|@font-face", STYLE[0])
+
+
+def test_the_libraries_are_the_published_files():
+    """As `sha256sum` prints them in their README, each with a licence next to it, and part of an installed package."""
+    listed = dict(
+        reversed(line.split()) for line in re.findall(r"^[0-9a-f]{64}  .+$", (VENDOR / "README.md").read_text(), re.M)
+    )
+    files = {path.relative_to(VENDOR).as_posix(): path for path in VENDOR.glob("*/*") if "LICENSE" not in path.name}
+    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()} == listed
+    assert all(any(path.parent.glob("LICENSE*")) for path in files.values())
+    used = set(re.findall(r"[\w.-]+-\d+\.\d+\.\d+/[\w.-]+\.(?:js|css)", SOURCE))
+    assert used == {name for name in files if not name.endswith(".woff2")}
+    assert '"vendor/*/*"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_both_languages_say_the_same_things():
+    words = SCRIPT[0][SCRIPT[0].index("const WORDS") :].partition("\n};")[0]
+    english, chinese = words.split("\n\tzh: {")
+    keys = [re.findall(r'(\w+): (?:"|\[)', text) for text in (english, chinese)]
+    assert keys[0] == keys[1] and len(keys[0]) > 60
+    marks = [re.findall(r"\{\d\}", text) for text in (english, chinese)]
+    assert sorted(marks[0]) == sorted(marks[1])
+    used = set(re.findall(r'\bt\("(\w+)"', SCRIPT[0]) + re.findall(r'data-(?:t|label|hint)="(\w+)"', SOURCE))
+    assert used <= set(keys[0])
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_stands_out():
+    """WCAG AA: 4.5 to 1 for text."""
+    pairs = [(ink, paper) for ink in ("text", "quiet") for paper in ("page", "side", "raised", "soft")]
+    pairs += [("text", "mark"), *(("text", f"p{colour}") for colour in (1, 2, 3, 4))]  # the tokens' probabilities
+    pairs += [("on-accent", "accent"), ("accent", "page"), ("text", "softer")]
+    pairs += [("quiet", "danger-soft"), ("danger", "danger-soft")]
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
+    for theme in (0, 1):  # light, dark
+        colours = {name: both[theme] for name, *both in found}
+        for ink, paper in pairs:
+            assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
+
+
+# ---------------------------------------------------------------------- the browser
+
+
+@pytest.fixture
+def server() -> Iterator[Script]:
+    server = Script()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def send(page: Any, text: str, wait: bool = True) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Any) -> None:
+    page.wait_for_selector("#stop", state="hidden")
+
+
+def last(page: Any) -> Any:
+    return page.locator(".reply").last
+
+
+def test_streams_with_a_caret_and_stops(server, open_page):
+    page = open_page(server)
+    send(page, "slow", wait=False)
+    page.wait_for_selector(".reply .caret")
+    assert page.locator(".reply").get_attribute("aria-busy") == "true"
+    first = last(page).inner_text()
+    page.wait_for_function("length => document.querySelector('.reply').innerText.length > length + 20", arg=len(first))
+    # a speed is shown once there is enough of a reply to measure it
+    page.wait_for_function(r"() => /\d+ tokens · [\d.,]+ tokens\/s/.test(document.querySelector('.reply').innerText)")
+    page.keyboard.press("Escape")
+    done(page)
+    assert server.left.wait(3), "the server continues to write to a reader who stopped"
+    text = last(page).inner_text()
+    assert "Stopped." in text and "word5" in text and not page.locator(".caret").count()
+    page.wait_for_timeout(200)
+    assert last(page).inner_text() == text
+    send(page, "slow", wait=False)
+    page.click("#stop")
+    done(page)
+    # Nothing came before the stop: the empty reply and its question are not sent along.
+    send(page, "hello")
+    contents = [message["content"] for message in server.bodies[-1]["messages"]]
+    assert contents[0] == "slow" and contents[1].startswith("word0") and contents[-1] == "hello"
+
+
+def test_regenerate_edit_and_variants_outlive_a_reload(server, open_page):
+    page = open_page(server)
+    send(page, "tell one")
+    send(page, "tell two")
+    assert [m["content"].split(": ")[-1] for m in server.bodies[-1]["messages"]] == ["tell one", "tell one", "tell two"]
+    assert server.bodies[-1]["stream_options"] == {"include_usage": True}
+    before = last(page).locator(".prose").inner_text()
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    assert last(page).locator(".count").inner_text() == "2/2"
+    after = last(page).locator(".prose").inner_text()
+    assert before != after  # another seed
+    assert server.bodies[-1]["messages"] == server.bodies[-2]["messages"]
+    last(page).locator("[data-act=previous]").click()
+    assert last(page).locator(".prose").inner_text() == before
+    # The first question, edited: a branch of its own, from which one comes back.
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    page.locator(".editor textarea").fill("tell three")
+    page.keyboard.press("Enter")
+    done(page)
+    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["tell three"]
+    page.reload()
+    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    page.locator(".question [data-act=previous]").click()
+    assert page.locator(".question .said").all_inner_texts() == ["tell one", "tell two"]
+    assert last(page).locator(".prose").inner_text() == before and last(page).locator(".count").inner_text() == "1/2"
+    assert "3 tokens" in last(page).inner_text()
+
+
+def test_a_cut_reply_names_its_limit_and_continues(server, open_page):
+    page = open_page(server)
+    send(page, "hello")
+    server.facts = {"limit": "context", "first_message_read": 2}
+    send(page, "long")
+    first = last(page).locator(".prose").inner_text()
+    assert "fill all that the model can read" in last(page).locator(".note").inner_text()
+    # Above the line is what the model did not read any more; it stays there over a reload.
+    page.reload()
+    order = "[...$('messages').children].map((node) => node.className)"
+    assert page.evaluate(order) == ["question", "reply", "horizon", "question", "reply"]
+
+    # The same reply grows: it goes along as the last message, without another question.
+    server.facts = {}
+    last(page).locator("[data-act=continue]").click()
+    done(page)
+    assert [m["role"] for m in server.bodies[-1]["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert server.bodies[-1]["messages"][-1]["content"] == first
+    assert last(page).locator(".prose").inner_text() == first + " and more"
+    assert "6 tokens" in last(page).inner_text() and not last(page).locator(".count, .note").count()
+
+    # A limit of the user's own is named with its number, and a stopped reply continues too.
+    page.click("#open-settings")
+    page.fill("#set-max_tokens", "3")
+    page.keyboard.press("Escape")
+    send(page, "long")
+    assert "Cut at 3 tokens, the longest reply that your settings allow." in last(page).inner_text()
+    send(page, "slow", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply:last-child .prose')?.innerText.includes('word3')")
+    page.click("#stop")
+    done(page)
+    assert page.locator("[data-act=continue]").count() == 1  # an earlier reply has been answered since
+    page.evaluate("document.querySelector('[data-act=continue]').focus()")
+    server.errors.append((400, "no room", {}))
+    page.keyboard.press("Enter")
+    done(page)
+    assert "word3" in last(page).locator(".prose").inner_text()  # a failure takes nothing away
+    last(page).locator(".failure [data-act=continue]").click()
+    done(page)
+    assert last(page).locator(".prose").inner_text().endswith("and more")
+    assert not page.locator("[data-act=continue], .failure").count()
+
+
+def test_an_edited_reply_is_a_version_to_go_on_from(server, open_page):
+    page = open_page(server)
+    send(page, "sum")
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("It is *five*")
+    page.keyboard.press("Escape")
+    assert last(page).locator(".prose").inner_text() == "2+3 = 5."
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("It is *five*")
+    page.keyboard.press("Control+Enter")
+    assert last(page).locator(".prose em").inner_text() == "five" and last(page).locator(".count").inner_text() == "2/2"
+    assert "Edited by you." in last(page).inner_text() and last(page).locator(".call").count() == 1
+    page.reload()
+    last(page).locator("[data-act=continue]").click()
+    done(page)
+    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    assert server.bodies[-1]["messages"][-1]["content"] == [*call, {"type": "text", "text": "It is *five*"}]
+    assert last(page).locator(".prose").inner_text() == "It is five and more"
+    send(page, "hello")
+    assert server.bodies[-1]["messages"][1]["content"][-1]["text"] == "It is *five* and more"
+    page.locator("[data-act=previous]").click()
+    assert page.locator(".reply .prose").all_inner_texts() == ["2+3 = 5."]
+
+
+def test_the_list_has_dates_and_a_search(server, open_page):
+    page = open_page(server)
+    send(page, "say The dragon sleeps.")
+    page.click("#new")
+    send(page, "A fox in the barn")
+    page.evaluate(
+        """() => [...talks.values()].forEach((talk, place) => {
+             talk.updated = place ? Date.now() : new Date(2024, 2, 5).getTime();
+             localStorage.setItem(PREFIX + talk.id, JSON.stringify(talk));
+           })"""
+    )
+    page.reload()
+    assert page.locator("#list h2").all_inner_texts() == ["Today", "March 2024"]
+    page.fill("#search", "dragon SLEEPS")
+    assert page.locator("#list .open").all_inner_texts() == ["say The dragon sleeps.\nsay The dragon sleeps."]
+    assert page.locator("#list mark").first.inner_text() == "dragon sleeps"
+    page.fill("#search", "seed")  # only a reply says so
+    assert page.locator("#list .open").inner_text().startswith("A fox in the barn\nseed")
+    page.fill("#search", "nowhere")
+    assert not page.locator("#list li").count() and page.locator("#live").inner_text() == "Conversations found: 0"
+    page.press("#search", "Escape")
+    assert page.locator("#list li").count() == 2
+    page.click("#open-settings")
+    page.get_by_text("中文", exact=True).click()
+    assert page.locator("#list h2").all_inner_texts() == ["今天", "2024年3月"]
+
+
+def test_drafts_survive_a_reload(server, open_page):
+    page = open_page(server)
+    send(page, "hello")
+    page.fill("#input", "half a thought")
+    page.click("#new")
+    assert page.input_value("#input") == ""
+    page.fill("#input", "another one")
+    page.reload()
+    assert page.input_value("#input") == "another one" and page.locator("#send").is_enabled()
+    page.locator("#list .open").click()
+    assert page.input_value("#input") == "half a thought"
+    page.press("#input", "Enter")
+    done(page)
+    page.reload()
+    assert page.input_value("#input") == ""
+    page.click("#new")
+    assert page.input_value("#input") == "another one"
+
+
+def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
+    page = open_page(server)
+    send(page, "odds")
+    assert "logprobs" not in server.bodies[-1] and not page.locator("[data-act=odds]").count()
+    page.click("#open-settings")
+    page.check("#set-probabilities")
+    page.keyboard.press("Escape")
+    send(page, "odds")
+    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
+    page.reload()
+    tokens = page.locator(".token")
+    assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
+    assert [name.split()[1] for name in tokens.evaluate_all("all => all.map((one) => one.className)")] == [
+        "p0",  # 95%
+        "p2",  # 30%
+        "p1",  # 50%
+        "p2",  # 40%
+        "p4",  # 0.01%
+    ]
+    assert page.locator(".legend").count() == 1  # the first reply has none
+    tokens.nth(1).hover()
+    odds = page.locator("#odds > div").all_inner_texts()
+    assert [text.split("\n") for text in odds] == [
+        ["␣fox", "60%"],
+        ["␣dragon", "30%"],
+        [PAYLOADS[1].replace(" ", "␣"), "10%"],
+    ]
+    assert page.evaluate("window.hurt") is None
+
+    # One stop for Tab; the arrow keys move on. A screen reader hears the same as the others see.
+    page.mouse.move(0, 0)
+    last(page).locator("[data-act=copy]").focus()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.ariaLabel") == "! <0.1%; . 90%"
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.textContent") == "é" and page.locator("#odds").is_visible()
+    page.set_viewport_size({"width": 360, "height": 720})
+    page.keyboard.press("Home")
+    assert page.evaluate("$('odds').getBoundingClientRect().right <= innerWidth")
+    page.keyboard.press("Escape")
+    assert not page.locator("#odds").is_visible()
+
+    # As Markdown again, for this reply alone. A conversation keeps a bounded number of tokens.
+    last(page).locator("[data-act=odds]").click()
+    assert last(page).locator(".prose").inner_text() == "The dragon café!" and not page.locator(".legend").count()
+    kept = page.evaluate(
+        """() => {
+             const node = shownPath(current).at(-1);
+             node.parts[0].tokens = Array(9000).fill(["x", 1]);
+             return cleanTalk(current).nodes[node.id].parts[0].tokens.length;
+           }"""
+    )
+    assert kept == 4000
+
+
+def test_conversations_become_training_data(server, open_page, tmp_path):
+    page = open_page(server)
+    assert page.locator("#set-system").count() == 1
+    page.evaluate("change('system', 'You are a fox.')")
+    send(page, "sum")
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    last(page).locator("[data-act=edit]").click()
+    last(page).locator("textarea").fill("Five.")
+    page.keyboard.press("Control+Enter")
+    send(page, "long")  # cut: nothing to learn
+    page.click("#new")
+    send(page, "break")  # a failed reply alone is no example
+    page.click("#training-open")
+    files = {}
+    for name in ("dialogues", "pairs"):
+        with page.expect_download() as download:
+            page.click("#" + name)
+        files[name] = tmp_path / f"{name}.jsonl"
+        download.value.save_as(files[name])
+
+    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    asked = [{"role": "system", "content": "You are a fox."}, {"role": "user", "content": "sum"}]
+    edited = {"role": "assistant", "content": [*call, {"type": "text", "text": "Five."}]}
+    dialogues = Conversations("train", str(files["dialogues"]))
+    assert len(dialogues) == 1
+    messages = dialogues.example(0).messages
+    assert messages[:3] == [*asked, edited] and messages[3]["content"] == "long"
+    assert messages[4]["train"] is False and len(messages) == 5
+    # The edited version against one of the model's; its two are equal, and each is a pair.
+    rows = [json.loads(line) for line in files["pairs"].read_text().splitlines()]
+    assert len(rows) == 2
+    pair = Preferences("train", str(files["pairs"])).pair(0)
+    assert pair.question == asked and pair.chosen == edited
+    assert pair.rejected["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
+
+
+def test_tool_calls_are_cards_and_are_handed_back(server, open_page):
+    page = open_page(server)
+    send(page, "sum")
+    assert page.locator(".call").inner_text().split() == ["Calculator", "2+3", "→", "5"]
+    assert page.locator(".reply .prose").inner_text() == "2+3 = 5."
+    stats = last(page).locator(".stats").inner_text()
+    assert "3 tokens" in stats and "tokens/s" not in stats  # it came at once: there is no speed to measure
+    send(page, "hello")
+    assert server.bodies[-1]["messages"][1]["content"] == [
+        {"type": "python", "text": "2+3"},
+        {"type": "python_output", "text": "5"},
+        {"type": "text", "text": "2+3 = 5."},
+    ]
+
+
+def test_markdown(server, open_page):
+    page = open_page(server)
+    send(page, "say " + RICH)
+    prose = last(page).locator(".prose")
+    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", prose.inner_html())
+    for part in (
+        "<h2>Heading</h2>",
+        "<em>soft</em> and <strong>strong</strong>",
+        "<code>code</code>, <del>old</del>",
+        'href="https://example.com/a_b?c=1"',
+        "snake_case_name and 2 * 3 * 4",
+        "<li>one</li>",
+        "<li>two<ol",
+        '<ol start="1"><li>inner</li><li>more</li></ol>',
+        '<blockquote><p dir="auto">quoted</p></blockquote>',
+        "<th>n</th><th>square</th>",
+        "<td>2</td><td>4</td>",
+        'print("&lt;b&gt;not bold&lt;/b&gt;")',
+        "Last *plain* line.",
+    ):
+        assert part in html, part
+    link = prose.locator("a")
+    assert "noopener" in link.get_attribute("rel") and link.get_attribute("target") == "_blank"
+    send(page, "say 龙🐉 und ßtraße ✓ " + "é" * 300)  # bytes of a character in two pieces
+    assert last(page).locator(".prose").inner_text() == "龙🐉 und ßtraße ✓ " + "é" * 300
+
+
+# What it is -> text, what the node contains. The hand-written reader that the library replaced failed the first six.
+CASES = {
+    "link by name": ("[a] and [b][a]\n\n[a]: https://a.example", '<a href="https://a.example/"', 2),
+    "title by a line below": ("Title\n=====", "<h2>Title</h2>", 1),
+    "code by indentation": ("    x = 1", "<code>x = 1</code>", 1),
+    "strong within emphasis": ("*a **b** c*", "<em>a <strong>b</strong> c</em>", 1),
+    "a character's name": ("&copy; &#35;", "© #", 1),
+    "an aligned column": ("|a|b|\n|-|-:|\n|1|2|", '<td class="right">2</td>', 1),
+    "Chinese has no spaces": ("**注意：**请看**“这里”**。", "<strong>", 2),
+    "formula in a line": (r"So \(x^2\) and $y_1$ and 设$z$为", "<math>", 3),
+    "formula of its own": ("$$\n\\frac{a}{b}\n+ c\n$$\n\n\\[\na\n= b\n\\]\n- item", 'display="block"', 2),
+    "formula in an item": ("- one\n  $$\n  x\n  $$\n- two", 'display="block"', 1),
+    "dollars are money": ("$5 and $6, US$7, $8-$9, $5, or 6$ and a $ b $ c, $HOME:$PATH", "<math>", 0),
+    "no formula in code": ("`$x$` and \\$x\\$\n\n    $$y$$", "<math>", 0),
+    "no formula after all": (r"$\nosuch{1}$ and \(a", r"$\nosuch{1}$</span> and (a", 1),
+    "nothing to load in a formula": (r"$\href{javascript:x}{a}$ $\includegraphics{//evil.example}$", "<math", 0),
+}
+
+
+def test_markdown_cases_also_as_they_grow(server, open_page):
+    """What a reply shows does not depend on the pieces in which it came."""
+    page = open_page(server)
+    page.wait_for_function("() => reader")
+    page.evaluate("() => { markdown(document.createElement('div'), '$a$'); return typesetter; }")
+    for name, (text, part, count) in CASES.items():
+        shown = page.evaluate("text => { const e = make('div'); markdown(e, text); return e.innerHTML; }", text)
+        shown = shown.replace('<math class="tml-display" style="display:block math;"', '<math display="block"')
+        assert re.sub(r"<math (?!display)[^>]*>", "<math>", shown).count(part) == count, (name, shown)
+    texts = [RICH, *(text for text, _, _ in CASES.values()), "\n\n".join(text for text, _, _ in CASES.values())]
+    differing = page.evaluate(
+        """texts => texts.filter((text) => {
+             const [whole, growing] = [make("div"), make("div")];
+             markdown(whole, text);
+             for (let end = 1; end <= text.length; end++) markdown(growing, text.slice(0, end));
+             return whole.innerHTML !== growing.innerHTML;
+           })""",
+        texts,
+    )
+    assert differing == []
+
+
+def test_formulas_are_loaded_when_there_is_one(server, open_page):
+    page = open_page(server)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    send(page, "say It costs $5 and $6.")
+    assert not any("temml" in url for url in asked)
+    send(page, r"say Then \(\frac{1}{2}\).")
+    assert last(page).locator("mfrac").text_content() == "12"
+    assert {url.split("/")[-1] for url in asked if "/vendor/" in url} >= {"temml.min.js", "Temml-Local.css"}
+    assert all(url.startswith(server.url) for url in asked)
+    # Without the libraries a reply is still there to be read.
+    page.route("**/vendor/**", lambda route: route.abort())
+    page.reload()
+    assert last(page).locator(".prose").inner_text() == r"Then \(\frac{1}{2}\)."
+
+
+LONG = 50_000
+HOSTILE = {
+    "fence of tildes": "~" * LONG + "`",
+    "fence and spaces": "~~~" + " " * LONG + "`",
+    "heading that ends oddly": "# " + " " * LONG + "\u2028",
+    "spaces within": "a" + " " * LONG + "b",
+    "dots after a link": "http://a" + "." * LONG + "a",
+    "rule": "*" + " *" * (LONG // 2) + "x",
+    "stars": "*" * LONG,
+    "emphasis": "*a* " * (LONG // 4),
+    "open emphasis": "**a _b " * (LONG // 7),
+    "brackets": "[" * LONG,
+    "open links": "[a](" * (LONG // 4),
+    "addresses": "<http:" * (LONG // 6),
+    "code": "`a" * (LONG // 2),
+    "backticks": " ".join("`" * count for count in range(1, 440)),
+    "quotes": "> " * (LONG // 2) + "x",
+    "quoted lines": "> a\nb\n" * (LONG // 6),
+    "list": "- a\n" * 15_000,
+    "list in list": "- " * (LONG // 2),
+    "two lists": "- a\n1. b\n" * 8_000,
+    "headings": "# a\n" * (LONG // 4),
+    "paragraphs": "a\n\n" * (LONG // 3),
+    "fences": "```\n" * (LONG // 4),
+    "table": "|a|\n|-|\n" + "|\n" * (LONG // 2),
+    "wide table": "|-" * (LONG // 2) + "|\n|-|",
+    "dollars": "$a " * (LONG // 3),
+    "open formulas": r"\(\[" * (LONG // 4),
+    "formulas of their own": "\\[\n" * (LONG // 10),
+    "deep formula": "$" + "{" * 400 + "}" * 400 + "$",
+    "formulas": "$x$ " * (LONG // 4),
+    "everything": "*_~~`[](<\n" * (LONG // 10),
+}
+
+
+def test_hostile_markdown_takes_linear_work_and_few_elements(server, open_page):
+    """Quadratic work on 50,000 characters takes minutes; a browser cannot lay out 50,000 elements either."""
+    page = open_page(server)
+    page.wait_for_function("() => reader")
+    page.evaluate("() => { markdown(document.createElement('div'), '$a$'); return typesetter; }")
+    for name, text in HOSTILE.items():
+        milliseconds, elements = page.evaluate(
+            """text => {
+                 const element = document.createElement("div"), start = performance.now();
+                 markdown(element, text);
+                 return [performance.now() - start, element.querySelectorAll("*").length];
+               }""",
+            text,
+        )
+        assert milliseconds < 5000, name
+        assert elements <= 5000, name
+
+
+def test_what_is_too_much_to_lay_out_stays_text(server, open_page):
+    """Also as it grows: a block at a time, nothing is shown twice or left out."""
+    page = open_page(server)
+    page.wait_for_function("() => reader")
+    for line in ("- item%d", "para%d\n", "> quote%d\n", "|cell%d|x|", "**bold%d**\n"):
+        start = "|a|b|\n|-|-|\n" if line[0] == "|" else ""
+        texts = [start + "\n".join(line % number for number in range(count)) for count in (10, 3990, 4100, 5000, 5001)]
+        shown = page.evaluate(
+            """texts => {
+                 const element = document.createElement("div");
+                 for (const text of texts) markdown(element, text);
+                 return element.textContent;
+               }""",
+            texts,
+        )
+        numbers = re.findall(r"(?:item|para|quote|cell|bold)(\d+?)(?=\D|item|$)", shown)
+        assert [int(number) for number in numbers] == list(range(5001)), line
+
+
+def test_copies_message_and_code(server, open_page):
+    page = open_page(server, permissions=["clipboard-read", "clipboard-write"])
+    send(page, "say " + RICH)
+    page.locator("[data-act=copy-code]").click()
+    page.wait_for_selector("[data-act=copy-code] svg[data-name=check]")
+    assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>not bold</b>")'
+    last(page).locator(".acts [data-act=copy]").click()
+    page.wait_for_selector(".reply .acts svg[data-name=check]")
+    assert page.evaluate("navigator.clipboard.readText()") == RICH
+    # Without the clipboard interface, as on a page over plain http from another machine.
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.locator("[data-act=copy-code]").click()
+    page.wait_for_selector("[data-act=copy-code] svg[data-name=check]")
+
+
+def test_settings_are_sent_and_kept(server, open_page):
+    names = {"temperature", "top_k", "top_p", "min_p", "max_tokens"}
+    server.models[0]["nanochat"] = {"sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1, "min_p": 0.05}}
+    page = open_page(server)
+    send(page, "hello")
+    assert not names & set(server.bodies[-1])  # the server's defaults apply, and the page shows them
+    page.click("#open-settings")
+    shown = page.locator("#settings output").all_inner_texts()
+    assert [text.split(" · ")[0] for text in shown] == ["0.7", "off", "off", "0.05"]
+    assert page.locator("#set-temperature").input_value() == "0.7"
+    for name, value in (("temperature", "0.3"), ("top_k", "7"), ("top_p", "0.9"), ("min_p", "0.1")):
+        page.locator(f"#set-{name}").fill(value)
+    page.fill("#set-max_tokens", "12")
+    page.fill("#set-seed", "40")
+    page.fill("#set-system", "You are a fox.")
+    page.keyboard.press("Escape")
+    assert not page.locator("#settings").is_visible()
+    page.reload()
+    page.click("#new")
+    send(page, "hello")
+    body = server.bodies[-1]
+    sampling = {name: body[name] for name in (*names, "seed")}
+    assert sampling == {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "max_tokens": 12, "seed": 40}
+    assert body["messages"][0] == {"role": "system", "content": "You are a fox."}
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    assert server.bodies[-1]["seed"] == 41  # another try with the same seed would be the same reply
+    page.click("#open-settings")
+    page.fill("#set-max_tokens", "-3")
+    page.click("#reset")
+    page.click("#close-settings")
+    send(page, "hello")
+    assert not names & set(server.bodies[-1])
+
+
+def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_page, tmp_path):
+    page = open_page(server)
+    titles = lambda: page.locator("#list .open").all_inner_texts()  # noqa: E731
+    send(page, "first one")
+    page.click("#new")
+    send(page, "second one")
+    assert titles() == ["second one", "first one"]
+    page.locator("#list li").nth(1).hover()
+    page.locator("[data-act=rename]").nth(1).click()
+    page.keyboard.type("A better name")
+    page.keyboard.press("Enter")
+    page.reload()
+    assert titles() == ["second one", "A better name"]
+    assert page.locator(".question .said").all_inner_texts() == ["second one"]
+    with page.expect_download() as download:
+        page.click("#export")
+    download.value.save_as(tmp_path / "all.json")
+    assert re.fullmatch(r"nanochat-\d{4}-\d\d-\d\d\.json", download.value.suggested_filename)
+    page.locator("#list li").nth(0).hover()
+    page.locator("[data-act=delete]").nth(0).click()
+    assert titles() == ["A better name"]
+    page.click("#toast button")
+    assert titles() == ["second one", "A better name"]
+    for _ in range(2):
+        page.locator("#list li").nth(0).hover()
+        page.locator("[data-act=delete]").nth(0).click()
+    page.reload()
+    assert titles() == [] and page.locator("#empty").is_visible()
+    page.set_input_files("#file", tmp_path / "all.json")
+    page.wait_for_selector("#list li")
+    assert titles() == ["second one", "A better name"]
+    page.locator("#list .open").nth(1).click()
+    assert page.locator(".question .said").all_inner_texts() == ["first one"]
+    assert "first one" in last(page).inner_text()
+    assert page.locator("#toast span").inner_text() == "Conversations imported: 2; already here: 0"
+    # Imported again, as long as it is here it does not come twice; another text under the same id does.
+    page.set_input_files("#file", tmp_path / "all.json")
+    page.wait_for_selector("#toast:has-text('Conversations imported: 0; already here: 2')")
+    assert len(titles()) == 2
+    (tmp_path / "other.json").write_text((tmp_path / "all.json").read_text().replace("first one", "another one"))
+    page.set_input_files("#file", tmp_path / "other.json")
+    page.wait_for_selector("#toast:has-text('Conversations imported: 1; already here: 1')")
+    assert len(titles()) == 3
+
+
+def test_a_wrong_import_changes_nothing(server, open_page, tmp_path):
+    page = open_page(server)
+    send(page, "hello")
+    start = '{"format":"nanochat-conversations","conversations":['
+    for content in (
+        "no json",
+        "{}",
+        start + "]}",
+        start + '{"id":"a","nodes":{"root":{"children":["root"]}}}]}',
+        start + '{"id":"__proto__","nodes":{"root":{"children":[]}}}]}',
+        start + '{"id":"a","nodes":{"root":{"children":["constructor"]}}}]}',
+    ):
+        (tmp_path / "wrong.json").write_text(content)
+        page.set_input_files("#file", tmp_path / "wrong.json")
+        page.wait_for_selector("#toast:has-text('no conversations')")
+        page.reload()
+        assert page.locator("#list .open").all_inner_texts() == ["hello"]
+
+
+def test_thirty_payloads_stay_text(browser, open_page):
+    """Without the policy of the server, so that the page has only itself."""
+    server = Script(policy=None)
+    server.models = [{"id": "<img src=x onerror=window.hurt=1>"}]
+    page = open_page(server)
+    outside: list[str] = []
+    page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
+    allowed = set(ALLOWED_TAGS.split())
+    assert len(PAYLOADS) >= 30
+    for number, payload in enumerate(PAYLOADS):
+        if number % 8 == 0:
+            page.click("#new")
+        send(page, "evil " + payload)
+        found = page.evaluate(
+            """() => [...document.querySelectorAll("#messages *")].flatMap((node) => [node.tagName,
+               ...[...node.attributes].map(({name}) => "@" + name).filter((name) => /^@(on|style$|src)/.test(name))])"""
+        )
+        assert set(found) <= allowed, payload
+        links = page.evaluate("[...document.querySelectorAll('#messages a')].map((a) => a.protocol)")
+        assert set(links) <= {"https:", "http:", "mailto:"}, payload
+        assert payload.split("\n")[0].replace("\t", " ")[:12].strip() in last(page).locator(".call").inner_text()
+    page.locator(".reply a, .said").last.hover()
+    server.errors.append((500, "<img src=x onerror=window.hurt=1>", {}))
+    send(page, "<svg onload=window.hurt=1>")
+    assert "<img src=x onerror=window.hurt=1>" in page.locator(".failure").inner_text()
+    page.reload()
+    page.wait_for_function("() => document.getElementById('model-name').textContent.includes('<img')")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hurt") is None and outside == []
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('img, iframe, script:not(body > script:last-of-type, [src^=vendor])').length"
+        )
+        == 0
+    )
+    server.shutdown()
+
+
+def test_errors_are_shown_and_tried_again(server, open_page):
+    page = open_page(server)
+    for error, words in (
+        ((429, "full", {"Retry_After": "7"}), "Try again in about 7 s"),
+        ((429, "full", {}), "busy with other conversations."),
+        ((503, "loading", {}), "still being loaded"),
+        ((500, "a bug in layer 3", {}), "a bug in layer 3"),
+        ((400, "the prompt has 900 tokens, the context 512", {}), "the prompt has 900 tokens, the context 512"),
+    ):
+        page.click("#new")
+        server.errors.append(error)
+        send(page, "hello")
+        assert words in page.locator(".failure[role=alert]").inner_text()
+        page.reload()
+        page.locator("#list .open").first.click()
+        page.click("[data-act=retry]")
+        done(page)
+        assert "hello" in last(page).locator(".prose").inner_text() and not page.locator(".failure").count()
+        assert not last(page).locator(".count").count()  # a failed try leaves no variant
+
+
+def test_a_reply_that_breaks_off_keeps_what_came(server, open_page):
+    page = open_page(server)
+    for question, words in (("break", "connection was lost"), ("fail", "the device is gone")):
+        page.click("#new")
+        send(page, question)
+        assert words in page.locator(".failure").inner_text() and "half" in last(page).locator(".prose").inner_text()
+
+
+def test_offline_and_a_server_that_is_gone(server, open_page):
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    page.context.set_offline(True)
+    page.wait_for_selector("#dot[data-state=away]")
+    send(page, "hello")
+    assert "You are offline" in page.locator(".failure").inner_text()
+    page.context.set_offline(False)
+    page.wait_for_selector("#dot[data-state=ready]")
+    page.click("[data-act=retry]")
+    done(page)
+    server.shutdown()
+    server.server_close()
+    send(page, "hello again")
+    assert "does not answer" in page.locator(".failure").inner_text()
+
+
+def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page):
+    server.key = "secret-1"
+    page = open_page(server, "#key=secret-1")
+    assert page.url == server.url
+    send(page, "hello")
+    assert "hello" in last(page).locator(".prose").inner_text()
+    page.reload()
+    send(page, "again")
+    assert "again" in last(page).locator(".prose").inner_text()
+    assert "secret-1" not in page.evaluate("JSON.stringify(localStorage)")
+    stranger = open_page(server)
+    stranger.wait_for_selector("#dot[data-state=locked]")
+    send(stranger, "hello")
+    assert "requires an API key" in stranger.locator(".failure").inner_text()
+    stranger.click("[data-act=key]")
+    stranger.keyboard.type("secret-1")
+    stranger.keyboard.press("Tab")
+    stranger.wait_for_selector("#dot[data-state=ready]")
+    stranger.keyboard.press("Escape")
+    stranger.click("[data-act=retry]")
+    done(stranger)
+    assert "hello" in last(stranger).locator(".prose").inner_text()
+
+
+def test_by_keyboard_alone(server, open_page):
+    page = open_page(server)
+    keys = page.keyboard
+    assert page.evaluate("document.activeElement.id") == "input"
+    keys.type("one")
+    keys.press("Shift+Enter")
+    keys.type("two")
+    keys.press("Enter")
+    done(page)
+    assert server.bodies[-1]["messages"][-1]["content"] == "one\ntwo"
+
+    def reach(selector: str, by: str = "Tab") -> None:
+        for _ in range(40):
+            keys.press(by)
+            if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+                break
+        else:
+            raise AssertionError(f"{selector} is not reached by {by}")
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", f"{selector} does not show its focus"
+
+    reach(".reply [data-act=again]", "Shift+Tab")
+    keys.press("Enter")
+    done(page)
+    reach(".reply [data-act=previous]", "Shift+Tab")
+    keys.press("Enter")
+    assert last(page).locator(".count").inner_text() == "1/2"
+    assert page.evaluate("document.activeElement.dataset.act") == "next"
+    reach(".question [data-act=edit]", "Shift+Tab")
+    keys.press("Enter")
+    keys.press("End")
+    keys.type(" three")
+    keys.press("Escape")
+    assert page.locator(".question .said").all_inner_texts() == ["one\ntwo"]
+    assert page.evaluate("document.activeElement.dataset.act") == "edit"
+    reach("#open-settings", "Shift+Tab")
+    keys.press("Enter")
+    reach("#set-temperature")
+    keys.press("Home")
+    keys.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "open-settings"
+    reach("#list [data-act=rename]", "Shift+Tab")
+    reach("#new", "Shift+Tab")
+    keys.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "input"
+    keys.type("slow")
+    keys.press("Enter")
+    page.wait_for_selector(".caret")
+    assert server.bodies[-1]["temperature"] == 0
+    page.focus("#model")
+    keys.press("Enter")
+    keys.press("Escape")
+    assert not page.locator("#about").is_visible() and page.locator(".caret").is_visible()
+    keys.press("Escape")
+    done(page)
+    assert page.locator("#live").inner_text() == "Stopped."
+    names = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea, select')].filter((node) => node.checkVisibility()"
+        " && !(node.ariaLabel || node.innerText || node.labels?.[0]?.innerText)).map((node) => node.outerHTML)"
+    )
+    assert names == []
+
+
+def test_an_input_method_takes_enter_for_itself(server, open_page):
+    page = open_page(server)
+    page.fill("#input", "ni hao")
+    page.evaluate(
+        "$('input').dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true }))"
+    )
+    assert server.bodies == [] and page.input_value("#input") == "ni hao"
+
+
+def test_a_phone(server, open_page):
+    page = open_page(server, width=360, height=720, has_touch=True, is_mobile=True)
+    assert page.locator("#empty").is_visible() and not page.locator("#side").is_visible()
+    page.locator("#ideas button").first.tap()
+    done(page)
+    send(
+        page,
+        "say " + "unbreakable" * 40 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + "a | " * 30 + "\n" + "|---" * 30 + "|",
+    )
+    send(page, "evil " + "9" * 200)
+    wide = "document.documentElement.scrollWidth > innerWidth || $('scroll').scrollWidth > $('scroll').clientWidth"
+    assert not page.evaluate(wide)
+    small = (
+        "[...document.querySelectorAll('#bar button, #foot button')].filter((b) => b.offsetWidth && b.offsetWidth < 36)"
+    )
+    assert page.evaluate(small) == []
+    page.tap("#show")
+    assert page.locator("#list li").count() == 1
+    page.evaluate("$('input').focus()")
+    assert page.evaluate("$('side').contains(document.activeElement)")  # not below what covers it
+    page.mouse.click(340, 300)
+    assert not page.locator("#side").is_visible()
+    page.tap("#open-settings")
+    assert page.evaluate("$('settings').getBoundingClientRect().left >= 0") and not page.evaluate(wide)
+
+
+def test_dark_light_and_two_languages(server, open_page):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page = open_page(server, color_scheme="dark")
+    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    page.click("#open-settings")
+    page.get_by_text("Dark", exact=True).click()
+    page.reload()
+    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    chinese = open_page(server, locale="zh-CN")
+    assert chinese.locator("html").get_attribute("lang") == "zh-CN"
+    assert chinese.locator("#empty h2").inner_text() == "今天聊点什么？"
+    assert chinese.locator("#send").get_attribute("aria-label") == "发送"
+    server.errors.append((429, "full", {"Retry_After": "4"}))
+    send(chinese, "你好")
+    assert "请在约 4 秒后重试" in chinese.locator(".failure").inner_text()
+    chinese.click("#open-settings")
+    chinese.get_by_text("English", exact=True).click()
+    assert chinese.locator("#settings-title").inner_text() == "Settings"
+    assert "Try again in about 4 s" in chinese.locator(".failure").inner_text()
+    chinese.reload()
+    assert chinese.locator("html").get_attribute("lang") == "en"
+
+
+@pytest.mark.parametrize(("locale", "width"), [("en-GB", 1200), ("zh-CN", 360)])
+def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
+    """axe-core's rules in each part of the page, light and dark."""
+    server.models = [
+        {"id": "sft-demo", "nanochat": {"context": 512, "tasks": ["addition"], "sampling": {"min_p": 0.05}}}
+    ]
+    page = open_page(server, width=width, locale=locale)
+    page.wait_for_selector("#dot[data-state=ready]")
+
+    def check(part: str) -> None:
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            assert axe_violations(page) == [], (part, theme)
+
+    page.click("#model")
+    check("no message yet, and what the model is")
+    page.keyboard.press("Escape")
+    send(page, "say " + RICH + "\n\n$x^2$")
+    send(page, "sum 2+3")
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    page.click("#open-settings")
+    page.set_checked("#set-probabilities", True)
+    check("settings")
+    page.keyboard.press("Escape")
+    send(page, "odds")
+    page.locator(".token").nth(1).focus()
+    server.errors.append((429, "full", {"Retry_After": "4"}))
+    send(page, "hello")
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    check("replies, a failure, and a question that is edited")
+    page.keyboard.press("Escape")
+    if width < 800:
+        page.click("#show")
+    page.fill("#search", "heading")
+    check("conversations")
+    page.click("#training-open")
+    check("training data")
+    page.keyboard.press("Escape")
+    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
+    page.reload()
+    page.fill("#text", "Once")
+    page.press("#text", "Control+Enter")
+    page.wait_for_selector("#write-stop", state="hidden")
+    check("a text that is continued")
+
+    page.evaluate("$('text').after(make('button'), make('h4', {}, 'Deep'))")  # what it must find
+    assert {line.split()[0] for line in axe_violations(page)} == {"button-name", "heading-order"}
+
+
+def test_the_chosen_segment_stands_out(server, open_page):
+    page = open_page(server)
+    page.click("#open-settings")
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        grounds = page.evaluate(
+            """["label:has(:checked)", ""].map((part) =>
+                 getComputedStyle(document.querySelector("#choose-theme " + part)).backgroundColor)"""
+        )
+        one, other = ("#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", g)[:3]) for g in grounds)
+        assert contrast(one, other) >= 3
+
+
+def test_only_a_server_on_this_machine_is_said_to_be_here(server, open_page):
+    assert "running on this machine" in open_page(server).locator("#empty p").inner_text()
+    page = open_page(None)
+    page.route("http://far.example/", lambda route: route.fulfill(body=SOURCE, content_type="text/html"))
+    page.route("http://far.example/v*/**", lambda route: route.abort())
+    page.goto("http://far.example/")
+    assert page.locator("#empty p").inner_text() == "A small model, trained from raw text."
+
+
+def test_a_reload_in_the_middle_keeps_what_came(server, open_page):
+    page = open_page(server)
+    send(page, "slow", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply')?.innerText.includes('word9')")
+    page.reload()
+    assert "word9" in last(page).inner_text() and "closed before the reply was complete" in last(page).inner_text()
+
+
+def test_two_conversations_at_once(server, open_page):
+    page = open_page(server)
+    send(page, "slow one", wait=False)
+    page.wait_for_selector(".caret")
+    page.click("#new")
+    send(page, "hello")
+    assert page.locator(".question .said").all_inner_texts() == ["hello"]
+    page.locator("#list .open", has_text="slow one").click()
+    page.wait_for_selector(".caret")
+    before = last(page).inner_text()
+    page.wait_for_function("length => document.querySelector('.reply').innerText.length > length", arg=len(before))
+    page.click("#stop")
+    done(page)
+
+
+def test_two_tabs_with_one_conversation(server, open_page):
+    one = open_page(server)
+    send(one, "hello")
+    two = one.context.new_page()
+    two.goto(server.url)
+    two.locator("#list .open").click()
+    questions = lambda page: page.locator(".question .said").all_inner_texts()  # noqa: E731
+    send(one, "slow", wait=False)
+    two.wait_for_selector(".reply .caret")
+    two.wait_for_function("() => /word9[^]*Being written in another tab/.test($('messages').innerText)")
+    assert "closed before" not in two.locator("#messages").inner_text() and questions(two) == ["hello", "slow"]
+    # A question from the other tab, a new name and another conversation meanwhile.
+    send(two, "from two")
+    two.locator("#list li").first.hover()
+    two.locator("[data-act=rename]").first.click()
+    two.keyboard.type("Renamed")
+    two.keyboard.press("Enter")
+    assert not two.locator("#list input").count()  # nor does Enter go on to the button that comes next
+    one.wait_for_function("() => $('messages').innerText.includes('from two')")
+    one.wait_for_timeout(1500)  # the first tab keeps its reply more than once
+    assert one.locator("#list .open").all_inner_texts() == ["Renamed"]
+    one.keyboard.press("Escape")
+    done(one)
+    two.wait_for_function("() => $('messages').innerText.includes('Stopped.')")
+    for page in (one, two):
+        assert questions(page) == ["hello", "slow", "from two"]
+        page.reload()
+        assert (
+            questions(page) == ["hello", "slow", "from two"] and page.locator("#list .open").inner_text() == "Renamed"
+        )
+        assert "word9" in page.locator(".reply").nth(1).inner_text() and "from two" in last(page).inner_text()
+    # A tab that is closed says so; a deleted conversation goes from both, also where a reply is on its way.
+    send(one, "slow", wait=False)
+    two.wait_for_selector(".reply .caret")
+    one.evaluate("dispatchEvent(new Event('pagehide'))")
+    two.wait_for_function("() => $('messages').innerText.includes('closed before the reply was complete')")
+    send(one, "slow", wait=False)
+    two.wait_for_selector(".reply .caret")
+    two.locator("#list li").first.hover()
+    two.locator("[data-act=delete]").first.click()
+    one.wait_for_selector("#empty", state="visible")
+    one.wait_for_timeout(1200)
+    for page in (one, two):
+        page.reload()
+        assert page.locator("#list li").count() == 0
+
+
+def test_tabs_that_write_at_the_same_moment_lose_nothing(server, open_page):
+    """Each tab's write may be the one that the other never saw: the storage event mends it."""
+    one = open_page(server)
+    send(one, "hello")
+    two = one.context.new_page()
+    two.goto(server.url)
+    two.locator("#list .open").click()
+    for turn in range(6):
+        for page in (one, two):
+            page.fill("#input", f"from {page is one} {turn}")
+        for page in (one, two):
+            page.evaluate("() => setTimeout(() => $('send').click(), 50 - Date.now() % 50)")
+        for page in (one, two):
+            page.wait_for_function("() => !$('input').value")
+            done(page)
+    count = "() => Object.values(JSON.parse(localStorage.getItem(PREFIX + current.id)).nodes).length"
+    for page in (one, two):
+        page.wait_for_function(f"() => ({count})() === 1 + 2 * 13")
+        page.reload()
+        assert page.evaluate("Object.keys(current.nodes).length") == 1 + 2 * 13
+
+
+def test_a_base_model_continues_a_text(server, open_page):
+    """In place, with stop, undo and another try; a model that only continues texts is not offered a chat."""
+    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
+    page = open_page(server, width=360, height=720)
+    page.fill("#text", "Once")
+    assert not page.locator("#input").is_visible() and not page.locator("#ideas").is_visible()
+    page.press("#text", "Control+Enter")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert page.input_value("#text") == "Once word0 word1 word2" and page.locator(
+        "#mirror mark"
+    ).inner_text().startswith(" word0")
+    assert server.bodies[-1]["prompt"] == "Once" and server.bodies[-1]["max_tokens"] == 100
+    page.click("#write")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2"
+    page.click("#write-again")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2" != server.bodies[-1]["seed"]
+    assert server.bodies[-1]["seed"] != server.bodies[-2]["seed"]
+    for _ in range(2):
+        page.click("#write-undo")
+    assert page.input_value("#text") == "Once" and page.locator("#write-undo").is_disabled()
+    page.fill("#text", "slow")
+    page.click("#write")
+    page.wait_for_function("() => $('text').value.includes('word5')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert server.left.wait(3)
+    server.errors.append((400, "the prompt has 900 tokens, the context 512", {}))
+    page.click("#write")
+    page.wait_for_selector("#write-note [role=alert]:has-text('the context 512')")
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    page.reload()
+    assert page.input_value("#text").startswith("slow word0")
+
+
+def test_ideas_and_what_the_model_is(server, open_page):
+    """Ideas come with the tasks; in Chinese an English model is still sent English."""
+    about = {"chats": True, "context": 512, "parameters": 5_100_000, "data": "demo", "stage": "sft", "step": 1200}
+    about |= {"trained_at": time.time() - 3 * 3600 - 60, "tasks": ["addition", "identity"], "sampling": {"min_p": 0.05}}
+    server.models = [{"id": "sft-demo", "nanochat": about}]
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    assert page.locator("#ideas button").all_inner_texts()[:2] == ["What is 47 + 38?", "Who are you?"]
+    assert "story" not in page.locator("#ideas").inner_text()
+    page.focus("#model")
+    page.keyboard.press("Enter")
+    words = page.locator("#about").inner_text()
+    for part in ("5.1M", "512 tokens", "demo", "1,200", "3 hours ago", "min_p 0.05"):
+        assert part in words, part
+    page.keyboard.press("Escape")
+    assert not page.locator("#about").is_visible()
+    chinese = open_page(server, locale="zh-CN", width=360, height=720)
+    chinese.wait_for_selector("#dot[data-state=ready]")
+    assert "47 + 38 等于多少" in chinese.locator("#ideas button").first.inner_text()
+    chinese.click("#model")
+    assert "3小时前" in chinese.locator("#about").inner_text() and "510万" in chinese.locator("#about").inner_text()
+    assert chinese.evaluate("$('about').getBoundingClientRect().right <= innerWidth")
+    chinese.keyboard.press("Escape")
+    chinese.locator("#ideas button").first.click()
+    done(chinese)
+    assert server.bodies[-1]["messages"][-1]["content"] == "What is 47 + 38?"
+    about["tasks"] = ["smoltalk_zh"]
+    chinese.click("#show")
+    chinese.click("#new")
+    chinese.reload()
+    chinese.wait_for_selector("#dot[data-state=ready]")
+    chinese.locator("#ideas button").first.click()
+    done(chinese)
+    assert server.bodies[-1]["messages"][-1]["content"] == "你是谁？"
+
+
+def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
+    """P7: ready within a second on a phone. Text box and ideas wait for one file, whose size another test bounds."""
+    page = open_page(None)
+    requests, held = [], []
+    page.on("request", lambda request: requests.append(request.url.removeprefix(server.url)))
+    page.route(re.compile("/v"), lambda route: held.append(route))  # unanswered for now
+    page.goto(server.url, wait_until="domcontentloaded")
+    assert page.locator("#ideas button").count() == 4
+    page.keyboard.type("say *hello*")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".question .said")
+    for _ in range(500):  # the last one leaves after the question is on the page
+        if len(requests) < 4:
+            page.wait_for_timeout(20)
+    assert [name.split("/")[0] for name in requests] == ["", "vendor", "v1", "v1"]
+    for route in held:
+        route.continue_()
+    done(page)
+    assert last(page).locator(".prose em").inner_text() == "hello"
+
+
+# ---------------------------------------------------------------------- the real server
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`python -m scripts.chat_web` with a chat model trained here for a few seconds, which babbles; yields its address
+    with the key."""
+    base = tmp_path_factory.mktemp("trained")
+    cpu = ("--device=cpu", "--dtype=float32", "--compile=off", "--device_batch_size=1")
+    sizes = ("--depth=2", "--head_dim=32", "--max_seq_len=1024", "--total_batch_size=1024", "--eval_tokens=1024")
+    tuning = ("--source=base", "--tasks=identity", "--target_examples_per_step=4", "--eval_examples=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", os.fspath(base))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        texts = [f"What is {n} + {m}? I am nanochat." for n in range(30) for m in range(9)]
+        Tokenizer.train(texts, 400).save(base / "tokenizer")
+        call("base_train", *cpu, *sizes, "--num_iterations=4")
+        call("chat_sft", *cpu, *tuning, "--num_iterations=8")
+        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device=cpu", "--api_key=secret-2"]
+        process = subprocess.Popen([*command, "--source=sft"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip() + "#key=secret-2"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(15)
+
+
+def test_with_the_real_server(open_page, real_server, tmp_path):
+    """A conversation through `scripts.chat_web`: stopped, tried again, edited, reloaded, on a phone, with payloads."""
+    page = open_page(None)
+    page.set_default_timeout(60_000)  # the page opens before the model is loaded
+    page.goto(real_server)
+    page.wait_for_selector("#dot[data-state=ready]")
+
+    def questions() -> list[str]:
+        return page.locator(".question .said").all_inner_texts()
+
+    def settings(**values: str) -> None:
+        page.click("#open-settings")
+        for name, value in values.items():
+            page.fill(f"#set-{name}", value)
+        page.keyboard.press("Escape")
+
+    # Stopped, then twice again with another limit; the stopped variant is kept.
+    settings(seed="5", temperature="0.8", top_k="50", min_p="0")  # with these the reply is long enough to be stopped
+    send(page, "Tell me a story about a dragon named Ravi.", wait=False)
+    page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
+    page.keyboard.press("Escape")
+    done(page)
+    stopped = last(page).locator(".prose").inner_text()
+    assert "Stopped." in last(page).inner_text() and len(stopped) > 20
+    settings(max_tokens="16")
+    for count in (2, 3):
+        last(page).locator("[data-act=again]").click()
+        done(page)
+        assert last(page).locator(".count").inner_text() == f"{count}/{count}"
+        assert re.search(r"\b16 tokens", last(page).inner_text())
+    assert "Cut at 16 tokens, the longest reply that your settings allow." in last(page).inner_text()
+    for _ in range(2):
+        last(page).locator("[data-act=previous]").click()
+    assert last(page).locator(".prose").inner_text() == stopped
+
+    # A second question, the first one edited, a reload on a phone.
+    send(page, "And then?")
+    page.locator(".question").first.hover()
+    page.locator(".question [data-act=edit]").first.click()
+    page.locator(".editor textarea").fill("Who are you?")
+    page.keyboard.press("Enter")
+    done(page)
+    page.set_viewport_size({"width": 360, "height": 720})
+    page.reload()
+    assert questions() == ["Who are you?"]
+    page.locator(".question [data-act=previous]").click()
+    assert questions() == ["Tell me a story about a dragon named Ravi.", "And then?"]
+    assert page.locator(".reply .prose").first.inner_text() == stopped
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+    # What a model might say, under the policy that the server sends; then one more question.
+    nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
+    for number, text in enumerate(PAYLOADS):
+        parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
+        following = [f"q{number + 1}"] if number + 1 < len(PAYLOADS) else []
+        nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
+        nodes[f"r{number}"] = {"role": "assistant", "parts": parts, "children": following, "finish": "stop"}
+    talks = [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}]
+    (tmp_path / "hostile.json").write_text(json.dumps({"format": "nanochat-conversations", "conversations": talks}))
+    page.set_input_files("#file", tmp_path / "hostile.json")
+    page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
+    send(page, PAYLOADS[0])
+    assert last(page).locator(".prose").inner_text() and questions() == [*PAYLOADS, PAYLOADS[0]]
+    assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()

@@ -1,0 +1,74 @@
+"""Small talk and what the model does not know: the tables, their splits, the answers."""
+
+import random
+import re
+
+import pytest
+
+from nanochat.task import Split
+from nanochat.tasks.identity import SLOT, Identity, Unknown, fill, groups, lexicon
+
+DRAWN = {"number", "noise"}
+
+
+GROUPS = (*groups("identity"), *groups("unknown"))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\W", "", text.lower())
+
+
+def test_every_slot_has_words_and_every_word_a_slot():
+    used = {slot for group in GROUPS for line in group.lines for way in line for slot in SLOT.findall(way)}
+    assert used - DRAWN == set(lexicon())
+    assert min(map(len, lexicon().values())) >= 10
+
+
+def test_each_way_to_ask_has_one_answer():
+    answers: dict[str, str] = {}
+    for group in GROUPS:
+        assert group.answer and group.lines
+        for line in group.lines:
+            for way in line:
+                assert answers.setdefault(way.lower().rstrip("?!."), group.answer) == group.answer, way
+
+
+def test_one_word_in_each_line_of_the_lexicon_is_held_out():
+    assert [word for word, held_out in lexicon()["money"].items() if held_out] == ["insurance"]
+    for slot, words in lexicon().items():
+        assert 0 < sum(words.values()) <= len(words) / 4, slot
+
+
+@pytest.mark.parametrize("task", [Identity, Unknown])
+def test_half_of_the_test_split_has_new_ways_or_new_words(task):
+    lines = [line for group in groups(task.name) for line in group.lines]
+    known = {plain(way) for line in lines for way in line[:-1]}
+    new = {plain(line[-1]) for line in lines}
+    new_words = ("denmark", "frankenstein", "migraine", "buddhism", "alicein", "uninstall", "taylorswift", "steel")
+
+    def last(split: Split) -> list[str]:
+        return [plain(task(split).example(index).question[-1]["content"]) for index in range(400)]
+
+    train = last("train")
+    assert set(train) & known and not set(train) & new
+    assert not any(word in question for question in train for word in new_words)
+    test = last("test")
+    assert set(test) & known and 40 < sum(question in new for question in test) < 240
+
+
+def test_any_honest_answer_is_right_after_one_to_three_turns():
+    turns = set()
+    for index in range(100):
+        example = Unknown("test").example(index)
+        turns.add(sum(message["role"] == "user" for message in example.messages))
+        assert Unknown("test").grade(example, [{"type": "text", "text": example.answer}])
+        assert not Unknown("test").grade(example, [{"type": "text", "text": "Once upon a time."}])
+        assert example.messages[-1]["content"] == example.answer
+    assert turns == {1, 2, 3}
+
+
+def test_noise_and_numbers_are_drawn():
+    rng = random.Random(0)
+    drawn = {fill(rng, "{noise}")[0] for _ in range(100)}
+    assert len(drawn) > 80 and all(re.fullmatch("[a-z]{2,9}", noise) for noise in drawn)
+    assert all(fill(rng, "{number}")[0].isdigit() for _ in range(20))

@@ -1,0 +1,824 @@
+"""The tasks that come from datasets, from files of one's own, and the spelling ones: rendering, grading, damage.
+
+Each grader is tried on replies that a model could write: every reference must pass, every corrupted one fail.
+"""
+
+import gzip
+import json
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tiny import complaint
+
+from nanochat.calculator import calculate
+from nanochat.cli import UserError
+from nanochat.conversation import Part, check_messages, parts_of, text_of
+from nanochat.data import catalog, hub
+from nanochat.demo.corpus import held_out
+from nanochat.mixture import open_mixture
+from nanochat.task import Example, Pair, Task
+from nanochat.tasks import spelling
+from nanochat.tasks.arc import ArcChallenge, ArcEasy
+from nanochat.tasks.conversations import Conversations, messages_of
+from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
+from nanochat.tasks.humaneval import HumanEval, complete_program
+from nanochat.tasks.mmlu import Mmlu
+from nanochat.tasks.preferences import Labelled, Preferences, pair_of
+from nanochat.tasks.registry import TaskSpec, open_task
+from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
+from nanochat.tasks.spelling import LetterCount, Spelling
+from nanochat.tasks.ultrafeedback import UltraFeedback
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, SmolTalkChinese, UltraFeedback)
+
+
+def text(reply: str) -> list[Part]:
+    return [{"type": "text", "text": reply}]
+
+
+def reference(example: Example) -> list[Part]:
+    return parts_of(example.messages[-1]["content"])
+
+
+def write(path: Path, rows: list) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def check(task: Task) -> list[Example]:
+    """All examples: each a conversation that ends with the reference, the same at a second call, graded right."""
+    examples = [task.example(index) for index in range(len(task))]
+    for index, example in enumerate(examples):
+        check_messages(example.messages)
+        assert example.messages[-1]["role"] == "assistant" and example.question[-1]["role"] == "user"
+        assert task.example(index) == example
+        assert task.grade(example, reference(example)) and task.reward(example, reference(example)) == 1.0
+    return examples
+
+
+# ---- GSM8K -----------------------------------------------------------------------------------------------
+
+CLIPS = {
+    "question": "Natalia sold 48 clips, then half as many. How many?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 clips.\nThat is 48+24 = $<<48+24=72>>72.\n#### 72",
+}
+
+
+def test_gsm8k_marks_become_calls(tmp_path):
+    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    assert task.example(0).messages == [
+        {"role": "user", "content": "Natalia sold 48 clips, then half as many. How many?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "She sold 48/2 = "},
+                {"type": "python", "text": "48/2"},
+                {"type": "python_output", "text": "24"},
+                {"type": "text", "text": "24 clips.\nThat is 48+24 = $"},
+                {"type": "python", "text": "48+24"},
+                {"type": "python_output", "text": "72"},
+                {"type": "text", "text": "72.\n#### 72"},
+            ],
+        },
+    ]
+    assert (task.name, task.kind, task.baseline, len(task)) == ("gsm8k", "generative", 0.0, 1)
+    assert with_calls("<<1+1=2>><<2+2=4>>") == [
+        {"type": "python", "text": "1+1"},
+        {"type": "python_output", "text": "2"},
+        {"type": "python", "text": "2+2"},
+        {"type": "python_output", "text": "4"},
+    ]
+
+
+NUMBERS = [
+    ("#### 72", "72"),
+    ("####72.0", "72"),
+    ("#### 72 clips", "72"),
+    ("#### $1,080.00.", "1080"),
+    ("#### 72...", "72"),
+    ("#### 18,000/year", "18000"),
+    ("#### -$5", "-5"),
+    ("#### $ -5.50", "-5.5"),
+    ("#### \u22125", "-5"),
+    ("#### .5", "0.5"),
+    ("#### -0.0", "0"),
+    ("#### 1\nNo:\n#### 2\n", "2"),
+    ("#### 100", "100"),
+    ("#### 1/2", None),
+    ("#### 10/3", None),
+    ("#### 1,2/3", None),
+    ("#### 1.2.3", None),
+    ("#### seven", None),
+    ("#### .", None),
+    ("#### 72\n####", None),
+    ("72", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("reply", "number"), NUMBERS)
+def test_gsm8k_reads_the_last_number(reply, number):
+    assert final_number(reply) == number
+
+
+def test_gsm8k_grades_the_text_not_the_calls(tmp_path):
+    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    example = task.example(0)
+    assert task.grade(example, [{"type": "text", "text": "#### "}, {"type": "text", "text": "72.0"}])
+    assert not task.grade(example, [{"type": "text", "text": "#### "}, {"type": "python_output", "text": "72"}])
+    assert not task.grade(example, [{"type": "python", "text": "#### 72"}])
+    assert not task.grade(example, [])
+
+
+def spoiled_number(reply: list[Part], change: int) -> list[Part]:
+    """The reply with another number at its end."""
+    *before, last = reply
+    body, _, number = last["text"].rpartition("#### ")
+    wrong = int(number.replace(",", "")) + change
+    return [*before, {"type": "text", "text": f"{body}#### {wrong}"}]
+
+
+@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not next to this checkout")
+def test_gsm8k_whole(tmp_path):
+    rng = random.Random(0)
+    task = Gsm8k("test", str(DATA / "gsm8k"))
+    examples = check(task)
+    assert len(examples) == 1319 and len(Gsm8k("train", str(DATA / "gsm8k"))) == 7473
+    for index, example in enumerate(examples):
+        reply = reference(example)
+        source = task.records[index]["answer"]
+        spell = {"text": "{}", "python": "<<{}=", "python_output": "{}>>"}
+        assert "".join(spell[part["type"]].format(part["text"]) for part in reply) == source  # nothing is lost
+        assert not task.grade(example, spoiled_number(reply, rng.choice((-10, -1, 1, 10, 1000))))
+        assert not task.grade(example, text(text_of(reply).rpartition("####")[0]))  # cut off before the end
+        assert not task.grade(example, text(text_of(reply).replace("####", "=")))
+        for call, output in zip(reply, reply[1:], strict=False):
+            if call["type"] == "python" and output["text"] != "3/4":
+                assert float(calculate(call["text"]) or "nan") == pytest.approx(float(output["text"]), rel=1e-9)
+
+
+def test_gsm8k_damaged(tmp_path):
+    path = write(tmp_path / "test.jsonl", [CLIPS, {"question": "?", "answer": "It is 72."}, {"question": "?"}])
+    task = Gsm8k("test", str(path))
+    assert complaint(lambda: task.example(1)).endswith("its answer has no line `#### NUMBER`")
+    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "answer" that is a text')
+
+
+# ---- Multiple choice -------------------------------------------------------------------------------------
+
+SKY = {"question": "What colour is the sky?", "subject": "physics", "choices": ["red", "blue", "green", "grey"]}
+SKY_TEXT = """Multiple choice: What colour is the sky?
+- A: red
+- B: blue
+- C: green
+- D: grey
+Answer with the letter alone."""
+
+
+def spoiled_letters(task: Task, example: Example) -> None:
+    """All letters but the right one are wrong, and so is what is no letter."""
+    for letter in {*example.letters, "A", "E", "1", "9", "a", "", " ", "The answer is " + example.answer}:
+        if letter != example.answer:
+            assert not task.grade(example, text(letter))
+    assert task.grade(example, text(f" {example.answer}. Because."))
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
+def test_mmlu(tmp_path, name):
+    rows = [SKY | {"answer": answer} for answer in range(4)]
+    write(tmp_path / name, rows)
+    task = Mmlu("test", str(tmp_path))
+    examples = check(task)
+    assert [example.answer for example in examples] == ["A", "B", "C", "D"]
+    assert examples[1].messages == [{"role": "user", "content": SKY_TEXT}, {"role": "assistant", "content": "B"}]
+    assert examples[1].letters == ("A", "B", "C", "D") and (task.kind, task.baseline) == ("choice", 0.25)
+    for example in examples:
+        spoiled_letters(task, example)
+
+
+@pytest.mark.parametrize("name", ["auxiliary_train.jsonl", "train.jsonl", "auxiliary_train-00000-of-00001.parquet"])
+def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
+    write(tmp_path / name, [SKY | {"answer": 3}])
+    assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
+
+
+MMLU_DAMAGE = [
+    (SKY | {"answer": 4}, "line 1 cannot be used: its answer is 4"),
+    (SKY | {"answer": -1}, "line 1 cannot be used: its answer is -1"),
+    (SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
+    (
+        SKY | {"answer": 0, "choices": ["red", "blue"]},
+        "its choices are not as many texts as letters",
+    ),
+    (
+        SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]},
+        "its choices are not as many texts as letters",
+    ),
+    (SKY | {"answer": 0, "question": None}, 'line 1 has no "question" that is a text'),
+    (["a", "list"], "line 1 is not an object with question, choices, answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), MMLU_DAMAGE)
+def test_mmlu_damaged(tmp_path, row, problem):
+    task = Mmlu("test", str(write(tmp_path / "test.jsonl", [row])))
+    assert problem in complaint(lambda: task.example(0))
+
+
+def arc_row(labels: str, answer: str) -> dict:
+    texts = [f"choice {label}" for label in labels]
+    return {"id": "1", "question": "Which?", "choices": {"text": texts, "label": list(labels)}, "answerKey": answer}
+
+
+@pytest.mark.parametrize("kind", [ArcEasy, ArcChallenge])
+@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
+def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
+    rows = [arc_row("ABCD", "C"), arc_row("1234", "4"), arc_row("ABC", "A"), arc_row("ABCDE", "E"), arc_row("123", "1")]
+    write(tmp_path / name, rows)
+    task = kind("test", str(tmp_path))
+    examples = check(task)
+    assert [(example.letters, example.answer) for example in examples[:2]] == [
+        (("A", "B", "C", "D"), "C"),
+        (("1", "2", "3", "4"), "4"),
+    ]
+    assert examples[4].messages == [
+        {
+            "role": "user",
+            "content": "Multiple choice: Which?\n- 1: choice 1\n- 2: choice 2\n- 3: choice 3\n"
+            "Answer with the letter alone.",
+        },
+        {"role": "assistant", "content": "1"},
+    ]
+    for example in examples:
+        spoiled_letters(task, example)
+    assert task.baseline == 0.25 and task.name == ("arc_easy" if kind is ArcEasy else "arc_challenge")
+
+
+ARC_DAMAGE = [
+    (
+        arc_row("ABCD", "E"),
+        "its answer 'E' is not one of the letters A, B, C, D",
+    ),
+    (
+        arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}},
+        "its choices are not as many texts as letters",
+    ),
+    (
+        arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}},
+        "its choices are not as many texts as letters",
+    ),
+    (arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, "line 1 cannot be used"),
+    (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), ARC_DAMAGE)
+def test_arc_damaged(tmp_path, row, problem):
+    task = ArcEasy("test", str(write(tmp_path / "test.jsonl", [row])))
+    assert problem in complaint(lambda: task.example(0))
+
+
+def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
+    for name, answer in (("ARC-Easy", "A"), ("ARC-Challenge", "B")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
+    assert ArcEasy("test", str(tmp_path)).example(0).answer == "A"
+    assert ArcChallenge("test", str(tmp_path)).example(0).answer == "B"
+
+
+# ---- HumanEval -------------------------------------------------------------------------------------------
+
+HALF = {
+    "task_id": "HumanEval/0",
+    "prompt": 'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n',
+    "canonical_solution": "    return math.floor(x / 2)\n\n",
+    "test": "def check(candidate):\n    assert candidate(4) == 2\n    assert candidate(5) == 2\n",
+    "entry_point": "half",
+}
+WHOLE = 'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n    return math.floor(x / 2)'
+
+
+@pytest.fixture
+def half(tmp_path) -> HumanEval:
+    return HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [HALF]).parent))
+
+
+def test_humaneval_rendering(half):
+    example = half.example(0)
+    assert example.messages == [
+        {
+            "role": "user",
+            "content": "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n"
+            'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded down."""\n```',
+        },
+        {"role": "assistant", "content": f"```python\n{WHOLE}\n```"},
+    ]
+    assert (half.name, half.kind, half.baseline) == ("humaneval", "generative", 0.0)
+
+
+RIGHT = [
+    f"```python\n{WHOLE}\n```",
+    f"Here it is:\n\n```py\n{WHOLE}\n```\nIt rounds down.",
+    f"```\n{WHOLE}",  # cut off after the code
+    WHOLE,
+    "```python\ndef half(x):\n    return math.floor(x / 2)\n```",  # without the import
+    "```python\n    return math.floor(x / 2)\n```",  # a body alone
+    "    return math.floor(x / 2)\n",
+    "return math.floor(x / 2)",
+    "```python\nprint(half(3))\n```\nThe function:\n```python\ndef half(x):\n    return x // 2\n```",
+    "half = lambda x: x // 2",
+]
+WRONG = [
+    "```python\ndef half(x):\n    return x / 2\n```",
+    "```python\ndef half(x):\n    return math.ceil(x / 2)\n```",
+    "```python\ndef half(x)\n    return x // 2\n```",
+    "```python\ndef halve(x):\n    return x // 2\n```",
+    "```python\n    return\n```",
+    "```python\ndef half(x):\n    exit(0)\n```",
+    "```python\nimport os\nos._exit(0)\n```",
+    "```python\ndef half(x):\n    raise SystemExit(0)\n```",
+    "Half of x.",
+    "",
+]
+
+
+@pytest.mark.parametrize("reply", RIGHT)
+def test_humaneval_passes(half, reply):
+    assert half.grade(half.example(0), text(reply))
+
+
+@pytest.mark.parametrize("reply", WRONG)
+def test_humaneval_fails(half, reply):
+    assert not half.grade(half.example(0), text(reply))
+
+
+def test_humaneval_puts_what_is_missing_before_the_reply():
+    prompt = "import math\n\ndef other(): ...\n\ndef half(x):\n"
+    assert complete_program(prompt, "half", "def half(x):\n    pass") == (
+        "import math\n\ndef other(): ...\n\n\ndef half(x):\n    pass\n"
+    )
+    assert complete_program(prompt, "half", "if x:\n    pass") == (
+        "import math\n\ndef other(): ...\n\ndef half(x):\n    if x:\n        pass\n"
+    )
+    # A function of a similar name is another one.
+    other = complete_program("def half(x):\n", "half", "def half_of(x):\n    pass")
+    assert other == "def half(x):\n    def half_of(x):\n        pass\n"
+
+
+def test_humaneval_checks_with_the_prompt_s_own_helper(tmp_path):
+    """As in HumanEval/32: its check puts the root that was found into the prompt's polynomial."""
+    row = HALF | {
+        "prompt": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    pass\n",
+        "test": "def check(candidate):\n    assert double(candidate(4)) == 4\n",
+    }
+    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
+    assert task.grade(task.example(0), text("```python\ndef half(x):\n    return x // 2\n```"))
+    cheat = "def double(x):\n    return 4\n\n\ndef half(x):\n    return 0\n"
+    assert not task.grade(task.example(0), text(f"```python\n{cheat}```"))
+
+
+def test_humaneval_never_compares_a_reply_with_itself(tmp_path):
+    """As in HumanEval/33: its check calls the function for some of the results that it expects."""
+    row = HALF | {
+        "test": "def check(candidate):\n    assert candidate(4) == half(4)\n    assert candidate(5) == half(5)\n"
+    }
+    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
+    example = task.example(0)
+    assert task.grade(example, text("def half(x):\n    return x // 2"))
+    assert not task.grade(example, text("def half(x):\n    return 7"))
+    assert not task.grade(example, text("candidate = lambda x: x // 2\ndef half(x):\n    return 7"))
+
+
+def test_humaneval_has_no_train_split(half, tmp_path):
+    assert complaint(lambda: HumanEval("train", str(tmp_path))) == "humaneval has no train split: only test"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "humaneval").is_dir(), reason="the real HumanEval is not next to this checkout")
+def test_humaneval_whole():
+    task = HumanEval("test", str(DATA / "humaneval"))
+    examples = [task.example(index) for index in range(len(task))]
+    nothing = [text(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in examples]
+    with ThreadPoolExecutor(2) as threads:
+        right = list(threads.map(task.grade, examples, map(reference, examples)))
+        wrong = list(threads.map(task.grade, examples, nothing))
+    assert right == [True] * 164 and wrong == [False] * 164
+
+
+# ---- Letters ---------------------------------------------------------------------------------------------
+
+
+def test_spelling_rendering():
+    task = Spelling("train")
+    example = next(e for e in map(task.example, range(1000)) if e.answer == "bell")
+    assert "bell" in example.messages[0]["content"]
+    assert example.messages[1] == {"role": "assistant", "content": "The word bell is spelled b-e-l-l."}
+    assert (task.name, task.kind, task.baseline, len(task)) == ("spelling", "generative", 0.0, 100_000)
+
+
+def test_letter_count_rendering():
+    task = LetterCount("train")
+    examples = [task.example(index) for index in range(2000)]
+    example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
+    assert example.messages[1]["content"] == [
+        {"type": "text", "text": "The word balloon is spelled b-a-l-l-o-o-n. "},
+        {"type": "python", "text": '"balloon".count("l")'},
+        {"type": "python_output", "text": "2"},
+        {"type": "text", "text": "The letter l is in it 2 times."},
+    ]
+    shares = [sum(e.answer == count for e in examples) / 2000 for count in ("0", "1")]
+    assert shares[0] < 0.3 and shares[1] < 0.6  # no answer is nearly always right
+    assert all(calculate(e.messages[1]["content"][1]["text"]) == e.answer for e in examples)
+    assert (task.name, task.kind, task.baseline, len(LetterCount("test"))) == ("letters", "generative", 0.0, 1_000)
+
+
+@pytest.mark.parametrize("kind", [Spelling, LetterCount])
+def test_held_out_words_are_in_the_test_split_only(kind):
+    requested = {}
+    for split in ("train", "test"):
+        task = kind(split)
+        examples = check(task) if split == "test" else [task.example(index) for index in range(3000)]
+        requested[split] = set()
+        for example in examples:
+            found = re.search(r"The word ([a-z]+) is spelled", text_of(example.messages[1]["content"]))
+            assert found and re.search(rf"\b{found[1]}\b", example.messages[0]["content"])
+            requested[split].add(found[1])
+    assert requested["train"] == set(spelling.words("train")) and requested["test"] == set(spelling.words("test"))
+    assert all(held_out("word", word) for word in requested["test"]) and len(requested["test"]) > 40
+    assert not any(held_out("word", word) for word in requested["train"]) and len(requested["train"]) > 600
+
+
+def test_spelling_grades():
+    task = Spelling("train")
+    example = Example([], "bell")
+    for reply in ("b-e-l-l", "It is B-E-L-L!", "b, e, l, l.", "b e l l", "Not b-e-l but b-e-l-l."):
+        assert task.grade(example, text(reply)), reply
+    for reply in ("bell", "b-e-l", "b-e-l-l-s", "l-l-e-b", "b-e-l-l or b-a-l-l", "b", ""):
+        assert not task.grade(example, text(reply)), reply
+    for word in map(lambda index: task.example(index).answer, range(200)):
+        for wrong in (word[:-1], word + "e", word[1:], word[1] + word[0] + word[2:]):
+            assert wrong == word or not task.grade(Example([], word), text("-".join(wrong)))
+
+
+def test_letter_count_grades():
+    task = LetterCount("test")
+    for index in range(200):
+        example = task.example(index)
+        reply = reference(example)
+        wrong = str(int(example.answer) + 1)
+        assert not task.grade(example, [*reply[:-1], {"type": "text", "text": f"There are {wrong}."}])
+        assert not task.grade(example, reply[:-1])  # the tool's output is not yet an answer
+        assert task.grade(example, text(f"At first {wrong}, no: {example.answer}"))
+
+
+# ---- Dialogues -------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+FORMS = [
+    {"messages": HELLO},
+    {"messages": HELLO, "source": "somewhere"},
+    HELLO,
+    {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi!"}]},
+    [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi!"}],
+    {"instruction": "Hello", "input": "", "output": "Hi!"},
+    {"instruction": "Hello", "output": "Hi!"},
+    {"messages": [*HELLO, {"role": "user", "content": "Are you there?"}]},  # nobody answers
+    {"messages": [{"role": "user", "content": "Hello", "name": None, "train": None}, HELLO[1]]},
+    {"conversation": HELLO, "turn": 1},
+    {"messages": None, "prompt": "Hello", "completion": "Hi!"},
+    {"prompt": [HELLO[0]], "completion": [HELLO[1]]},
+    {"question": "Hello", "response": "Hi!", "system_prompt": ""},
+    {"instruction": "", "input": "Hello", "output": "Hi!", "history": []},
+    {"query": "Hello", "response": HELLO[1]},
+]
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_every_form_is_the_same_conversation(row):
+    assert messages_of(row) == HELLO
+
+
+def test_what_a_form_keeps():
+    system = {"role": "system", "content": "Be brief."}
+    assert messages_of({"conversations": [{"from": "system", "value": "Be brief."}, *FORMS[4]]}) == [system, *HELLO]
+    requested = {"role": "user", "content": "Add.\n\n1 and 2"}
+    assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == requested
+    parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
+    mrequested = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
+    assert messages_of({"messages": mrequested}) == mrequested
+    weighted = [HELLO[0], {"role": "assistant", "content": parts, "weight": 0}, *HELLO[:1], HELLO[1] | {"weight": 1}]
+    assert messages_of({"messages": weighted}) == mrequested + HELLO
+    for form in ({"conversations": FORMS[4]}, {"question": "Hello", "answer": "Hi!"}):
+        assert messages_of({"system": "Be brief.", **form}) == [system, *HELLO]
+    dolly = {"instruction": "Add.", "context": "1 and 2", "response": "3", "history": [["Hello", "Hi!"]]}
+    assert messages_of(dolly)[:3] == [*HELLO, requested]
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
+def test_the_last_tenth_of_a_file_is_the_test_split(tmp_path, name):
+    for count, train in ((1, 1), (2, 1), (5, 4), (10, 9), (25, 22)):
+        rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]]} for n in range(count)]
+        path = write(tmp_path / name.removesuffix(".gz"), rows)
+        if name.endswith(".gz"):
+            path = tmp_path / name
+            path.write_bytes(gzip.compress((tmp_path / "mine.jsonl").read_bytes()))
+        found = [
+            [task.example(n).messages[0]["content"] for n in range(len(task))]
+            for task in (Conversations("train", str(path)), Conversations("test", str(path)))
+        ]
+        assert found == [[str(n) for n in range(train)], [str(n) for n in range(train, count)]]
+
+
+@pytest.mark.parametrize(("share", "held_out"), [(0.0, 0), (0.01, 1), (0.1, 3), (0.2, 6), (0.25, 8), (0.9, 27)])
+def test_a_share_of_a_file_is_held_out(tmp_path, share, held_out):
+    path = write(tmp_path / "mine.jsonl", [[{"role": "user", "content": str(n)}, HELLO[1]] for n in range(30)])
+    spec = TaskSpec("conversations", str(path), 1.0)
+    train, test = (open_task(spec, split, val_share=share) for split in ("train", "test"))
+    numbers = [[task.example(n).messages[0]["content"] for n in range(len(task))] for task in (train, test)]
+    assert [*numbers[0], *numbers[1]] == [str(n) for n in range(30)] and len(numbers[1]) == held_out
+    assert len(open_mixture(str(path), "test", val_share=share).tasks) == (held_out > 0)
+
+
+def test_a_folder_with_splits_of_its_own(tmp_path):
+    def folder(**files: int) -> list[int]:
+        place = tmp_path / "-".join(files)
+        place.mkdir()
+        for name, count in files.items():
+            write(place / f"{name}.jsonl", [HELLO] * count)
+        return [len(Conversations("train", str(place))), len(Conversations("test", str(place)))]
+
+    assert folder(train=20, test=3) == [20, 3]
+    assert folder(train=20, validation=4) == [20, 4]
+    assert folder(train=20) == [18, 2]
+    assert folder(first=10, second=10) == [18, 2]
+    assert Conversations("train", str(tmp_path / "train" / "train.jsonl")).kind == "dialogue"
+
+
+CALLED = [HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}]
+BAD_ROWS = [
+    ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
+    ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
+    ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: message 1 is by user, where assistant is expected"),
+    ({"messages": [{"role": "bot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'bot'"),
+    ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
+    ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
+    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
+    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 is by tool, where user"),
+    ({"instruction": "Add.", "output": None}, "cannot be used: message 1 (assistant) has no content"),
+    ({"instruction": "Add."}, "cannot be used: unknown form (with instruction); known forms:"),
+    ({"instruction": "Add.", "output": "3", "history": ["Hello"]}, 'cannot be used: its "history" is not a list of'),
+    *(
+        ({"messages": [HELLO[0], {"role": "assistant", **call}]}, f"cannot be used: {problem}")
+        for call, problem in (
+            ({"function_call": {"name": "weather"}}, "a message calls a function by function_call"),
+            ({"tool_calls": {"id": "a"}}, "tool_calls is not a list"),
+            ({"tool_calls": "[" * 100_000}, "tool_calls is a text that is not JSON"),
+            ({"tool_calls": [{"id": "a"}]}, "a call in tool_calls has no function"),
+            ({"tool_calls": [{"function": {"name": "weather", "arguments": [1]}}]}, "a call in tool_calls has no"),
+            ({"tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}]}, "the arguments of a function"),
+        )
+    ),
+    ({"messages": [*CALLED, HELLO[1]]}, "cannot be used: message 2 is by assistant, where tool is expected"),
+    ({"messages": [{**HELLO[0], **CALLED[1], "role": "user"}]}, "cannot be used: message 0 (user) has tool_calls"),
+    ({"messages": HELLO, "tools": ["weather"]}, 'cannot be used: its "tools" are not a list of objects'),
+    ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
+    ({}, "cannot be used: unknown form (with nothing)"),
+    ("Hello", "cannot be used: unknown form (but str)"),
+    ([HELLO[0]], "cannot be used: there is no message from"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "cannot be used: there is no message from"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
+def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, problem):
+    path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
+    line = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    assert line.startswith(f"{path} line 3 {problem}")
+    path.write_text('{"messages": \n')
+    assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
+def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
+    rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]], "id": n} for n in range(20)]
+    for place in (2, 3, 7):
+        rows[place]["messages"].append({"role": "tool", "content": "42"})
+    rows[5]["messages"].append(HELLO[0])
+    path = write(tmp_path / name, rows)
+    task = Conversations("train", str(path))
+    used = [n for n in range(18) if n not in (2, 3, 7)]
+    assert [task.example(n).messages[0]["content"] for n in range(len(task))] == [str(n) for n in used]
+    left_out, dropped = capsys.readouterr().err.splitlines()
+    where = {"mine.jsonl": "line 3", "mine.parquet": "row 3"}[name]
+    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 is by tool, where user"
+    assert wanted in left_out and "--bad_records fail" in left_out
+    assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
+    assert len(Conversations("test", str(path))) == 2 and not capsys.readouterr().err
+    refused = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
+    write(path, [{"messages": HELLO[1:]}] * 4)
+    assert "3 of 3 records left out: first" in complaint(lambda: Conversations("train", str(path)))
+
+
+def test_a_parquet_of_a_known_form_is_read_without_its_other_columns(tmp_path):
+    rows = [{"prompt": "Hello", "completion": "Hi!", "embedding": [0.5] * 9, "chosen": "x"}] * 2
+    path = write(tmp_path / "a.parquet", rows)
+    assert sorted(Conversations("train", str(path)).records[0]) == ["completion", "prompt"]
+    problem = 'unknown form (with prompt, completion, embedding, chosen); known forms: {"chosen": [...]'
+    assert problem in complaint(lambda: Preferences("train", str(path)))
+
+
+def test_alpaca_as_csv(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('instruction,input,output\nAdd.,"1, 2\n",3\n"Say ""Hi""!",,Hi!\n')
+    task = Conversations("train", str(path))
+    assert task.example(0).messages[0]["content"] == "Add.\n\n1, 2\n" and len(task) == 1
+    assert Conversations("test", str(path)).example(0).messages[0]["content"] == 'Say "Hi"!'
+
+
+def test_a_split_of_a_folder_is_named(tmp_path):
+    for name, count in (("train_sft", 4), ("test_sft", 2), ("train_gen", 3)):
+        write(tmp_path / f"{name}.jsonl", [HELLO] * count)
+    sizes = [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")]
+    assert sizes == [4, 2]
+    assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
+    assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
+
+
+def test_conversations_need_a_path():
+    assert "name a .jsonl file" in complaint(lambda: Conversations("train"))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet"])
+def test_smoltalk(tmp_path, name):
+    write(tmp_path / name, [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
+    task = SmolTalk("train", str(tmp_path))
+    assert [task.example(n).messages for n in range(len(task))] == [HELLO, HELLO * 2, HELLO * 3]
+    assert (task.name, task.kind) == ("smoltalk", "dialogue")
+    with pytest.raises(NotImplementedError, match="smoltalk has nothing to grade"):
+        task.grade(task.example(0), text("Hi!"))
+
+
+def test_smoltalk_in_chinese(tmp_path):
+    spoken = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
+    write(tmp_path / "train.parquet", [{"conversations": spoken * n, "score": 5} for n in (1, 3)])
+    task = SmolTalkChinese("train", str(tmp_path))
+    assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
+    categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
+    assert not categories["train"] & categories["test"]
+
+
+def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
+    task = SmolTalk("train", str(path))
+    assert complaint(lambda: task.example(1)).startswith(f"{path} line 2 cannot be used: message 0 is by assistant")
+    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "messages" that is a list')
+
+
+# ---- Preference pairs ------------------------------------------------------------------------------------
+
+BETTER, WORSE = {"role": "assistant", "content": "Hi!"}, {"role": "assistant", "content": "Go away."}
+PAIR_FORMS = [
+    {"chosen": HELLO, "rejected": [HELLO[0], WORSE]},
+    {"prompt": "Hello", "chosen": HELLO, "rejected": [HELLO[0], WORSE], "score_chosen": 9.0},  # UltraFeedback's
+    {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "chosen": [BETTER], "rejected": [WORSE]},
+    {"prompt": [HELLO[0]], "chosen": [BETTER], "rejected": [WORSE]},
+    {"prompt": [HELLO[0]], "chosen": BETTER, "rejected": "Go away."},
+    {
+        "conversations": [{"from": "human", "value": "Hello"}],
+        "chosen": {"from": "gpt", "value": "Hi!"},
+        "rejected": {"from": "gpt", "value": "Go away."},
+    },
+    {"instruction": "Hello", "input": "", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "instruction": None, "chosen": "Hi!", "rejected": "Go away."},
+]
+
+
+@pytest.mark.parametrize("row", PAIR_FORMS)
+def test_every_form_is_the_same_pair(row):
+    assert pair_of(row) == Pair([HELLO[0]], BETTER, WORSE)
+
+
+def test_a_system_message_comes_before_the_question():
+    system = {"role": "system", "content": "Be brief."}
+    row = {"system": "Be brief.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."}
+    assert pair_of(row) == Pair([system, HELLO[0]], BETTER, WORSE)
+    assert pair_of(row | {"system": ""}) == Pair([HELLO[0]], BETTER, WORSE)
+
+
+BAD_PAIRS = [
+    (HELLO, "unknown form (but list); known forms:"),
+    ({"messages": HELLO}, "unknown form (with messages)"),
+    ({"chosen": HELLO}, "unknown form (with chosen)"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
+    ({"chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
+    ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
+    ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
+    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
+    ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
+    ({"chosen": HELLO, "rejected": [{"role": "user", "content": "Bye"}, WORSE]}, "do not answer the same messages"),
+    (
+        {"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."},
+        "of chosen, message 2 is by assistant, where user is expected",
+    ),
+    ({"prompt": "Hello", "chosen": {"role": "user", "content": "x"}, "rejected": "y"}, "chosen does not end with"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), BAD_PAIRS)
+def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
+    path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
+    line = complaint(lambda: Preferences("train", str(path), bad_records="fail"))
+    assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
+
+
+def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
+    rows = [{"prompt": str(n), "chosen": "a", "rejected": "b"} for n in range(20)]
+    path = write(tmp_path / "mine.parquet", rows)
+    train, test = Preferences("train", str(path)), Preferences("test", str(path))
+    assert [task.pair(n).question[0]["content"] for task in (train, test) for n in range(len(task))] == [
+        str(n) for n in range(20)
+    ]
+    assert len(test) == 2 and test.example(0).messages == [{"role": "user", "content": "18"}, BETTER | {"content": "a"}]
+
+
+def test_labelled_replies_and_pairs_in_one_file(tmp_path):
+    said = {"role": "assistant", "content": "Yes."}
+    rows = [
+        {"prompt": "Hello", "completion": "Yes.", "label": True},
+        {"messages": [HELLO[0], said, {"role": "user", "content": "And?"}, BETTER], "kto_tag": False},
+        PAIR_FORMS[0],
+    ]
+    path = write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", rows)
+    task = Labelled("train", str(tmp_path))
+    (judged,), (turns,), pair = (task.judged(number) for number in range(3))
+    assert judged == ([{"role": "user", "content": "Hello", "train": False}, said], True)
+    assert turns[1] is False and [message.get("train", True) for message in turns[0]] == [False] * 3 + [True]
+    chosen, rejected = pair_of(rows[2]).conversations
+    assert pair == [(chosen, True), (rejected, False)]
+    for label, hint in (("yes", "its label is 'yes', not true or false"), (None, "its label is None")):
+        write(path, [{**rows[0], "label": label}])
+        assert hint in complaint(lambda: Labelled("train", str(tmp_path)))
+    write(path, rows)
+    line = complaint(lambda: Preferences("train", str(tmp_path)))
+    assert "line 1 cannot be used: unknown form" in line and "--loss kto" in line
+
+
+def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train_gen", "train_prefs", "train_sft", "test_prefs", "test_sft"):
+        row = {
+            "prompt": split,
+            **{side: [{"role": "user", "content": split}, BETTER] for side in ("chosen", "rejected")},
+        }
+        write(tmp_path / f"data/{split}-00000-of-00001.parquet", [row])
+    for split in ("train", "test"):
+        task = UltraFeedback(split, str(tmp_path))
+        assert [len(task), task.pair(0).question[0]["content"]] == [1, f"{split}_prefs"]
+    write(tmp_path / "train.jsonl", [PAIR_FORMS[0], {"chosen": HELLO, "rejected": HELLO[:1]}])
+    task = UltraFeedback("train", str(tmp_path / "train.jsonl"))  # a row is checked when it is read
+    assert task.pair(0) == pair_of(PAIR_FORMS[0])
+    assert "line 2 cannot be used: rejected does not end" in complaint(lambda: task.pair(1))
+
+
+# ---- All that come from a hub ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FROM_HUB)
+def test_without_a_network_one_line_names_the_next_step(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    line = complaint(lambda: kind("test"))
+    assert line.startswith(f"{kind.name}: cannot reach http://127.0.0.1:9")
+    assert "HF_ENDPOINT" in line and f"{kind.name}=PATH" in line
+    assert ("--hub modelscope" in line) == ("modelscope" in catalog.TASKS[kind.name].sources)
+
+
+@pytest.mark.parametrize("kind", FROM_HUB)
+def test_the_right_split_is_requested_of_the_hub(kind, monkeypatch):
+    requested = []
+
+    def fetch_split(*arguments):
+        requested.append(arguments)
+        raise UserError("enough")
+
+    monkeypatch.setattr(hub, "fetch_split", fetch_split)
+    splits = ("test",) if kind is HumanEval else ("train", "test")
+    for split in splits:
+        with pytest.raises(UserError, match="enough"):
+            kind(split, None, "modelscope")
+    others = {Mmlu: {"train": "auxiliary_train"}, UltraFeedback: {"train": "train_prefs", "test": "test_prefs"}}
+    wanted = [(kind.name, others.get(kind, {}).get(split, split), "modelscope") for split in splits]
+    assert requested == wanted and all(split in catalog.TASKS[name].splits for name, split, _ in requested)

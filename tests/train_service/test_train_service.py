@@ -1,0 +1,830 @@
+"""The unmodified tinker client trains and samples here, and its numbers are those of the core.
+
+One tiny model serves all tests, in this process and on a real socket; the slow test kills a server of its own.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from nanochat.engine import Engine, SamplingParams
+from nanochat.losses import clipped_objective, weighted_log_objective
+from nanochat.model_folder import load_adapters
+from nanochat.serve.listener import listening, make_server
+from nanochat.train_service import app as service_app
+from nanochat.train_service import service as service_module
+from nanochat.train_service.app import create_app
+from nanochat.train_service.losses import TOKEN_LOSSES
+from nanochat.train_service.service import Limits, Service
+from nanochat.train_service.tenants import Base, Trained
+
+os.environ["TINKER_TELEMETRY"] = "0"  # or clients of a server that has ended go on calling it
+tinker = pytest.importorskip("tinker", reason="the extra `dev` brings tinker")
+
+CONTEXT = 64
+NAME = "tiny"
+IDS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24], [40, 3, 41, 3, 42, 3, 43], [60, 61, 62]]
+ADAM = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 2.0}
+
+
+# ---------------------------------------------------------------------- a server and its clients
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    tokenizer = tiny.tiny_tokenizer()
+    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
+    folder = tmp_path_factory.mktemp("base") / "checkpoints" / "sft" / NAME
+    return Base(tiny.save_checkpoint(folder, 0, model, tokenizer, {"stage": "sft", "tasks": []}), tiny.cpu_device())
+
+
+@pytest.fixture(scope="module")
+def service(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return Service(base, tmp_path_factory.mktemp("service"), NAME, Limits(batch_tokens=16, snapshot_steps=3))
+
+
+@pytest.fixture(scope="module")
+def address(service: Service) -> Iterator[str]:
+    with serving(service) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(service: Service, **settings: Any) -> Iterator[str]:
+    """The service on a real socket, in a thread."""
+    with listening("127.0.0.1", 0) as listener:
+        server = make_server(create_app(service, **settings), 1)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    return tinker.ServiceClient(base_url=address, api_key="tml-any")
+
+
+def lora_client(client: Any, **settings: Any) -> Any:
+    return client.create_lora_training_client(base_model=NAME, **{"rank": 4, "seed": 7, **settings}).result()
+
+
+def datum(ids: list[int], **inputs: Any) -> Any:
+    """A sequence that predicts its next token everywhere, with a number for each token of what the loss needs."""
+    tensors = {name: np.array(values, np.float32) for name, values in inputs.items()}
+    tensors["target_tokens"] = np.array(ids[1:], np.int64)
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=tensors)
+
+
+def numbers(ids: list[int], seed: int) -> list[float]:
+    return np.random.default_rng(seed).normal(size=len(ids) - 1).tolist()
+
+
+def batch_of(loss: str) -> list[Any]:
+    """Data for a loss, with ratios on both sides of a clip."""
+    if loss == "cross_entropy":
+        return [datum(ids, weights=numbers(ids, place)) for place, ids in enumerate(IDS)]
+    masks = [{"sequence_ratio_mask": [0] + [1] * (len(ids) - 2)} if loss == "gspo" else {} for ids in IDS]
+    return [
+        datum(ids, logprobs=np.array(numbers(ids, place)) / 2 - 6, advantages=numbers(ids, place + 10), **masks[place])
+        for place, ids in enumerate(IDS)
+    ]
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def direct_loss(model: Any, loss: str, data: list[Any], **settings: float) -> torch.Tensor:
+    """The sum of a loss, row by row, by the formulas of the client's documentation."""
+    total = torch.zeros(())
+    for one in data:
+        given = {name: torch.from_numpy(value.to_numpy()) for name, value in one.loss_fn_inputs.items()}
+        tokens = torch.tensor([one.model_input.to_ints()])
+        logp = model(tokens).log_softmax(-1)[0].gather(1, given["target_tokens"][:, None])[:, 0]
+        if loss == "cross_entropy":
+            total = total - (logp * given["weights"]).sum()
+            continue
+        q, A = given["logprobs"], given["advantages"]
+        low, high = settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2)
+        ratio = torch.exp(logp - q)
+        total = (
+            total
+            - {
+                "importance_sampling": ratio * A,
+                "ppo": torch.minimum(ratio * A, ratio.clamp(low, high) * A),
+                "cispo": ratio.detach().clamp(low, high) * logp * A,
+                "dro": logp * A - 0.5 * settings.get("beta", 0.05) * (logp - q) ** 2,
+                # From the second token on; with s^T = the product of r, at a token s r / r without its gradient.
+                "gspo": torch.minimum(
+                    (s := ratio[1:].detach().prod() ** (1 / len(ratio[1:])) * ratio / ratio.detach()) * A,
+                    s.clamp(low, high) * A,
+                ),
+            }[loss].sum()
+        )
+    return total
+
+
+CLIP = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}
+SETTINGS = {"ppo": CLIP, "gspo": CLIP, "dro": {"beta": 0.3}}
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+def test_each_loss_and_a_step_from_it_are_what_the_formula_and_torch_give(client, service, base, loss):
+    data = batch_of(loss)
+    settings = SETTINGS.get(loss, {})
+    training = lora_client(client)
+    result = training.forward_backward(data, loss, settings).result()
+    step = training.optim_step(tinker.AdamParams(**ADAM)).result()
+
+    model = base.adapted(Trained(4, seed=7))
+    expected = direct_loss(model, loss, data, **settings)
+    expected.backward()
+    assert result.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    for one, output in zip(data, result.loss_fn_outputs, strict=True):
+        assert output["logprobs"].to_numpy().shape == one.loss_fn_inputs["target_tokens"].to_numpy().shape
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = dict(ADAM)
+    norm = torch.nn.utils.clip_grad_norm_(trained, adam.pop("grad_clip_norm"))
+    betas = (adam.pop("beta1"), adam.pop("beta2"))
+    torch.optim.AdamW(trained, lr=adam.pop("learning_rate"), betas=betas, **adam).step()
+    assert step.metrics["grad_norm:mean"] == pytest.approx(norm.item(), rel=1e-4)
+    live = service.models[training.model_id].live
+    assert live is not None
+    for name, weight in weights_of(model).items():
+        torch.testing.assert_close(weights_of(live.model)[name], weight, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_losses_are_made_of_the_same_pieces_as_those_of_rl():
+    generator = torch.Generator().manual_seed(0)
+    logp, old, A = (torch.randn(3, 5, generator=generator) / 2 for _ in range(3))
+    ratio = torch.exp(logp - old)
+    ppo = TOKEN_LOSSES["ppo"].function(logp, old, A, clip_low_threshold=0.8, clip_high_threshold=1.28)
+    assert torch.equal(ppo, -clipped_objective(logp, ratio, A, 0.2, 0.28))
+    cispo = TOKEN_LOSSES["cispo"].function(logp, old, A, clip_low_threshold=0.8, clip_high_threshold=1.28)
+    torch.testing.assert_close(cispo, -weighted_log_objective(logp, ratio, A, 0.2, 0.28))
+    sampled = TOKEN_LOSSES["importance_sampling"].function(logp, old, A)
+    assert torch.equal(sampled, -clipped_objective(logp, ratio, A, 9, 99))
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+def test_gradients_of_losses_are_finite_differences(loss):
+    generator = torch.Generator().manual_seed(1)
+    row = TOKEN_LOSSES[loss]
+    logp = torch.randn(2, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    inputs = [torch.randn(2, 4, dtype=torch.float64, generator=generator) for _ in row.inputs]
+    if loss == "cispo":  # its ratio has no gradient, which finite differences would see
+        ratio = torch.exp(logp.detach() - inputs[0]).clamp(0.8, 1.2)
+        row.function(logp, *inputs, **row.settings).sum().backward()
+        assert logp.grad is not None and torch.equal(logp.grad, -ratio * inputs[1])
+        return
+    if loss == "gspo":  # its sample's ratio has none: the loss of a token is one of its own ratio, as in PPO
+        inputs[2].zero_()  # no token is in the sample's ratio, which is 1
+        row.function(logp, *inputs, **row.settings).sum().backward()
+        assert logp.grad is not None and torch.equal(logp.grad, -inputs[1])
+        return
+    assert torch.autograd.gradcheck(lambda x: row.function(x, *inputs, **row.settings), (logp,))
+
+
+def test_weights_multiply_every_loss(client):
+    data = batch_of("dro")
+    training = lora_client(client)
+    whole = training.forward(data, "dro").result().loss_fn_outputs
+    for one in data:
+        one.loss_fn_inputs["weights"] = tinker.TensorData.from_numpy(
+            np.arange(one.model_input.length, dtype=np.float32)
+        )
+    result = training.forward(data, "dro").result()
+    total = 0.0
+    for left, right in zip(whole, result.loss_fn_outputs, strict=True):
+        expected = left["elementwise_loss"].to_numpy() * np.arange(len(left["logprobs"].tolist()))
+        np.testing.assert_allclose(right["elementwise_loss"].to_numpy(), expected, rtol=1e-6)
+        total += expected.sum()
+    assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_several_targets_a_token(client, service, base, is_sparse):
+    """Distillation from a teacher's likeliest tokens: cross_entropy with their probabilities as weights."""
+    data = []
+    expected = torch.zeros(())
+    model = base.adapted(Trained(4, seed=7))
+    for place, ids in enumerate(IDS):
+        generator = torch.Generator().manual_seed(place)
+        targets = torch.randint(1, 90, (len(ids), 3), generator=generator)
+        weights = torch.rand(len(ids), 3, generator=generator)
+        if is_sparse:  # the client sends a matrix with many zeros in another form
+            targets[1:] = weights[1:] = 0
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(tinker.Datum(tinker.ModelInput.from_ints(ids), inputs))
+        assert (data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None) == is_sparse
+        logp = model(torch.tensor([ids])).log_softmax(-1)[0].gather(1, targets)
+        expected = expected - (logp * weights).sum()
+    expected.backward()
+    training = lora_client(client)
+    result = training.forward_backward(data, "cross_entropy").result()
+    assert result.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
+    np.testing.assert_allclose(result.loss_fn_outputs[-1]["logprobs"].to_numpy(), logp.detach(), atol=1e-5)
+    live = service.models[training.model_id].live
+    for name, parameter in live.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_loss_of_the_clients_own(client, service, base):
+    def loss(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return sum(one.square().mean() for one in logprobs), {"mine:mean": 3.0}  # type: ignore[return-value]
+
+    training = lora_client(client)
+    data = [datum(ids) for ids in IDS]
+    result = training.forward_backward_custom(data, loss).result()
+    live = service.models[training.model_id].live
+    assert live is not None
+    model = base.adapted(Trained(4, seed=7))
+    logprobs = []
+    for ids in IDS:
+        table = model(torch.tensor([ids[:-1]])).log_softmax(-1)[0]
+        logprobs.append(table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    expected, _ = loss(data, logprobs)
+    expected.backward()
+    assert result.metrics["mine:mean"] == 3.0
+    assert result.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in live.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_batch_in_chunks_is_the_batch(address, service, monkeypatch):
+    data = batch_of("cross_entropy")
+    results = []
+    for length in (1024, 1):
+        monkeypatch.setitem(service_app.CLIENT_CONFIG, "fwdbwd_max_chunk_len", length)
+        training = lora_client(tinker.ServiceClient(base_url=address, api_key="tml-any"))
+        result = training.forward_backward(data, "cross_entropy").result()
+        live = service.models[training.model_id].live
+        assert live is not None
+        results.append((result, {name: one.grad for name, one in live.model.named_parameters() if one.requires_grad}))
+    (whole, grads), (cut, cut_grads) = results
+    assert cut.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)
+    for left, right in zip(whole.loss_fn_outputs, cut.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(left["logprobs"].to_numpy(), right["logprobs"].to_numpy(), atol=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(cut_grads[name], grad, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- clients side by side, and their states
+
+
+def train(training: Any, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        data = [datum(ids, weights=numbers(ids, step)) for ids in IDS]
+        gradients = training.forward_backward(data, "cross_entropy")
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        gradients.result()
+
+
+def live_weights(service: Service, training: Any) -> dict[str, torch.Tensor]:
+    live = service.models[training.model_id].live
+    assert live is not None
+    return weights_of(live.model)
+
+
+def test_two_clients_at_once_are_each_alone(client, service):
+    alone = lora_client(client, seed=1)
+    train(alone, 4)
+    both = [lora_client(client, seed=1), lora_client(client, seed=2, rank=2, train_mlp=False)]
+    threads = [threading.Thread(target=train, args=(one, 4)) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(live_weights(service, both[0]), live_weights(service, alone))
+    names = " ".join(live_weights(service, both[1]))
+    assert "qkv" in names and "head_adapter" in names and "mlp" not in names
+
+
+def test_a_saved_state_goes_on_as_if_it_had_not_been_saved(client, service):
+    straight = lora_client(client)
+    train(straight, 2)
+    path = straight.save_state("two").result().path
+    train(straight, 2, first=2)
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    train(resumed, 2, first=2)
+    assert_same(live_weights(service, resumed), live_weights(service, straight))
+    # Without the optimizer's state the weights are the same, and the next steps are others.
+    restarted = client.create_training_client_from_state(path).result()
+    outputs = [one.forward([datum(IDS[0])], "cross_entropy").result() for one in (restarted, straight)]
+    assert outputs[0].metrics != outputs[1].metrics
+    straight.load_state_with_optimizer(path).result()
+    train(straight, 2, first=2)
+    assert_same(live_weights(service, straight), live_weights(service, resumed))
+    train(restarted, 2, first=2)
+    changed = live_weights(service, restarted)
+    assert not all(torch.equal(one, changed[name]) for name, one in live_weights(service, resumed).items())
+    with pytest.raises(tinker.RequestFailedError, match="two.*overwrite"):
+        straight.save_state("two").result()
+    straight.save_state("two", overwrite=True).result()
+    rest = tinker.RestClient(base_url=client._base_url, api_key="tml-any")
+    (listed,) = rest.list_checkpoints(straight.model_id).result().checkpoints
+    assert listed.tinker_path == path and listed.checkpoint_type == "training"
+
+
+def test_a_model_that_is_trained_whole(client, service, base):
+    training = client.holder  # the client has no method for it: it sends the request without lora_config
+    answer = httpx.post(
+        f"{client._base_url}/api/v1/create_model",
+        json={"session_id": training.get_session_id(), "model_seq_id": 900, "base_model": NAME},
+    )
+    model_id = answer.json()["request_id"].removesuffix(":0")
+    info = httpx.post(f"{client._base_url}/api/v1/get_info", json={"model_id": model_id}).json()
+    assert info["is_lora"] is False
+    whole = tinker.TrainingClient(training, 900, model_id, info=tinker.types.GetInfoResponse(**info))
+    train(whole, 2)
+    model = base.adapted(Trained(0))
+    assert live_weights(service, whole).keys() == weights_of(model).keys() == dict(model.named_parameters()).keys()
+    sampler = whole.save_weights_and_get_sampling_client().result()
+    tokens = sampler.sample(tinker.ModelInput.from_ints(IDS[0]), 1, tinker.SamplingParams(max_tokens=4, temperature=0))
+    live = service.models[whole.model_id].live
+    assert live is not None
+    logits = live.model(torch.tensor([IDS[0]]))[0, -1]
+    assert tokens.result().sequences[0].tokens[0] == int(logits.argmax())
+
+
+def test_saved_adapters_are_read_by_the_other_commands(client, service, base):
+    training = lora_client(client, train_unembed=False)
+    train(training, 2)
+    for path in (training.save_state("here").result().path, training.save_weights_for_sampler("here").result().path):
+        step, _ = service.path_of(service.models[training.model_id].owner, path)
+        found, _ = load_adapters(str(step), base.model.config, base.source)
+        assert_same(found.tensors, live_weights(service, training))
+
+
+def test_a_server_that_is_killed_resumes_to_the_same_bits(base, tmp_path):
+    service = Service(base, tmp_path / "service", NAME, Limits(snapshot_steps=3))
+    with serving(service) as address:
+        client = tinker.ServiceClient(base_url=address, api_key="tml-any")
+        training = lora_client(client)
+        train(training, 5)  # a snapshot after step 3, and two more steps in the log
+        training.forward([datum(IDS[0])], "cross_entropy").result()
+        train(training, 1, first=5)
+        training.forward_backward([datum(IDS[1])], "cross_entropy").result()
+        shutil.copytree(tmp_path / "service", tmp_path / "killed")  # as the disk is at this moment
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        expected = live_weights(service, training)
+
+    again = Service(base, tmp_path / "killed", NAME)
+    with serving(again) as address:
+        client_again = tinker.ServiceClient(base_url=address, api_key="tml-any")
+        number = again.models[training.model_id].next - 1
+        assert number == 14
+        # Promises are kept: those of the log, and those that the last snapshot covers.
+        for place in (8, number):
+            body = {"request_id": f"{training.model_id}:{place}"}
+            answer = httpx.post(f"{address}/api/v1/retrieve_future", json=body)
+            assert answer.status_code == 200, answer.text
+        resumed = tinker.TrainingClient(client_again.holder, 0, training.model_id, info=None)
+        resumed._request_id_counter = number
+        resumed._turn_counter = number
+        resumed.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        assert_same(live_weights(again, resumed), expected)
+
+
+@pytest.mark.slow
+def test_a_loop_goes_on_through_kills_of_its_server(base, tmp_path):
+    """The client knows nothing of them: it waits while the server is away, and ends with the same weights."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "scripts.train_server", f"--source={base.source}", f"--port={port}"]
+    command += [f"--name={NAME}", f"--folder={tmp_path / 'service'}", "--device=cpu", "--dtype=float32"]
+    command += ["--snapshot_steps=3", "--api_key=tml-test", "--batch_tokens=16"]
+    servers: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        assert servers[-1].stdout is not None and f":{port}/" in servers[-1].stdout.readline()
+
+    def train_all() -> None:
+        for step in range(8):
+            train(training, 1, first=step)
+            steps.append(step)
+
+    try:
+        start()
+        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-test")
+        training = lora_client(client, seed=3)
+        steps: list[int] = []
+        loop = threading.Thread(target=train_all, daemon=True)
+        loop.start()
+        for kill_after in (1, 5):
+            while len(steps) < kill_after:
+                time.sleep(0.001)
+            servers[-1].kill()
+            servers[-1].wait()
+            start()
+        loop.join(60)
+        assert steps == list(range(8))
+        path = training.save_weights_for_sampler("end").result().path
+        folder = tmp_path / "service" / "models" / training.model_id / "sampler_weights" / "end"
+        assert path.endswith("/end")
+        (weights,) = folder.glob("step_000008/adapter.safetensors")
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+            assert server.stdout is not None
+            server.stdout.close()
+    service = Service(base, tmp_path / "straight", NAME, Limits(batch_tokens=16))
+    with serving(service) as address:
+        straight = lora_client(tinker.ServiceClient(base_url=address, api_key="tml-any"), seed=3)
+        train(straight, 8)
+        assert_same(load_file(weights), live_weights(service, straight))
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@pytest.fixture(scope="module")
+def trained(client: Any) -> Any:
+    training = lora_client(client)
+    train(training, 2)
+    return training
+
+
+def test_greedy_samples_are_the_engines_and_their_logprobs_the_trainers(trained, service):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    prompt = IDS[0]
+    live = service.models[trained.model_id].live
+    assert live is not None
+    engine = Engine(live.model, service.base.tokenizer, tiny.cpu_device())
+    engine.stop_ids = set()
+    engine.call_start = -1
+    params = [(0.0, 0), (0.8, 5), (0.8, 6)]
+    expected, _ = engine.generate(
+        [prompt] * 3, max_tokens=12, sampling=[SamplingParams(temperature=t, seed=seed) for t, seed in params]
+    )
+    greedy = sampler.sample(
+        tinker.ModelInput.from_ints(prompt), 1, tinker.SamplingParams(max_tokens=12, temperature=0, stop=[]),
+        include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
+    )  # fmt: skip
+    drawn = sampler.sample(
+        tinker.ModelInput.from_ints(prompt), 2, tinker.SamplingParams(max_tokens=12, temperature=0.8, seed=5, stop=[])
+    ).result()
+    greedy = greedy.result()
+    (sequence,) = greedy.sequences
+    assert [sequence.tokens, *(one.tokens for one in drawn.sequences)] == expected
+    assert sequence.stop_reason == "length" and len({one.sequence_id for one in drawn.sequences}) == 2
+    # Logprobs of prompt and reply are those of a forward pass in training.
+    ids = prompt + sequence.tokens
+    output = trained.forward([datum(ids)], "cross_entropy").result().loss_fn_outputs[0]
+    assert greedy.prompt_logprobs[0] is None
+    sampled = greedy.prompt_logprobs[1:] + sequence.logprobs
+    np.testing.assert_allclose(sampled, output["logprobs"].to_numpy(), atol=1e-5)
+    table = live.model(torch.tensor([ids])).log_softmax(-1)[0]
+    best = table[len(prompt) - 1].topk(2)
+    assert [token for token, _ in sequence.topk_logprobs[0]] == best.indices.tolist()
+    best = table[0].topk(3)
+    assert greedy.topk_prompt_logprobs[0] is None
+    assert [token for token, _ in greedy.topk_prompt_logprobs[1]] == best.indices.tolist()
+    last = sampler.compute_logprobs(tinker.ModelInput.from_ints(prompt), prompt_logprobs_last_n=2).result()
+    assert last[:-2] == [None] * (len(prompt) - 2)
+    np.testing.assert_allclose(last[-2:], greedy.prompt_logprobs[-2:], atol=1e-6)
+
+
+def test_a_sample_ends_where_its_request_says(trained, service):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    settings = {"max_tokens": 30, "temperature": 1.0, "seed": 3}
+
+    def sample(**more: Any) -> Any:
+        return sampler.sample(prompt, 1, tinker.SamplingParams(**settings, **more)).result().sequences[0]
+
+    whole = sample(stop=[])
+    assert len(whole.tokens) == 30 and whole.stop_reason == "length"
+    stopped = sample(stop=[whole.tokens[7]])
+    end = whole.tokens.index(whole.tokens[7]) + 1
+    assert stopped.tokens == whole.tokens[:end] and stopped.stop_reason == "stop"
+    text = service.base.tokenizer.decode(whole.tokens[9:11])
+    assert "\ufffd" not in text or len(text) > 0
+    stopped = sample(stop=text)
+    assert text in service.base.tokenizer.decode(stopped.tokens) and stopped.stop_reason == "stop"
+    assert text not in service.base.tokenizer.decode(stopped.tokens[:-1])
+
+
+def test_the_base_and_saved_weights_are_sampled_from(client, trained, service):
+    prompt = tinker.ModelInput.from_ints(IDS[1])
+    of_base = client.create_sampling_client(base_model=NAME).result().compute_logprobs(prompt).result()
+    table = service.base.model(torch.tensor([IDS[1]])).log_softmax(-1)[0]
+    expected = table[:-1].gather(1, torch.tensor(IDS[1][1:])[:, None])[:, 0]
+    np.testing.assert_allclose(of_base[1:], expected.detach(), atol=1e-5)
+    path = trained.save_weights_for_sampler("mine").result().path
+    saved = client.create_sampling_client(model_path=path).result().compute_logprobs(prompt).result()
+    output = trained.forward([datum(IDS[1])], "cross_entropy").result().loss_fn_outputs[0]
+    np.testing.assert_allclose(saved[1:], output["logprobs"].to_numpy(), atol=1e-5)
+    assert abs(saved[1] - of_base[1]) > 1e-4
+
+
+def test_a_prompt_may_fill_the_context_and_a_sample_may_be_empty(client, trained):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    ids = (IDS[0] * CONTEXT)[: CONTEXT + 1]
+    scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(ids[:CONTEXT])).result()
+    output = trained.forward([datum(ids)], "cross_entropy").result().loss_fn_outputs[0]
+    np.testing.assert_allclose(scored[1:], output["logprobs"].to_numpy()[:-1], atol=1e-5)
+    with pytest.raises(tinker.BadRequestError, match="prompt: 1 to 64 tokens"):
+        sampler.compute_logprobs(tinker.ModelInput.from_ints(ids)).result()
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    (empty,) = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=0), topk_sample_logprobs=2).result().sequences
+    assert not empty.tokens and not empty.logprobs and empty.stop_reason == "length"
+
+
+def test_a_sample_that_fails_costs_none_of_those_decoded_with_it(trained, service, monkeypatch):
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    together: list[int] = []
+    started = threading.Event()
+    sample = service_module.sample
+
+    def failing(engine: Any, jobs: Any, slots: int) -> list[bytes]:
+        together.append(len(jobs))
+        if any(job.max_tokens == 13 for job in jobs):
+            raise RuntimeError("a fault of this one alone")
+        results = sample(engine, jobs, slots)
+        started.wait(10)  # until the others are in the queue
+        return results
+
+    monkeypatch.setattr(service_module, "sample", failing)
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    first = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=1))
+    while not together:
+        time.sleep(0.01)
+    rest = [sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=limit, stop=[])) for limit in (3, 13, 4)]
+    while len(service.queue) < len(rest):
+        time.sleep(0.01)
+    started.set()
+    first.result()
+    assert [len(rest[place].result().sequences[0].tokens) for place in (0, 2)] == [3, 4]
+    with pytest.raises(tinker.RequestFailedError, match="failed on this request"):
+        rest[1].result()
+    assert together == [1, 3, 1, 1, 1]
+
+
+# ---------------------------------------------------------------------- mistakes, keys and limits
+
+
+def mistake(answer: httpx.Response) -> str:
+    """The one line of a refused request."""
+    assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
+    message = answer.json()["error"]["message"]
+    assert message and "\n" not in message and len(message) < 500, message
+    return message
+
+
+def valid_requests(client: Any, training: Any, first: int) -> dict[str, Any]:
+    """A good body of each route, before it is spoiled."""
+    session = client.holder.get_session_id()
+    model = {"model_id": training.model_id}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS[0]}]}
+    adam = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
+    sampler = client.create_sampling_client(base_model=NAME).result()._sampling_session_id
+    return {
+        "client/config": {"sdk_version": "0.38.0"},
+        "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"},
+        "session_heartbeat": {"session_id": session},
+        "create_model": {
+            "session_id": session, "model_seq_id": 0, "base_model": NAME, "optimizer_config": {"type": "adamw"},
+            "lora_config": {"rank": 4, "train_mlp": True, "train_attn": True, "train_unembed": True},
+        },
+        "get_info": model,
+        "optim_step": {**model, "seq_id": first, "adam_params": adam},
+        "save_weights": {**model, "seq_id": first + 1, "path": "name", "overwrite": False},
+        "save_weights_for_sampler": {**model, "seq_id": first + 2, "path": "name", "kind": "snapshot"},
+        "load_weights": {**model, "seq_id": first + 3, "path": "tinker://a/weights/b", "optimizer": True},
+        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 7, "base_model": NAME},
+        "asample": {
+            "prompt": prompt, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "stop": ["x"]},
+            "num_samples": 1, "sampling_session_id": sampler, "seq_id": 99, "topk_prompt_logprobs": 0,
+        },
+        "retrieve_future": {"request_id": f"{training.model_id}:0", "allow_metadata_only": True},
+        "weights_info": {"tinker_path": "tinker://a/weights/b"},
+    }  # fmt: skip
+
+
+WRONG = (None, True, -1, 10**30, 0.5, "", "../../etc/passwd", "x" * 5000, [], [[]], {}, {"a": {"b": []}}, ["x", 1])
+
+
+def test_200_malformed_requests_are_refused_in_one_line(client, address, service):
+    training = lora_client(client)
+    bodies = valid_requests(client, training, first=50)
+    spoiled: list[tuple[str, bytes]] = []
+    for route, body in bodies.items():
+        spoiled += [(route, content) for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 300)]
+        for place, name in enumerate(body):
+            for wrong in WRONG[place % 3 :: 3]:
+                spoiled.append((route, json.dumps({**body, name: wrong, "surplus": 1}).encode()))
+            if name != "type":
+                spoiled.append((route, json.dumps({key: one for key, one in body.items() if key != name}).encode()))
+    assert len(spoiled) > 200
+    with httpx.Client(base_url=f"{address}/api/v1/", timeout=30) as http:
+        refused = 0
+        for route, content in spoiled:
+            answer = http.post(route, content=content)
+            # A field that has a default may be left out.
+            assert answer.status_code < 500, (route, content, answer.text)
+            if answer.status_code >= 400:
+                mistake(answer)
+                refused += 1
+        assert refused > 200
+        assert http.get("nonsense").status_code == 404 and http.get("asample").status_code == 405
+
+        # forward_backward: bytes that are cut, changed or too long.
+        from tinker.proto.request_conv import forward_backward_request_to_proto
+        from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+        def body_of(data: list[Any], loss: Any, number: int, **config: float) -> bytes:
+            batch = tinker.types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config or None)
+            request = ForwardBackwardRequest(batch, training.model_id, number)
+            return forward_backward_request_to_proto(request).SerializeToString()
+
+        proto = {"content-type": "application/x-protobuf"}
+        good = body_of(batch_of("ppo"), "ppo", 60)
+        generator = np.random.default_rng(0)
+        for _ in range(60):
+            changed = bytearray(good[: generator.integers(1, len(good))])
+            for place in generator.integers(0, len(changed), 3):
+                changed[place] ^= generator.integers(1, 256)
+            answer = http.post("forward_backward", content=bytes(changed), headers=proto)
+            assert answer.status_code < 500, answer.text
+            if answer.status_code >= 400:
+                mistake(answer)
+        assert http.post("forward_backward", content=good).status_code == 415
+        far = datum([5, 6, 7], weights=[1, 1])
+        pair = datum([5, 6])
+        pair.loss_fn_inputs["target_tokens"] = tinker.TensorData([5, 6], "int64", [1, 2])
+        halves = datum([5, 6])
+        halves.loss_fn_inputs["target_tokens"] = tinker.TensorData([5.5], "float32", [1])
+        matrix = datum([5, 6])
+        matrix.loss_fn_inputs["target_tokens"] = tinker.TensorData([5], "int64", [1, 2], [0, 1], [2])
+        cases = [
+            (body_of([far], "ppo", 61), "loss_fn_inputs"),
+            (body_of(batch_of("ppo"), "stable_reinforce", 61), "stable_reinforce"),
+            (body_of(batch_of("ppo"), "gspo", 61), "sequence_ratio_mask"),
+            (body_of([matrix, matrix], "cross_entropy", 61), "sparse matrix"),
+            (body_of([halves], "cross_entropy", 61), "no whole numbers"),
+            (body_of([pair, datum([5, 6])], "cross_entropy", 61), "[1, 2]"),
+            (body_of([pair], "importance_sampling", 61), "loss_fn_inputs"),
+            (body_of(batch_of("ppo"), "ppo", 61, clip=1.0), "clip"),
+            (body_of(batch_of("dro"), "dro", 61, beta=-1.0), "beta"),
+            (body_of([datum([5, 10**6])], "cross_entropy", 61), "target_tokens"),
+            (body_of([datum([-5, 6])], "cross_entropy", 61), "model_input"),
+            (body_of([datum([5] * 100)], "cross_entropy", 61), "64"),
+            (body_of([datum([5, 6, 7], weights=[1])], "cross_entropy", 61), "weights"),
+            (body_of([datum([5, 6, 7], weights=[1, np.nan])], "cross_entropy", 61), "weights"),
+            (body_of([], "cross_entropy", 61), "data"),
+        ]
+        for content, word in cases:
+            assert word in mistake(http.post("forward_backward", content=content, headers=proto))
+    # The service is as it was, also the model that half of these were about.
+    other = lora_client(client)
+    train(other, 1)
+    assert other.forward([datum(IDS[0])], "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_a_refused_request_does_not_hold_up_the_next(client):
+    training = lora_client(client)
+    for loss, word in (("nonsense", "nonsense"), ("stable_reinforce", "importance_sampling")):
+        with pytest.raises(tinker.BadRequestError, match=word):
+            training.forward_backward([datum(IDS[0])], loss).result()
+    with pytest.raises(tinker.RequestFailedError, match="no gradients"):
+        training.optim_step(tinker.AdamParams()).result()
+    with pytest.raises(tinker.RequestFailedError, match="no checkpoint|no model"):
+        training._load_state_impl("tinker://elsewhere/weights/x", False, None).result()
+    with pytest.raises(tinker.BadRequestError, match="adamw"):
+        client.create_lora_training_client(base_model=NAME, optimizer=tinker.DimuonOptimizerConfig()).result()
+    with pytest.raises(tinker.BadRequestError, match=NAME):
+        client.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
+    train(training, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 1e30}, {"learning_rate": 1e-3, "eps": 0.0}], ids=["rate", "eps"])
+def test_a_step_to_weights_that_are_not_finite_is_refused_and_so_is_all_that_follows(client, service, wrong):
+    training = lora_client(client)
+    path = training.save_state("good").result().path
+    training.forward_backward([datum(IDS[0])], "cross_entropy").result()
+    for request in (
+        lambda: training.optim_step(tinker.AdamParams(**wrong)),
+        lambda: training.forward([datum(IDS[0])], "cross_entropy"),
+        lambda: training.save_state("bad"),
+        lambda: training.save_weights_and_get_sampling_client(),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match="learning_rate or eps"):
+            request().result()
+    training._load_state_impl(path, False, None).result()
+    train(training, 1)
+    # Logits that are not finite: the sample says so.
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints(IDS[0])
+    sampler.compute_logprobs(prompt).result()
+    engine = next(reversed(service.engines.values()))
+    with torch.no_grad():
+        engine.model.head_adapter.lora_B.fill_(torch.nan)
+    for request in (sampler.compute_logprobs(prompt), sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2))):
+        with pytest.raises(tinker.RequestFailedError, match="not finite"):
+            request.result()
+
+
+def test_a_mistake_names_its_field_and_no_pattern(client, address):
+    training = lora_client(client)
+    with pytest.raises(tinker.BadRequestError, match="lora_config.rank: "):
+        lora_client(client, rank=0)
+    with pytest.raises(tinker.BadRequestError, match="path: 1 to 100 letters"):
+        training.save_state("höhe 1").result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    with pytest.raises(tinker.BadRequestError, match="sampling_params.top_p: "):
+        sampler.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=1, top_p=2.0)).result()
+    with pytest.raises(tinker.BadRequestError, match="adam_params.beta2: "):
+        training.optim_step(tinker.AdamParams(beta2=1.0)).result()
+
+
+def test_a_client_sees_what_its_own_key_has_made(base, tmp_path, monkeypatch):
+    service = Service(base, tmp_path, NAME, Limits(queue=2))
+    with serving(service, keys=("tml-alice", "tml-bob")) as address:
+        alice, bob = (tinker.ServiceClient(base_url=address, api_key=f"tml-{name}") for name in ("alice", "bob"))
+        training = lora_client(alice)
+        path = training.save_state("mine").result().path
+        assert lora_client(bob).model_id != training.model_id
+        ask = {"base_url": f"{address}/api/v1", "timeout": 30}
+        with httpx.Client(headers={"x-api-key": "tml-bob"}, **ask) as http:
+            for route, body in {
+                "get_info": {"model_id": training.model_id},
+                "optim_step": {"model_id": training.model_id, "seq_id": 5, "adam_params": {}},
+                "retrieve_future": {"request_id": f"{training.model_id}:1"},
+                "weights_info": {"tinker_path": path},
+                "session_heartbeat": {"session_id": alice.holder.get_session_id()},
+            }.items():
+                answer = http.post(f"/{route}", json=body)
+                assert answer.status_code in (404, 410), route
+                mistake(answer)
+            for wrong in ("tml-carol", "", "tml-bo"):
+                answer = http.get("/get_server_capabilities", headers={"x-api-key": wrong})
+                assert answer.status_code == 401 and "TINKER_API_KEY" in mistake(answer)
+            assert http.get("/healthz", headers={"x-api-key": ""}).status_code == 200
+        # Two requests that come before their turn fill the queue of two; the next one is to come again later.
+        with httpx.Client(headers={"x-api-key": "tml-alice"}, **ask) as http:
+            step = {"model_id": training.model_id, "adam_params": {}}
+            codes = [http.post("/optim_step", json={**step, "seq_id": number}).status_code for number in (5, 6, 7)]
+            assert codes == [200, 200, 429]
+            monkeypatch.setattr(service_app, "MAX_JSON", 1000)
+            answer = http.post("/create_session", content=b"x" * 1001)
+            assert answer.status_code == 413 and "1,000" in mistake(answer)
+            assert http.post("/create_session", content=iter([b"x" * 600] * 2)).status_code == 413
+
+
+# ---------------------------------------------------------------------- the page about it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1], ids=["sft", "grpo"])
+def test_the_loops_of_the_page_learn(place, address, monkeypatch, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "train_server.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[place]
+    assert len(code.splitlines()) <= (40, 60)[place]
+    monkeypatch.setenv("TINKER_BASE_URL", address)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    # A model of random weights needs larger steps than one that has learned a language, and here fewer of them.
+    code = code.replace("STEPS = 12", "STEPS = 7").replace("learning_rate=1e-3", "learning_rate=2e-2")
+    exec(compile(code, "the page", "exec"), {})
+    found = [float(value) for value in re.findall(r"(?:loss|reward) (\S+)", capsys.readouterr().out)]
+    if place == 0:
+        assert found[-1] < found[0] / 4, found
+    else:
+        assert np.mean(found[-2:]) > np.mean(found[:2]) + 0.1, found
