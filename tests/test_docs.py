@@ -267,7 +267,7 @@ def test_the_image_is_set_up_without_a_device(tmp_path):
 # ---------------------------------------------------------------------- several hosts
 
 
-@pytest.mark.parametrize("page", ["finetune", "guide", "multinode", "deploy", "train_server"])
+@pytest.mark.parametrize("page", ["commands", "finetune", "guide", "multinode", "deploy", "train_server"])
 def test_a_page_in_both_languages(page):
     texts = [(ROOT / "docs" / f"{page}{kind}.md").read_text(encoding="utf-8") for kind in ("", ".zh")]
     code = [re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for text in texts]

@@ -1,6 +1,8 @@
 """The READMEs say what is there: their commands parse, their tree exists, both languages give the same."""
 
+import contextlib
 import importlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -35,10 +37,24 @@ def test_every_documented_command_has_flags_that_exist(command):
     parse(importlib.import_module(f"scripts.{name}").Config, flags)  # a flag that does not exist exits with 2
 
 
-def test_every_script_is_in_both_readmes():
-    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__"}
-    for text in (ENGLISH, CHINESE):
-        assert scripts == set(re.findall(r"-m scripts\.(\w+)", text))
+SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__"})
+
+
+def test_every_script_is_in_both_lists_of_commands():
+    for name in ("commands.md", "commands.zh.md"):
+        assert set(SCRIPTS) == set(re.findall(r"-m scripts\.(\w+)", DOCUMENTS[name]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_in_a_document(script):
+    """By its name, `--flag`, outside of the archive of measurements."""
+    help_text = io.StringIO()
+    with contextlib.redirect_stdout(help_text), pytest.raises(SystemExit):
+        parse(importlib.import_module(f"scripts.{script}").Config, ["--help"])
+    flags = set(re.findall(r"--\w+", help_text.getvalue()))
+    flags -= {flag for flag in flags if flag.startswith("--no_")}
+    pages = "".join(text for name, text in DOCUMENTS.items() if name not in ("measurements.md", "archive.md"))
+    assert flags and not flags - set(re.findall(r"--\w+", pages))
 
 
 def test_both_languages_give_the_same_commands_and_samples():
