@@ -1,8 +1,8 @@
 """Generation: read the prompts, then decode one token at a time for every running row, against a cache.
 
 Token ids in, token ids out. There is one decoder, `Slots`: a cache with a fixed number of slots, whose running rows all
-advance by one token a step, or by several where tokens were guessed rightly (`Slots.guesses`). Command line, evaluation
-and RL use it through `Engine`; serve/scheduler.py admits and releases rows while others run. A step:
+advance by one token a step. The command line, evaluation and RL use it through `Engine`; serve/scheduler.py admits and
+releases rows while others run. A step:
 
     1. forward   the last token of each row against the row's cached keys and values -> logits (`Slots._step`)
     2. sample    one token for each row, by the row's own settings and noise (`sampling.sample`)
@@ -10,8 +10,8 @@ and RL use it through `Engine`; serve/scheduler.py admits and releases rows whil
     4. release   rows that have ended leave, and the others close the gaps
 
 A reply depends on its prompt, its settings and its seed alone, not on the rows next to it. In fp32 on a CPU that is
-exact. Elsewhere, with weights in fp16 and where tokens are guessed, the number of rows changes the shapes of the
-products, and with them their rounding.
+exact. Elsewhere, and with weights in fp16, the number of rows changes the shapes of the products, and with them their
+rounding.
 
 The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the row is forced to continue with
 `<|output_start|> 5 <|output_end|>`, and the model resumes after that.
@@ -41,7 +41,6 @@ from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools.lookup import Lookup
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]
 
@@ -52,8 +51,6 @@ CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that 
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and is no faster a token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their activations
-GUESSED_AT_ONCE = 32  # tokens of a step with guesses, at most: with more of them the products take longer
-COUNTING = {"repetition_penalty", "presence_penalty", "frequency_penalty"}  # settings that look at the reply so far
 
 
 # A reply is complete with the assistant's end token, cut off by its length or the context, and broken by any other
@@ -103,7 +100,6 @@ class Row:
     made: int = 0  # new tokens so far
     tool_call: list[int] | None = None  # the tokens of an open call
     forced_tokens: deque[int] = field(default_factory=deque)  # the tool's answer that the row has yet to read
-    lookup: Lookup | None = None  # guesses its next tokens, see `Slots.guesses`
 
 
 class NewToken(NamedTuple):
@@ -129,7 +125,6 @@ class Engine:
 
     All ranks of a sharded model make the snapshot together, and update it together. Unless `graphs` is "off" an
     accelerator records the launches of a decoded token and replays them as one. Rows choose among `adapters` by number.
-    With `speculate` few running rows also try so many guessed tokens in a step, see `Slots.guesses`.
     `weights` "fp16" takes half the memory and time of products in fp32, and rounds weights to 11 bits. The model itself
     is packed, so that no copy is there in fp32: it can neither be trained nor saved any more.
     Raises UserError: when graphs are "on" on a CPU, or the device has no products with such weights.
@@ -142,10 +137,8 @@ class Engine:
         device: Device | None = None,
         graphs: Literal["auto", "on", "off"] = "auto",
         adapters: Sequence[lora.Adapters] = (),
-        speculate: int = 0,
         weights: WeightFormat = "auto",
     ):
-        self.speculate = speculate
         self.weights: WeightFormat = weights
         self.device = device or devices.init(str(model.device))
         self.graphs = devices.records(self.device.kind, graphs)
@@ -365,10 +358,10 @@ class Slots:
     The running rows occupy the first slots without gaps: slot i holds `rows[i]`, and a step computes the rows that run
     and no others. Prompts are read into the slots after them.
 
-    Rows do not affect one another. In fp32 on a CPU that is exact by construction, without guesses: a packed product
+    Rows do not affect one another. In fp32 on a CPU that is exact by construction: a packed product
     computes a row with the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by
     itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros. test_scheduler.py
-    compares 480 requests. Tokens that are tried together attend in one product: with guesses logprobs move by 1e-6.
+    compares 480 requests.
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
@@ -386,9 +379,7 @@ class Slots:
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
         # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.
-        # The tokens to feed next: each row's last, then guesses.
-        self.fed = torch.zeros(size, 1 + engine.speculate, dtype=torch.long, device=device)
-        self.last = self.fed[:, 0]
+        self.last = torch.zeros(size, dtype=torch.long, device=device)  # each row's newest token: it is fed next
         self.adapter = torch.zeros(size, dtype=torch.long, device=device)  # see Row; also of a prompt that is read
         # A random number for every token to come, drawn when the row is admitted.
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
@@ -400,7 +391,7 @@ class Slots:
         # Of the running rows, made by `decode`: their settings (None: rows came or left since) and part of the cache.
         self._settings: RowSettings | None = None
         self._running = self.cache.view(0, 0)
-        self._recorded: dict[tuple[int, int], Recorded] = {}  # by numbers of rows and of their tokens, see `_step`
+        self._recorded: dict[int, Recorded] = {}  # by the number of rows, see `_step`
 
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
@@ -532,8 +523,6 @@ class Slots:
         # The repetition penalty counts the prompt's tokens too; the slot's last row may have left its own.
         for slot, row in enumerate(rows, first):
             row.slot = slot
-            if self.engine.speculate:
-                row.lookup = Lookup(row.prompt)
             if row.sampling.repetition_penalty != 1:
                 self.seen[slot] = False
                 self.seen[slot, to_device(torch.tensor(row.prompt))] = True
@@ -588,7 +577,7 @@ class Slots:
 
     @torch.inference_mode()
     def decode(self, logprobs: int = -1) -> list[NewToken]:
-        """One new token for every running row, in the order of `rows`; after it those that a row has guessed.
+        """One new token for every running row, in the order of `rows`.
 
         With `logprobs` n >= 0, `NewToken.logprobs` has 1 + 2n numbers: the token's logprob, those of the n likeliest
         tokens, and their ids.
@@ -598,13 +587,9 @@ class Slots:
             self._settings = RowSettings([row.sampling for row in self.rows], self.table[:B])
             self._running = self.cache.view(0, B)
 
-        # 1. Forward: each row's last token joins the cache and yields the logits of the next. Guessed tokens come after
-        #    it, so that a row has T logits.
-        guesses = self.guesses()
-        T = self.fed.size(1) if any(guesses) else 1
-        logits, noise = self._step(T)  # (B T, V), (B T, 1)
+        # 1. Forward: each row's last token joins the cache and yields the logits of the next.
+        logits, noise = self._step()  # (B, V), (B, 1)
         allowed = self._masked(logits)
-        settings = self._settings.repeated(T) if T > 1 else self._settings
 
         # 2. Sample. The new token stays on the device as the next one to feed.
         seen = self.seen[:B]
@@ -618,9 +603,8 @@ class Slots:
         if self.bias is not None and any(row.logit_bias for row in self.rows):
             bias = self.bias[:B]
         top_p_first = self.engine.model.kernels.top_p_first
-        tokens = sample(allowed, settings, noise, seen, top_p_first, counts, bias)  # (B T,)
-        if T == 1:
-            self.last[:B] = tokens
+        tokens = sample(allowed, self._settings, noise, seen, top_p_first, counts, bias)  # (B,)
+        self.last[:B] = tokens
 
         # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs
         #    travel with the tokens in one table, because a second copy would be a second wait. Ids below 2**24 are
@@ -634,60 +618,22 @@ class Slots:
             chosen = [int(numbers[0]) for numbers in table]
             likely = [numbers[1:] for numbers in table]
 
-        # 4. A row that reads the tool's answer takes the answer's next token instead of the model's. A row that drew
-        #    what it had guessed has the logits after that token too, and takes the next one as well: guesses 7 8 9 and
-        #    draws 7 8 5 6 give 7, 8 and 5. The -1 stands for the last draw, which nothing was guessed for.
+        # 4. A row that reads the tool's answer takes the answer's next token instead of the model's.
         forced: dict[int, int] = {}  # by slot
         new_tokens = []
-        for row, guess in zip(self.rows, guesses, strict=True):
-            first = row.slot * T
-            drawn = zip(chosen[first : first + T], likely[first : first + T], [*guess, -1], strict=False)
-            for token, numbers, guessed in drawn:
-                if row.tool_call is not None and row.answers_calls and token in self.engine.stop_ids:
-                    self.engine.answer_call(row, is_closed=False)  # and not end its reply with an open call
-                if row.forced_tokens:
-                    token = row.forced_tokens.popleft()
-                    forced[row.slot] = token
-                kind, finish_reason = self.engine.advance_row(row, token, row.slot in forced)
-                if row.grammar is not None:
-                    row.grammar.accept(token)
-                if row.lookup is not None:
-                    row.lookup.add(token)
-                new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
-                if finish_reason or token != guessed or row.slot in forced:
-                    break
-        if T > 1:
-            # What wrong guesses have left in the cache lies after a row's last token, where the next ones overwrite it.
-            newest = {new.row: new.id for new in new_tokens}
-            self.last[:B] = self._index(list(newest.values()))
-            self._running.position.copy_(self._index([len(row.prompt) + row.made - 1 for row in self.rows]))
-        elif forced:
+        for row, token, numbers in zip(self.rows, chosen, likely, strict=True):
+            if row.tool_call is not None and row.answers_calls and token in self.engine.stop_ids:
+                self.engine.answer_call(row, is_closed=False)  # and not end its reply with an open call
+            if row.forced_tokens:
+                token = row.forced_tokens.popleft()
+                forced[row.slot] = token
+            kind, finish_reason = self.engine.advance_row(row, token, row.slot in forced)
+            if row.grammar is not None:
+                row.grammar.accept(token)
+            new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
+        if forced:
             self.last[self._index(list(forced))] = self._index(list(forced.values()))
         return new_tokens
-
-    def guesses(self) -> list[list[int]]:
-        """For each running row the tokens that may come next, and into `fed`; most rows have none.
-
-        A text that repeats itself or quotes its prompt goes on as it did where its latest tokens occurred before
-        (source: Saxena 2023, prompt lookup decoding). One pass computes the logits after all guesses of a row. For few
-        rows it hardly takes longer, because it reads the same weights. A row draws each token by its own noise, guessed
-        or not, so that it gets the tokens that it gets without guesses.
-        """
-        B = len(self.rows)
-        count = self.engine.speculate
-        assert self._settings is not None
-        guesses: list[list[int]] = [[] for _ in self.rows]
-        # A grammar and penalties depend on each token that the row takes; a bias is there for one token of a row.
-        is_plain = all(row.grammar is None and not row.logit_bias for row in self.rows)
-        if not is_plain or self._settings.in_use & COUNTING or B * (1 + count) > GUESSED_AT_ONCE:
-            return guesses
-        for guess, row in zip(guesses, self.rows, strict=True):
-            if row.lookup is not None and not row.forced_tokens:
-                guess += row.lookup.guess(min(count, row.max_tokens - row.made - 1))
-        if any(guesses):
-            padded = [guess + [0] * (count - len(guess)) for guess in guesses]
-            self.fed[:B, 1:] = self.engine.device.to_device(torch.tensor(padded))
-        return guesses
 
     def _masked(self, logits: Tensor) -> Tensor:
         """The logits (B, V) with -inf where a row's grammar does not allow the token; other rows keep every bit."""
@@ -704,36 +650,34 @@ class Slots:
         masked[slots] = logits[slots].masked_fill(~self.engine.device.to_device(allowed), -math.inf)
         return masked
 
-    def _step(self, T: int) -> tuple[Tensor, Tensor]:
-        """Feed T tokens of each running row; returns logits (B T, V) and noise (B T, 1) for those after them."""
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the token after it."""
         B = len(self.rows)
         if not self.engine.graphs:
-            self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows) + T - 1)
-            # A running row is inside its slot, but the filling after its guesses may not be.
-            self._running.max_position = self.cache.max_position if T > 1 else None
-            return self._forward(self._running, T)
+            self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows))
+            self._running.max_position = None
+            return self._forward(self._running)
         # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/measurements.md).
         # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
         # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
         # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
         rounded = min(1 << (B - 1).bit_length(), self.size)
-        if (rounded, T) not in self._recorded:
+        if rounded not in self._recorded:
             cache = replace(self.cache.view(0, rounded), is_recorded=True)
-            forward = partial(self._forward, cache, T)
-            self._recorded[rounded, T] = Recorded(self.engine.device, forward)
-        logits, noise = self._recorded[rounded, T]()
-        return logits[: B * T], noise[: B * T]
+            self._recorded[rounded] = Recorded(self.engine.device, partial(self._forward, cache))
+        logits, noise = self._recorded[rounded]()
+        return logits[:B], noise[:B]
 
-    def _forward(self, cache: KVCache, T: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
         # Everything here is a tensor operation on the device, position included, so that it can be recorded.
-        positions = cache.positions(T)  # (B, T)
+        positions = cache.positions(1)  # (B, 1)
         # By index and not by gather: a simulated recording computes shapes with indices of -1, which gather refuses.
-        noise = self.noise[cache.rows.expand_as(positions), positions].view(-1, 1)  # (B T, 1)
+        noise = self.noise[cache.rows, positions]  # (B, 1)
         if self.engine.adapters is not None:
             self.engine.adapters.chosen = self.adapter[:B]
-        hidden = self.engine.model.hidden(self.fed[:B, :T], cache)  # (B, T, C)
-        cache.position.add_(T)
+        hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
+        cache.position.add_(1)
         if cache.max_position is not None:
             cache.position.clamp_(max=cache.max_position)  # a slot without a row stays inside
         return self.engine.model.logits(hidden.flatten(0, 1)), noise

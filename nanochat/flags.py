@@ -186,10 +186,6 @@ class DecodingFlags:
 
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
-    # Guess so many tokens from the text so far and try them at once: faster where it repeats itself, and the same
-    # replies up to rounding. None while more than 32 / (1 + so many) replies run, or any has a JSON schema, a penalty
-    # or a logit bias.
-    speculate: Annotated[int, Range(0, 16)] = 0
     # fp16: weights of half the size and faster products on an x86 CPU without bf16, rounded to 3 digits, so that a
     # reply may take another word where two are about as likely; auto: as the products take them.
     weights: Literal["auto", "fp16"] = "auto"

@@ -9,7 +9,6 @@ Legend: B rows, V vocab.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -109,12 +108,6 @@ class RowSettings:
         row = {name: float(getattr(params, name)) for name in NEUTRAL}
         row["temperature"] = max(row["temperature"], GREEDY_BELOW)  # a greedy row's quotient is not read, but finite
         return list(row.values())
-
-    def repeated(self, times: int) -> RowSettings:
-        """The same settings for `times` tokens of each row, which are neighbours."""
-        repeated = copy.copy(self)
-        repeated.table = self.table.repeat_interleave(times, dim=0)
-        return repeated
 
     def __getitem__(self, name: str) -> Tensor:
         """One setting of each row, (B, 1)."""

@@ -467,8 +467,6 @@ class Scheduler:
         ended: dict[_RequestRow, str] = {}
         for new in new_tokens:
             row = cast(_RequestRow, new.row)
-            if row in ended:  # with a stop string, and it had guessed on
-                continue
             times = self.metrics.first_token if row.last_time == row.submitted else self.metrics.per_token
             times.observe(now - row.last_time)
             row.last_time = now

@@ -1,7 +1,6 @@
 """Generation: greedy as the model alone, batched as alone, the tool's calls, where a reply ends."""
 
 import functools
-import math
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from nanochat.cli import Interrupted, UserError
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.tools.lookup import Lookup
 
 CONTEXT = 48
 make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
@@ -124,48 +122,6 @@ def test_a_seed_decides_the_reply_whatever_runs_next_to_it(engine: Engine) -> No
     assert engine.generate(prompts, max_tokens=12, sampling=params, max_rows=2)[0] == together
     for prompt, one, expected in zip(prompts, params, together, strict=True):
         assert engine.generate([prompt], max_tokens=12, sampling=one)[0] == [expected]
-
-
-def test_guesses_change_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that repeat themselves and others, greedy and drawn, next to each other."""
-    guessing = make_engine()
-    guessing.speculate = 4
-    prompts = [prompt_of(6) * 3, prompt_of(5, seed=1), [7] * 9, prompt_of(30, seed=2)]
-    drawn = [SamplingParams(temperature=0.3, top_p=0.9, seed=seed) for seed in range(4)]
-    lengths: list[int] = []  # tokens of a row that each step feeds
-    step = Slots._step
-    monkeypatch.setattr(Slots, "_step", lambda slots, T: lengths.append(T) or step(slots, T))
-    for sampling in (GREEDY, drawn, [GREEDY, *drawn[1:]]):
-        lengths.clear()
-        expected = engine.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True)
-        steps = len(lengths)
-        assert set(lengths) == {1}
-        lengths.clear()
-        assert guessing.generate(prompts, max_tokens=18, sampling=sampling, keep_stop=True) == expected
-        assert set(lengths) == {1, 5} and len(lengths) <= steps
-        alone = [guessing.generate([prompt], max_tokens=18, sampling=GREEDY)[0][0] for prompt in prompts]
-        assert alone == engine.generate(prompts, max_tokens=18, sampling=GREEDY)[0]
-
-
-@pytest.mark.parametrize("right", [0, 2, 4])
-def test_each_right_guess_saves_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
-    """Of four guesses the first ones are right: a step gives them and the token after them."""
-    guessing = make_engine()
-    guessing.speculate = 4
-    prompt = prompt_of(6)
-    (expected,), _ = engine.generate([prompt], max_tokens=20, sampling=GREEDY)
-    text = prompt + expected
-
-    def guess(lookup: Lookup, count: int) -> list[int]:
-        guessed = text[len(lookup.tokens) :][:count]
-        return guessed[:right] + [(token + 1) % 256 for token in guessed[right:]]
-
-    monkeypatch.setattr(Lookup, "guess", guess)
-    steps: list[int] = []
-    step = Slots._step
-    monkeypatch.setattr(Slots, "_step", lambda slots, T: steps.append(T) or step(slots, T))
-    assert guessing.generate([prompt], max_tokens=20, sampling=GREEDY)[0] == [expected]
-    assert len(expected) == 20 and len(steps) == math.ceil(20 / (1 + right))
 
 
 def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:

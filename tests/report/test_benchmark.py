@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from nanochat.cli import UserError
-from nanochat.flags import DecodingFlags
 from nanochat.report import benchmark
 from nanochat.report.benchmark import NOISE, Point, Ratio, ratio_of
 from nanochat.serve import load
@@ -293,7 +292,6 @@ def test_a_file_that_is_no_file_is_written_to(tmp_path):
         ("serve", {"steps": 3}),
         ("serve", {"fp8": True}),
         ("sweep", {"against": "transformers"}),
-        ("train", {"speculate": 4}),
         ("compare", {"json": "out.json", "files": ("a.json", "b.json")}),
         ("train", {"threads": 4096}),
         ("serve", {"threads": 4096}),
@@ -309,8 +307,6 @@ def test_a_file_that_is_no_file_is_written_to(tmp_path):
 )
 def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_measured(what, flags):
     name = next(iter(flags))
-    if name == "speculate":
-        flags = {"decoding": DecodingFlags(**flags)}
     with pytest.raises(UserError, match=f"^--{name} "):
         bench.main(bench.Config(what, **flags))
 

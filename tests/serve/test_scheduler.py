@@ -587,38 +587,6 @@ def test_the_text_ends_before_a_stop_string_wherever_tokens_part(
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
-def test_guesses_leave_requests_with_settings_of_their_own_alone(running: Any) -> None:
-    """In one batch: a text that repeats itself, a bias, a penalty, an end id, log probabilities."""
-    engine = make_engine()
-    guessing = make_engine()
-    guessing.speculate = 4
-    plain = Request(prompt_of(6) * 4, 30, GREEDY)
-    penalty = replace(GREEDY, frequency_penalty=1.0)
-    for other in (
-        replace(plain, logit_bias={65: -100.0}), replace(plain, sampling=penalty), replace(plain, logprobs=2),
-        replace(plain, stop_ids=frozenset(range(60))),
-    ):  # fmt: skip
-        found = []
-        for one in (engine, guessing):
-            streams = running(one).submit_all([plain, other])
-            found.append([[chunk.token_ids for chunk in stream if chunk.token_ids] for stream in streams])
-        assert found[0] == found[1]
-
-
-def test_nothing_follows_a_stop_string_whatever_was_guessed(running: Any) -> None:
-    engine = make_engine()
-    guessing = make_engine()
-    guessing.speculate = 4
-    request = Request(prompt_of(6) * 4, 30, GREEDY)
-    whole = engine.tokenizer.decode(tokens_of(running(engine).submit(request)))
-    for stop in (whole[-9:-7], whole[10:12], whole[3:5]):
-        found = []
-        for one in (engine, guessing):
-            chunks = list(running(one).submit(replace(request, stop=(stop,))))
-            found.append(("".join(chunk.text for chunk in chunks), sum(len(chunk.token_ids) for chunk in chunks)))
-        assert found[0] == found[1]
-
-
 def test_characters_come_whole_and_marks_never() -> None:
     tokenizer = tiny_tokenizer()
     out = TextOut(tokenizer.tokens, ())
