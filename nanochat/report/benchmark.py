@@ -1,4 +1,4 @@
-"""The files of `python -m scripts.bench --json`: two of them compared, with the noise of each ratio; a sweep drawn.
+"""The files of `python -m scripts.bench --json`: two of them compared, with the noise of each ratio.
 
 Such a file holds every single measurement, because a median alone does not show how far it can be trusted:
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import UserError
-from nanochat.log import counted, print_table, warn
+from nanochat.log import print_table, warn
 from nanochat.untrusted import read_json
 
 PRODUCT_NAME = "bare product"  # the measurements that show how fast the machine itself was begin so
@@ -26,7 +26,6 @@ RESAMPLES = 10_000
 AT_ONCE = 10**7  # resampled numbers in memory
 CONFIDENCE = 0.95
 FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 NOT_SETTINGS = {"what", "files", "json", "plot"}  # flags of bench that change no measurement
 
 # By unit: what a ratio below 1 is, and what one above 1 is.
@@ -43,7 +42,7 @@ class Benchmark:
     """What `bench --json` wrote."""
 
     path: str
-    what: str  # "train", "serve" or "sweep"
+    what: str  # "train" or "serve"
     settings: dict[str, Any]  # flags, device and versions, by name
     measurements: dict[str, tuple[str, list[float]]]  # name -> unit, values
 
@@ -173,67 +172,3 @@ def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
 def short(value: float) -> str:
     """`12,345` from 1,000 on, three digits below."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-# ---------------------------------------------------------------------- sweep
-
-
-@dataclass(frozen=True)
-class Point:
-    """One measurement of a sweep."""
-
-    rows: int
-    row_tokens: int
-    threads: int
-    rates: list[float]  # tokens/s, of every step
-    shares: list[float]  # of the bare product, in %
-    peak_memory: int  # bytes
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.row_tokens} tokens, {counted(self.threads, 'thread')}"
-
-
-def print_sweep(points: Sequence[Point]) -> None:
-    """A row a point: the median, and between which rates the middle half of its steps is."""
-    lines = []
-    for point in points:
-        low, high = np.quantile(point.rates, [0.25, 0.75])
-        sizes = [f"{point.rows}", f"{point.row_tokens}", f"{point.threads}"]
-        rates = [f"{median(point.rates):,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median(point.shares):.0f}%"]
-        lines.append([*sizes, *rates, f"{point.peak_memory / 2**20:,.0f}"])
-    print_table(["rows", "tokens", "threads", "tokens/s", "middle half", "of the product", "peak MiB"], lines)
-
-
-def draw_sweep(points: Sequence[Point], path: str) -> None:
-    """The rates of a sweep, with the middle half of the steps, as a plot in a file."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    # What took the most values is the x axis, what took the second most are the lines, and the third the panels.
-    names = {"rows": "rows", "row_tokens": "tokens a row", "threads": "threads"}
-    values = {name: sorted({getattr(point, name) for point in points}) for name in names}
-    across, line, panel = sorted(names, key=lambda name: -len(values[name]))
-    figure = Figure(figsize=(1 + 4 * len(values[panel]), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(values[panel]), sharey=True, squeeze=False)[0]
-    for axes, of_panel in zip(panels, values[panel], strict=True):
-        for of_line in values[line]:
-            drawn = [one for one in points if getattr(one, panel) == of_panel and getattr(one, line) == of_line]
-            if not drawn:  # it did not fit in memory
-                continue
-            drawn.sort(key=lambda point: getattr(point, across))
-            x = [getattr(point, across) for point in drawn]
-            low, middle, high = np.array([np.quantile(point.rates, [0.25, 0.5, 0.75]) for point in drawn]).T
-            label = f"{of_line:,} {names[line]}"
-            axes.errorbar(x, middle, [middle - low, high - middle], marker="o", capsize=3, label=label)
-        axes.set_title(f"{of_panel:,} {names[panel]}", fontsize=10)
-        axes.set_xlabel(names[across])
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(values[across]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens/s")
-    panels[0].set_ylim(bottom=0)
-    panels[-1].legend(frameon=False, fontsize=8)
-    figure.savefig(path)

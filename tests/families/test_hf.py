@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.parallel.fsdp import whole_weights
 from nanochat.parallel.mesh import lay_out
 from nanochat.tokenizer import EXPORTED_NAME
-from scripts import base_train, bench, export
+from nanochat.train import make_adamw, next_token_loss, train_step
+from scripts import base_train, export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -398,21 +398,33 @@ def test_our_own_models_have_a_family_or_none():
 
 
 @pytest.mark.slow
-def test_bench_has_transformers_losses_and_replies(folders, tmp_path):
-    """Both sides of a comparison do the same work, or it would say nothing."""
-    folder = tmp_path / "folder"
-    shutil.copytree(folders["qwen3"], folder)
-    sizes: dict[str, Any] = {"source": str(folder), "against": "transformers", "device": "cpu", "max_seq_len": 64}
-    metrics = bench.train(bench.Config("train", **sizes, device_batch_size=2, steps=1, compile="off"))
-    losses = metrics["losses"]
-    assert losses["nanochat"] == pytest.approx(losses["transformers"], rel=1e-5) and metrics["times_transformers"] > 0
-    config = bench.Config("serve", **sizes, new_tokens=8)
-    engine, their_generate = bench.engines(config, cpu_device())
-    prompts = [[5, 6, 7], [9, 2, 4]]
-    ours = engine.generate(prompts, max_tokens=8, sampling=SamplingParams(temperature=0.0))[0]
-    assert ours == their_generate(prompts) and [len(reply) for reply in ours] == [8, 8]
-    # Mistakes.
-    assert "--source" in complaint(lambda: bench.main(bench.Config("train", against="transformers")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "transformers", None)
-        assert "pip install transformers" in complaint(lambda: bench.engines(config, cpu_device()))
+def test_training_and_decoding_are_those_of_transformers(folders):
+    """Two steps of AdamW on the same tokens, and greedy replies of the weights before them."""
+    folder = folders["qwen3"]
+    device = cpu_device()
+    ours, tokenizer, _ = load_model(str(folder), "cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    prompts = torch.tensor([[5, 6, 7], [9, 2, 4]])
+    theirs.generation_config = type(theirs.generation_config)(max_new_tokens=8, do_sample=False)
+    expected = theirs.generate(prompts, attention_mask=torch.ones_like(prompts))[:, prompts.size(1) :].tolist()
+    engine = Engine(ours, tokenizer, device)
+    engine.stop_ids = set()
+    engine.call_start = engine.call_end = -1
+    assert engine.generate(prompts.tolist(), max_tokens=8, sampling=SamplingParams(temperature=0.0))[0] == expected
+
+    rate = 1e-3
+    ids = torch.randint(ours.config.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
+    inputs = ids[:, :-1].contiguous()
+    targets = ids[:, 1:].contiguous()
+    optimizer = make_adamw(ours.train(), rate, device)
+    their_optimizer = torch.optim.AdamW(theirs.train().parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=0)
+    losses: list[list[float]] = [[], []]
+    for _ in range(2):
+        losses[0].append(float(train_step(ours, optimizer, [[inputs, targets]], next_token_loss, device=device).loss))
+        loss = theirs(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        their_optimizer.step()
+        their_optimizer.zero_grad()
+        losses[1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][1] < losses[0][0]

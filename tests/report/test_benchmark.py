@@ -1,4 +1,4 @@
-"""Two files of `scripts.bench --json` compared, each ratio with its noise; a sweep with its plot."""
+"""Two files of `scripts.bench --json` compared, each ratio with its noise."""
 
 import contextlib
 import errno
@@ -7,7 +7,6 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanochat.cli import UserError
+from nanochat.cli import UserError, parse
 from nanochat.report import benchmark
-from nanochat.report.benchmark import NOISE, Point, Ratio, ratio_of
+from nanochat.report.benchmark import NOISE, Ratio, ratio_of
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from scripts import bench
@@ -92,7 +91,7 @@ def test_few_measurements_give_the_widest_ratio():
 
 def test_each_measurement_has_its_row(write, capsys):
     files = write(content(1000), content(1100, seed=7, commit="another"))
-    bench.main(bench.Config("compare", tuple(files)))
+    bench.main(bench.Config(bench.Compare(tuple(files))))
     out, err = capsys.readouterr()
     rows = {re.split(r"\s{2,}", line)[0]: line for line in out.splitlines()}
     assert rows["step, tokens/s"].endswith("faster") and " 1.1" in rows["step, tokens/s"]
@@ -145,16 +144,18 @@ def test_what_makes_a_comparison_doubtful_is_a_warning(write, capsys):
 def test_a_file_that_cannot_be_compared_is_one_line(write, other):
     files = tuple(write(content(1000), other))
     with pytest.raises(UserError, match=r"1\.json") as raised:
-        bench.main(bench.Config("compare", files))
+        bench.main(bench.Config(bench.Compare(files)))
     assert "\n" not in str(raised.value)
 
 
-def test_files_that_are_missing_or_too_many(tmp_path):
-    for files in ((), ("a.json",), ("a.json", "b.json", "c.json")):
-        with pytest.raises(UserError, match="two files"):
-            bench.main(bench.Config("compare", files))
-    with pytest.raises(UserError, match="take none"):
-        bench.main(bench.Config("train", ("a.json",)))
+@pytest.mark.parametrize("words", ["compare", "compare a.json", "compare a.json b.json c.json", "train a.json"])
+def test_files_that_are_missing_or_too_many(words):
+    with pytest.raises(SystemExit) as leaving:
+        parse(bench.Config, words.split())
+    assert leaving.value.code == 2
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "nosuch.json"):
         with pytest.raises(UserError, match="bench --json"):
             benchmark.load(str(path))
@@ -163,67 +164,13 @@ def test_files_that_are_missing_or_too_many(tmp_path):
 def test_a_file_of_bench_is_compared_with_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
     file = str(tmp_path / "bench.json")
-    bench.main(bench.Config("train", **TINY, steps=3, json=file))
+    bench.main(bench.Config(bench.Train(**TINY, steps=3, json=file)))
     measured = benchmark.load(file).measurements
     assert [len(values) for _, values in measured.values()] == [3, 3, 3, 1, 1]
     step, share, product = (np.median(measured[name][1]) for name in [*measured][:3])
     assert step > 0 and product > 0 and 0 < share < 100
-    bench.main(bench.Config("compare", (file, file)))
+    bench.main(bench.Config(bench.Compare((file, file))))
     assert capsys.readouterr().out.count("1.000 ") == 5
-
-
-# ---------------------------------------------------------------------- a sweep
-
-
-def test_a_plot_has_a_line_for_each_length_and_a_panel_for_each_number_of_threads(tmp_path):
-    points = []
-    for rows, row_tokens, threads in itertools.product((16, 4, 1), (128, 512), (2,)):
-        rates = noisy(1000 * rows, seed=rows)
-        points.append(Point(rows, row_tokens, threads, rates, [50.0], 2**30))
-    file = tmp_path / "sweep.svg"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("matplotlib").rcParams, "svg.fonttype", "none")
-        benchmark.draw_sweep(points[:-1], str(file))  # the last one did not fit in memory
-    words = set(re.findall(r">([^<>\n]+)</text>", file.read_text()))
-    assert {"rows", "tokens/s", "1", "4", "16", "128 tokens a row", "512 tokens a row", "2 threads"} <= words
-
-
-def test_a_sweep_measures_each_combination(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
-    # Threads of this process in place of new processes, each of which would import torch.
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    sizes: dict[str, Any] = {"sweep_rows": (1, 1, 2), "sweep_threads": (1,), "json": "sweep.json", "plot": "plot.png"}
-    bench.main(bench.Config("sweep", **TINY, steps=2, **sizes))
-    found = benchmark.load("sweep.json")
-    assert [name for name in found.measurements if name.startswith("step")] == [
-        f"step, {rows} x 16 tokens, 1 thread" for rows in (1, 2)
-    ]
-    assert len(found.measurements) == 10 and found.settings["threads"] == [1]  # each with its bare product
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-    table = capsys.readouterr().out.splitlines()[-3:-1]  # before "wrote plot.png"
-    assert [line.split()[:3] for line in table] == [["1", "16", "1"], ["2", "16", "1"]]
-
-
-def test_a_sweep_that_is_stopped_has_written_what_it_measured(tmp_path, monkeypatch, capsys):
-    measured = {name: {"unit": "%", "values": [5.0]} for name in ("step", "share of the bare product")}
-    metrics = {"device": "a chip", "versions": {}, "kernels": "cpu", "threads": 1, "peak_memory_bytes": 1}
-    results = iter([BrokenProcessPool(), None, KeyboardInterrupt()])
-
-    def train(config: bench.Config) -> dict[str, Any]:
-        result = next(results)
-        if result:
-            raise result
-        return metrics | {"measurements": measured}
-
-    monkeypatch.setattr(bench, "quietly_train", train)
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    files = {"json": str(tmp_path / "sweep.json"), "plot": str(tmp_path / "sweep.png")}
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(bench.Config("sweep", **TINY, sweep_rows=(1, 2, 4), **files))
-    assert [*benchmark.load(files["json"]).measurements][0] == "step, 2 x 16 tokens, 1 thread"
-    assert (tmp_path / "sweep.png").stat().st_size > 1000
-    assert "1 rows of 16 tokens are left out: their process was killed" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- serve
@@ -235,21 +182,21 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     monkeypatch.setattr(load, "closed_loop", lambda *_: stats)
     monkeypatch.setattr(bench, "serving", lambda engine, slots: contextlib.nullcontext(0))
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
-    config = bench.Config(
-        "serve", device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), new_tokens=2, threads=1,
+    config = bench.Serve(
+        device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), new_tokens=2, threads=1,
         json=str(tmp_path / "serve.json"),
     )  # fmt: skip
-    bench.main(config)
+    bench.main(bench.Config(config))
     assert "1 thread," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
     assert [*written] == ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert benchmark.load(str(tmp_path / "serve.json")).measurements["HTTP, 2 clients"] == ("tokens/s", [8.0] * 5)
     stats.failed = 1
     with pytest.raises(UserError, match="--batches 2: 5 of 15 requests"):
-        bench.main(config)
+        bench.main(bench.Config(config))
     for size in (100, 300):
         with pytest.raises(UserError, match="--vocab_size"):
-            bench.main(replace(config, vocab_size=size))
+            bench.main(bench.Config(replace(config, vocab_size=size)))
 
 
 def test_a_full_disk_leaves_what_was_measured_before(tmp_path, monkeypatch):
@@ -263,9 +210,9 @@ def test_a_full_disk_leaves_what_was_measured_before(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(Path, "write_text", full)
-        bench.write_json(bench.Config("train", json=str(file)), {})
+        bench.write_json("train", bench.Train(json=str(file)), {})
     assert file.read_text() == "before"
-    bench.write_json(bench.Config("train", json=str(file)), {"measurements": {}})
+    bench.write_json("train", bench.Train(json=str(file)), {"measurements": {}})
     assert json.loads(file.read_text())["measurements"] == {}
 
 
@@ -276,7 +223,7 @@ def test_a_file_that_is_no_file_is_written_to(tmp_path):
     for name in ("link", "target"):
         with ThreadPoolExecutor(1) as thread:
             read = thread.submit((tmp_path / "target").read_text)
-            bench.write_json(bench.Config("train", json=str(tmp_path / name)), {})
+            bench.write_json("train", bench.Train(json=str(tmp_path / name)), {})
             assert json.loads(read.result(timeout=10))["what"] == "train"
     assert (tmp_path / "link").is_symlink()
 
@@ -287,40 +234,26 @@ def test_a_file_that_is_no_file_is_written_to(tmp_path):
 @pytest.mark.parametrize(
     ("what", "flags"),
     [
-        ("train", {"batches": (1,)}),
-        ("train", {"sweep_rows": (1,)}),
-        ("serve", {"steps": 3}),
-        ("serve", {"fp8": True}),
-        ("sweep", {"against": "transformers"}),
-        ("compare", {"json": "out.json", "files": ("a.json", "b.json")}),
-        ("train", {"threads": 4096}),
-        ("serve", {"threads": 4096}),
-        ("sweep", {"sweep_threads": (1, 4096)}),
-        ("train", {"json": "/"}),
-        ("train", {"json": ""}),
-        ("train", {"json": f"/tmp/{'long' * 63}"}),  # no room for the suffix of the file beside it
-        ("train", {"json": f"/tmp/{'long' * 70}"}),
-        ("train", {"depth": 9, "source": "sft"}),
-        ("sweep", {"json": "/tmp/same.svg", "plot": "/tmp/../tmp/same.svg", "sweep_rows": (1,)}),
-        ("sweep", {"plot": "/proc/sweep.svg", "sweep_rows": (1,)}),
+        (bench.Train, {"threads": 4096}),
+        (bench.Serve, {"threads": 4096}),
+        (bench.Train, {"json": "/"}),
+        (bench.Train, {"json": ""}),
+        (bench.Train, {"json": f"/tmp/{'long' * 63}"}),  # no room for the suffix of the file beside it
+        (bench.Train, {"json": f"/tmp/{'long' * 70}"}),
+        (bench.Train, {"depth": 9, "source": "sft"}),
     ],
 )
 def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_measured(what, flags):
     name = next(iter(flags))
     with pytest.raises(UserError, match=f"^--{name} "):
-        bench.main(bench.Config(what, **flags))
+        bench.main(bench.Config(what(**flags)))
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({}, "--sweep_rows"),
-        ({"sweep_rows": (4, 0)}, "--sweep_rows, .*: --device_batch_size 0"),
-        ({"sweep_threads": (1,), "plot": "plot.xyz"}, r"--plot plot\.xyz"),
-        ({"sweep_threads": (1,), "plot": "/nowhere/plot.svg"}, "--plot /nowhere"),
-    ],
-    ids=["nothing to vary", "no rows", "a format", "a folder"],
+    "words",
+    ["train --batches 1", "serve --steps 3", "serve --fp8", "compare a.json b.json --json out.json", "compare a"],
 )
-def test_a_sweep_that_cannot_work_is_one_line(flags, words):
-    with pytest.raises(UserError, match=words):
-        bench.main(bench.Config("sweep", **TINY, **flags))
+def test_a_flag_of_another_measurement_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(bench.Config, words.split())
+    assert leaving.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -1411,4 +1411,4 @@ def test_the_load_measures_every_gap_between_tokens(port: int):
 
 def test_a_missing_folder_is_reported_before_anything_is_measured():
     with pytest.raises(cli.UserError, match="--json /nowhere/serve.json"):
-        bench.main(bench.Config("serve", json="/nowhere/serve.json"))
+        bench.main(bench.Config(bench.Serve(json="/nowhere/serve.json")))
