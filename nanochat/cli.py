@@ -150,6 +150,10 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         fail(f"standard output: {error.strerror}")  # of --help
     except SystemExit as leaving:
         if leaving.code:
+            for word in argv:
+                flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+                if flag in getattr(module, "MOVED", {}):
+                    fail(f"{flag} is a command now: {module.MOVED[flag]}", code=2)
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
         raise  # --help
     return config

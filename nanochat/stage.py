@@ -149,7 +149,7 @@ def begin(
         )  # fmt: skip
         if its_tokenizer.fingerprint() != tokenizer.fingerprint():
             raise UserError(
-                f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_cli --in --out) "
+                f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_batch) "
                 "and train on them (chat_sft --tasks), as docs/rl.md shows"
             )
         if reference.config.sequence_len < model.config.sequence_len:

@@ -8,10 +8,7 @@ echo "Tell me a story." | python -m scripts.chat_cli > story.txt
 
 python -m scripts.chat_cli -p "What is this about?" < story.txt
 
-python -m scripts.chat_cli --in prompts.jsonl --out replies.jsonl
-
-What is piped in is one message, however many lines it has. With --in each line of a file gets a reply of its own
-(nanochat/serve/batch.py has the forms); the same command again goes on where the last one was stopped.
+What is piped in is one message, however many lines it has. scripts/chat_batch.py replies to each line of a file.
 """
 
 import codecs
@@ -23,14 +20,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat import screen
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.flags import DecodingFlags, SamplingFlags
@@ -49,10 +44,6 @@ class Config:
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     # Reply to this and exit; what is piped in follows it. Default: a dialogue.
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    # Reply to each line of this file, and write the replies to --out: OpenAI's batch form, {"messages"} or {"prompt"}.
-    input: Annotated[str | None, tyro.conf.arg(name="in")] = None
-    out: str | None = None  # where the replies to --in go, in the order of its lines; lines that are there are kept
-    slots: Positive = 16  # of --in: replies that are generated at once; each holds a whole context in memory
     system: str = ""  # system message, before the conversation
     max_tokens: Positive = 256  # of a reply
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
@@ -62,6 +53,9 @@ class Config:
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
+MOVED = dict.fromkeys(
+    ("--in", "--out", "--slots"), "python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
+)
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
 HELP = (
     "/continue goes on with a reply, /new starts a new conversation, /save FILE.jsonl keeps it to train on, "
@@ -70,11 +64,6 @@ HELP = (
 
 
 def main(config: Config) -> None:
-    # ------------------------------------------------------------------ a file of prompts
-    if config.input is not None or config.out is not None:
-        answer_file(config)
-        return
-
     # ------------------------------------------------------------------ load
     with notice("loading ..."):
         # The heavy imports are here so that --help responds at once.
@@ -130,56 +119,6 @@ def main(config: Config) -> None:
             print(HELP)
         except EOFError:
             return
-
-
-# ---------------------------------------------------------------------- a file of prompts
-
-
-def answer_file(config: Config) -> None:
-    """Reply to the lines of --in. Raises UserError: when a file cannot be read or written, or the device fails."""
-    if config.input is None or config.out is None or config.prompt is not None:
-        raise UserError("--in PROMPTS.jsonl and --out REPLIES.jsonl belong together, without --prompt")
-    out = Path(config.out).expanduser()
-    with screen.opened():
-        screen.phase("loading torch")
-        from nanochat.serve.batch import Batch, read_lines
-
-        lines = read_lines(Path(config.input).expanduser())
-        # On a thread that ends: the workers of two threads would wait for each other's cores (serve/state.py).
-        with ThreadPoolExecutor(max_workers=1) as loader:
-            model = loader.submit(load_for_file, config).result()
-        batch = Batch(model, config.max_tokens, replace_surrogates(config.system))
-        try:
-            batch.answer(lines, out)
-        finally:
-            model.scheduler.close(grace=0.0)
-    print(f"{len(lines):,} lines in {printable(str(out))}, {batch.failed} of those written now without a reply")
-    if batch.failed == len(lines):
-        raise UserError(f"--in {printable(config.input)}: no line of it got a reply; each line of --out says why")
-
-
-def load_for_file(config: Config) -> Any:
-    """The model behind a scheduler."""
-    from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_model
-    from nanochat.engine import Engine
-    from nanochat.model_folder import tag_of
-    from nanochat.serve.scheduler import Scheduler
-    from nanochat.serve.state import LoadedModel
-
-    device = devices.init(config.device, config.dtype)
-    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
-    engine = Engine(model, tokenizer, device, **asdict(config.decoding))
-    scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)
-    scheduler.start()
-    return LoadedModel(
-        scheduler,
-        tokenizer,
-        name=f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
-        context=model.config.sequence_len,
-        chats=meta["stage"] != "base" and tokenizer.can_chat,
-        sampling=config.sampling.over(meta["sampling"]),
-    )
 
 
 # ---------------------------------------------------------------------- the terminal

@@ -62,7 +62,7 @@ CONTRACT_FLAGS = {
     "chat_web": "host port source",
 }
 
-REQUIRED_WORDS = {"bench": ["train"]}  # what a script cannot do without
+REQUIRED_WORDS = {"bench": ["train"], "chat_batch": ["--in=a", "--out=b"]}  # what a script cannot do without
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""nanochat.serve.batch, as `chat_cli --in --out`: batched = alone, in order, resumed = straight through, bad lines."""
+"""nanochat.serve.batch, as `chat_batch` calls it: batched = alone, in order, resumed = straight through, bad lines."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from nanochat import cli, paths
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
 from nanochat.serve.scheduler import Scheduler
-from scripts import chat_cli
+from scripts import chat_batch, chat_cli
 
 CONTEXT = 128
 TOKENIZER = tiny_tokenizer()
@@ -34,8 +34,8 @@ def answer(folder: Path, *flags: str, source: str = "sft", name: str = "in.jsonl
     out = folder / "out.jsonl"
     argv = ["--source", source, "--device=cpu", "--slots=3", "--max_tokens=20", "--in", str(folder / name)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["chat_cli", *argv, "--out", str(out), *flags])
-        cli.run(chat_cli.main, chat_cli.Config)
+        patch.setattr(sys, "argv", ["chat_batch", *argv, "--out", str(out), *flags])
+        cli.run(chat_batch.main, chat_batch.Config)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -153,9 +153,6 @@ def test_the_system_message_goes_before_conversations_that_have_none(base: Path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--in", "{base}/in.jsonl"], "--out"),
-        (["--out", "{base}/out.jsonl"], "--in"),
-        (["--in", "{base}/in.jsonl", "--out", "{base}/out.jsonl", "-p", "hi"], "--prompt"),
         (["--in", "{base}/no.jsonl", "--out", "{base}/out.jsonl"], "no.jsonl"),
         (["--in", "{base}/empty.jsonl", "--out", "{base}/out.jsonl"], "no line"),
         (["--in", "{base}/in.jsonl", "--out", "{base}/other.jsonl"], "other prompts"),
@@ -169,8 +166,14 @@ def test_a_mistake_costs_one_line(base: Path, capsys: Any, flags: list[str], mes
     (base / "noise.jsonl").write_bytes(b"\x00\xff\xfe{")
     (base / "other.jsonl").write_text('{"prompt": "hi", "completion": "a"}\n')
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", ["chat_cli", "--device=cpu", *(flag.format(base=base) for flag in flags)])
-        cli.run(chat_cli.main, chat_cli.Config)
+        patch.setattr(sys, "argv", ["chat_batch", "--device=cpu", *(flag.format(base=base) for flag in flags)])
+        cli.run(chat_batch.main, chat_batch.Config)
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if "line 1 of --in" not in line]  # which is named first
     assert stopped.value.code == 1 and len(lines) == 1 and message.format(base=base) in lines[0]
+
+
+def test_flags_of_the_old_place_name_the_command(capsys: Any):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(chat_cli.Config, ["--in=prompts.jsonl", "--out", "replies.jsonl"])
+    assert stopped.value.code == 2 and "scripts.chat_batch" in capsys.readouterr().err

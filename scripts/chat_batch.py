@@ -1,0 +1,87 @@
+"""Reply to each line of a file, many at once, and write the replies to another file.
+
+python -m scripts.chat_batch --in prompts.jsonl --out replies.jsonl
+
+nanochat/serve/batch.py has the forms of a line: a prompt, a conversation, or OpenAI's batch form. The same command
+again continues where the last one was stopped.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from nanochat.cli import Positive, UserError, run
+from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.screen import phase
+from nanochat.tokenizer import replace_surrogates
+from nanochat.untrusted import printable
+
+
+@dataclass(frozen=True)
+class Config:
+    # Reply to each line of this file: OpenAI's batch form, {"messages"} or {"prompt"}, or a text.
+    input: Annotated[str, tyro.conf.arg(name="in")]
+    out: str  # where the replies go, in the order of the lines; lines that are there are kept
+    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
+    model_tag: str | None = None  # default: the tag written last
+    step: int | None = None  # default: the newest
+    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
+    slots: Positive = 16  # replies that are generated at once; each holds a whole context in memory
+    system: str = ""  # system message, before each conversation that has none
+    max_tokens: Positive = 256  # of a reply
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
+    device: str = "auto"  # auto, npu, cuda or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
+
+
+def main(config: Config) -> None:
+    phase("loading torch")
+    # The heavy imports are here so that --help answers at once.
+    from nanochat.serve.batch import Batch, read_lines
+
+    lines = read_lines(Path(config.input).expanduser())
+    # On a thread that ends: the workers of two threads would wait for each other's cores (serve/state.py).
+    with ThreadPoolExecutor(max_workers=1) as loader:
+        model = loader.submit(load, config).result()
+    batch = Batch(model, config.max_tokens, replace_surrogates(config.system))
+    try:
+        batch.answer(lines, Path(config.out).expanduser())
+    finally:
+        model.scheduler.close(grace=0.0)
+    print(f"{len(lines):,} lines in {printable(config.out)}, {batch.failed} of those written now without a reply")
+    if batch.failed == len(lines):
+        raise UserError(f"--in {printable(config.input)}: no line of it got a reply; each line of --out says why")
+
+
+def load(config: Config) -> Any:
+    """The model, with a scheduler that runs its replies side by side."""
+    from nanochat import device as devices
+    from nanochat.checkpoint_manager import load_model
+    from nanochat.engine import Engine
+    from nanochat.model_folder import tag_of
+    from nanochat.serve.scheduler import Scheduler
+    from nanochat.serve.state import LoadedModel
+
+    device = devices.init(config.device, config.dtype)
+    model, tokenizer, meta = load_model(
+        config.source, device, model_tag=config.model_tag, step=config.step, adapter=config.adapter
+    )
+    engine = Engine(model, tokenizer, device, **asdict(config.decoding))
+    scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)
+    scheduler.start()
+    return LoadedModel(
+        scheduler,
+        tokenizer,
+        name=f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
+        context=model.config.sequence_len,
+        chats=meta["stage"] != "base" and tokenizer.can_chat,
+        sampling=config.sampling.over(meta["sampling"]),
+    )
+
+
+if __name__ == "__main__":
+    run(main, Config, shows_progress=True)
