@@ -1,12 +1,15 @@
 """nanochat's model for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
-This file stands alone: `python -m scripts.export --to hf` copies it next to the weights. It computes what
-nanochat/gpt.py computes, which explains each choice. tests/exported/test_export.py compares the two.
+`python -m scripts.export --to hf` copies this file next to the weights, so it imports only torch and transformers.
+It computes what nanochat/gpt.py computes; the reasons are there. tests/exported/test_export.py compares the two.
+
+Tried with transformers 4.48, 4.57, 5.0, 5.23 and 5.24.
 
 Legend: B batch, T new tokens, S cached and new tokens, C width, H query heads, K key/value heads, D head dim.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,20 +17,24 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# transformers calls the cache `past_key_values`, from 5.24 on `cache`. Both names are accepted as arguments; the output
+# has the name that this version's `generate` looks for.
+OUTPUT_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 class NanochatConfig(PretrainedConfig):
     """The fields of nanochat's GPTConfig, all of which config.json has."""
 
     model_type = "nanochat"
-    keys_to_ignore_at_inference = ["past_key_values"]
-    # What transformers and its caches ask for, under our names.
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    # The names that transformers and its caches use -> ours.
     attribute_map = {
         "hidden_size": "width", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
         "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len", "intermediate_size": "mlp_width",
     }  # fmt: skip
 
     def __init__(self, **settings):
-        # Set first: the base class looks at some of them. It keeps those that it does not know itself.
+        # These are set first because the base class reads some of them. It stores the other settings as they are.
         for name in ("width", "n_layer", "n_head", "n_kv_head", "sequence_len", "mlp_width"):
             setattr(self, name, settings.pop(name, 0))
         super().__init__(**settings)
@@ -105,7 +112,7 @@ def scaled(frequencies: Tensor, config) -> Tensor:
         return slowed
     half = len(frequencies)
 
-    def pair(turns: float) -> float:  # that makes so many turns in the original context
+    def pair(turns: float) -> float:  # the pair that makes this many turns in the original context
         return half * math.log(settings["original_len"] / (2 * math.pi * turns)) / math.log(config.rope_theta)
 
     first = max(math.floor(pair(settings["most_turns"])), 0)
@@ -143,6 +150,25 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def find_cache(past_key_values: Any, cache: Any, others: dict[str, Any]) -> Any:
+    """The cache of a call, under the old or the new name; `others` are the arguments that the model does not use.
+
+    Raises ValueError: when the cache has both names, a third one, or a form that has no `update`.
+    """
+    found = {"past_key_values": past_key_values, "cache": cache}
+    # Flags, counts and tensors such as `cache_position` are harmless. Everything else may hold what was cached.
+    found |= {name: value for name, value in others.items() if not isinstance(value, (bool, int, float, str, Tensor))}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        return None
+    (name, value), *more = found.items()
+    if more or name in others or not hasattr(value, "update") or not hasattr(value, "get_seq_length"):
+        raise ValueError(
+            f"modeling_nanochat.py takes one transformers.Cache as past_key_values or cache, not {[*found]}"
+        )
+    return value
+
+
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatConfig
     base_model_prefix = ""
@@ -169,18 +195,28 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return self.embedding
 
     def get_output_embeddings(self):
-        return None  # its rows are padded: whoever resized or tied it would lose the padding
+        return None  # the head has padded rows, which transformers would lose when it resizes or ties the head
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
-        logits_to_keep=0, **_,
+        logits_to_keep=0, cache=None, **others,
     ):  # fmt: skip
-        """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows."""
+        """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows.
+
+        Raises ValueError: when a cache is not found in the call. Its tokens would get no attention, and `generate`
+        would write wrong text without an error.
+        """
         c = self.config
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = find_cache(past_key_values, cache, others)
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        seen = 0 if cache is None else cache.get_seq_length()
         B, T = input_ids.shape
+        if attention_mask is not None and attention_mask.shape[1:] != (seen + T,):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but {seen} cached and {T} new tokens need "
+                f"({B}, {seen + T}): modeling_nanochat.py does not know how this call caches"
+            )
         places = torch.arange(seen + T, device=input_ids.device)
         if position_ids is None:
             position_ids = places[seen:].expand(B, T)
@@ -199,7 +235,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            x = block(x, value, cos, sin, masks[self._window(layer)], past_key_values)
+            x = block(x, value, cos, sin, masks[self._window(layer)], cache)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             x = x[:, -logits_to_keep:]
@@ -210,7 +246,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        if cache is not None:
+            output[OUTPUT_CACHE] = cache
+        return output
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         D = self.config.head_dim
@@ -231,13 +270,13 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return 0 if letter == "L" or layer == c.n_layer - 1 else max(c.sequence_len // 4, 1)
 
     def _masks(self, places: Tensor, seen: int, attention_mask: Tensor | None) -> dict[int, Tensor]:
-        """By window a mask (B or 1, 1, T, S), True where the query may attend to the key."""
+        """A mask (B or 1, 1, T, S) for each window, True where the query may attend to the key."""
         distance = places[seen:, None] - places  # (T, S)
         masks = {}
         for window in {self._window(layer) for layer in range(self.config.n_layer)}:
             mask = (distance >= 0) & ((distance < window) if window else True)
             if attention_mask is not None:
-                # A padding token attends to itself: without any key its values would not be numbers.
+                # A padding token attends to itself: a softmax over no key is NaN.
                 mask = mask & attention_mask[:, None, : len(places)].bool() | (distance == 0)
             masks[window] = mask[:, None] if mask.ndim == 3 else mask[None, None]
         return masks

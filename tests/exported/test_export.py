@@ -178,6 +178,35 @@ def test_our_own_models_in_transformers(base, monkeypatch, shape):
         assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
 
 
+def test_a_cache_under_either_name_and_no_other():
+    """transformers renames the cache: a call whose cache the modeling file does not know raises."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    from nanochat.exported.modeling_nanochat import NanochatConfig, NanochatForCausalLM
+
+    ours = lively_model(tiny_config())
+    rotary = asdict(ours.config)
+    rotary["rotary_scaling"] = rotary.pop("rope_scaling")
+    model = NanochatForCausalLM(NanochatConfig(**rotary)).eval()
+    model.load_state_dict(ours.state_dict())
+    tokens = torch.randint(0, ours.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        expected = ours(tokens)
+        for name in ("past_key_values", "cache"):
+            filled = model(tokens[:, :8], use_cache=True).past_key_values
+            last = model(tokens[:, 8:], attention_mask=mask, **{name: filled}).logits
+            assert (last - expected[:, 8:]).abs().max() < 1e-4, name
+        filled = model(tokens[:, :8], use_cache=True).past_key_values
+        tensors = ((torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)),)
+        for arguments in ({"kv_state": filled}, {"past_key_values": filled, "cache": filled}, {"cache": tensors}):
+            with pytest.raises(ValueError, match="one transformers.Cache"):
+                model(tokens[:, 8:], **arguments)
+        # An empty cache, none at all, and one that does not reach the mask's end.
+        for arguments in ({}, {"use_cache": True}, {"cache": transformers.DynamicCache()}):
+            with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 12\)"):
+                model(tokens[:, 8:], attention_mask=mask, **arguments)
+
+
 @pytest.mark.parametrize("method", ["linear", "yarn"])
 def test_the_modeling_file_scales_positions_as_we_do(method):
     transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
