@@ -40,9 +40,11 @@ from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import warn
 from nanochat.optim import Optimizer
-from nanochat.parallel.fsdp import fill, load_whole, require_shapes, shard, trained_parameters, whole_weights
+from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout
 from nanochat.scaling import ContextMethod, with_context
+from nanochat.sharding import fill, trained_parameters, whole_weights
+from nanochat.storage import load_whole, require_shapes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 from nanochat.untrusted import read_json

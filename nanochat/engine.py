@@ -37,9 +37,9 @@ from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.operators import WeightFormat
-from nanochat.parallel.fsdp import is_sharded, whole
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.screen import bar
+from nanochat.sharding import is_sharded, whole
 from nanochat.tokenizer import Tokenizer
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]

@@ -26,8 +26,7 @@ from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
 from nanochat.kernels.gradients import mix, product, relu_squared, stacked_products
 from nanochat.operators import TorchKernels, split_like
-from nanochat.parallel.fsdp import fill, is_sharded
-from nanochat.storage import is_dtensor
+from nanochat.sharding import fill, is_dtensor, is_sharded
 
 CAST_ELEMENTS = 1 << 25  # of weights that are cast at a time
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head

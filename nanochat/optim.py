@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nanochat.collectives import all_gather, reduce_scatter
 from nanochat.operators import AdamWUpdate, TorchKernels, split_like
-from nanochat.parallel.fsdp import local
 from nanochat.parallel.mesh import Layout
+from nanochat.sharding import local
 
 # Polar Express: a polynomial a x + b x^3 + c x^5 a step, each the best one for what the steps before have left.
 # These five take every singular value from 1e-3 of the norm up to 1 within 15%. The safety factor of 1.02 for bf16

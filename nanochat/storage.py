@@ -13,19 +13,16 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanochat.paths import naming
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from nanochat.sharding import held_box, held_rows, is_dtensor, local, trained_parameters
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -33,8 +30,6 @@ DTYPES = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 16 << 20  # of safetensors: a tensor takes 100 bytes
 PIECE_BYTES = 1 << 23  # hashed and written at once: still in the processor's cache when it is written
-
-Box = tuple[list[int], list[int]]  # offset, size
 
 # ---------------------------------------------------------------------- files
 
@@ -146,41 +141,6 @@ def share_name(rank: int) -> str:
     return f"training.rank{rank}.safetensors"
 
 
-def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether several ranks hold a tensor's rows between them.
-
-    Where nothing has imported the class of such tensors, none is one: importing it takes as long as all of torch, and
-    most commands run on one process.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def held_box(tensor: Tensor) -> Box:
-    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor."""
-    offset = [0] * tensor.ndim
-    size = list(tensor.shape)
-    if not is_dtensor(tensor):
-        return offset, size
-    from torch.distributed.tensor import Shard  # as in is_dtensor
-
-    mesh = tensor.device_mesh
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            # torch gives each rank ceil(n / ranks) rows; the last ranks hold fewer, or none.
-            dim = placement.dim
-            rows = math.ceil(size[dim] / mesh.size(mesh_dim))
-            start = min(mesh.get_local_rank(mesh_dim) * rows, size[dim])
-            offset[dim] += start
-            size[dim] = min(rows, size[dim] - start)
-    return offset, size
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, over the same memory."""
-    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
-
-
 def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
     """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
     if is_dtensor(tensor):  # a shard that several replicas hold: the first replica's
@@ -284,3 +244,32 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
     if part.dtype != tensor.dtype:
         raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another dtype than training.json")
     local(tensor)[tuple(to_held)].copy_(part)
+
+
+# ---------------------------------------------------------------------- whole weights
+
+
+def require_shapes(model: nn.Module, path: Path) -> None:
+    """Raises ValueError: when a file holds other names or shapes than the model, which may be on the meta device."""
+    targets = trained_parameters(model)
+    with safe_open(path, framework="pt") as file:
+        differing = set(targets) ^ set(file.keys())
+        if differing:
+            raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
+        for name, target in targets.items():
+            shape = file.get_slice(name).get_shape()
+            if list(target.shape) != shape:
+                raise ValueError(f"{path}: {name} is {shape}, the model's is {list(target.shape)}")
+
+
+def load_whole(model: nn.Module, path: Path) -> None:
+    """Read this process's rows of every trained parameter from a file of whole weights.
+
+    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
+    """
+    require_shapes(model, path)
+    with safe_open(path, framework="pt") as file:
+        for name, target in trained_parameters(model).items():
+            source = file.get_slice(name)
+            rows = held_rows(target)
+            local(target).copy_(source[rows.start : rows.stop])

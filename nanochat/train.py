@@ -19,10 +19,10 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
-from nanochat.parallel.fsdp import synchronize_gradients, unwrapped
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.screen import track
+from nanochat.sharding import synchronize_gradients, unwrapped
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device. A sum and a
 # count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.

@@ -163,7 +163,7 @@ def write_as_family(
     """A model of another family, under its names. Without a manifest, which would make it a checkpoint of ours."""
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.families import hf
-    from nanochat.parallel.fsdp import whole_weights
+    from nanochat.sharding import whole_weights
 
     hf.write_weights(folder, model.config, whole_weights(model), dtype)
     settings = {**hf.from_config(model.config, family), "dtype": dtype_name(dtype), **text_ends(tokenizer)}

@@ -33,7 +33,7 @@ from torch import Tensor
 from nanochat.adapters.nf4 import NF4Linear, dequantize, quantize
 from nanochat.cli import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.parallel.fsdp import fill, held_rows, local, unwrapped, whole
+from nanochat.sharding import fill, held_rows, local, unwrapped, whole
 
 SCALAR_HEAD = "scalar_head.weight"
 

@@ -1,27 +1,21 @@
 """Sharded models: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
 
-Source: Zhao et al. 2023, PyTorch FSDP, in its second form, `fully_shard`, whose parameters are DTensors. The second
-half of this file reads and writes them; those functions serve plain tensors too, which hold all of their rows.
+Source: Zhao et al. 2023, PyTorch FSDP, in its second form, `fully_shard`, whose parameters are DTensors. sharding.py
+reads and writes them.
 """
 
 import functools
-import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.cli import UserError
 from nanochat.collectives import reduce_scatter
 from nanochat.device import Device
 from nanochat.parallel.mesh import Layout
-from nanochat.storage import held_box, is_dtensor, local
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
@@ -80,81 +74,3 @@ def _require_means(device: Device) -> None:
             f"--parallel fsdp: torch {torch.__version__} returns a sum on a cpu where a mean is needed, so every "
             "gradient would be too large: use --parallel ddp, or a newer torch"
         )
-
-
-def unwrapped(model: Any) -> Any:
-    """The module inside of a compiled model's wrapper; any other model as it is."""
-    return getattr(model, "_orig_mod", model)
-
-
-def synchronize_gradients(model: Any, last: bool) -> None:
-    """Call before each backward: sharded gradients travel only in the step's last one."""
-    model = unwrapped(model)
-    if is_sharded(model):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-
-
-def is_sharded(model: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # `shard` imports it
-    return fsdp is not None and isinstance(unwrapped(model), fsdp.FSDPModule)
-
-
-# ---------------------------------------------------------------------- rows of a tensor, and all of them
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor, on every rank; all ranks call it together."""
-    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
-
-
-def held_rows(tensor: Tensor) -> slice:
-    """Which rows of a tensor this process holds."""
-    offset, size = held_box(tensor)
-    return slice(offset[0], offset[0] + size[0])
-
-
-@torch.no_grad()
-def fill(tensor: Tensor, values: Tensor) -> None:
-    """Copy the rows that this process holds out of all rows, `values`."""
-    local(tensor).copy_(values[held_rows(tensor)])
-
-
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds, by name: all parameters, or of a model with frozen ones (lora.py) the others."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every trained parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty
-    elsewhere."""
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
-    for name, parameter in trained_parameters(model).items():
-        gathered = whole(parameter)
-        yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
-
-
-def require_shapes(model: nn.Module, path: Path) -> None:
-    """Raises ValueError: when a file holds other names or shapes than the model, which may be on the meta device."""
-    targets = trained_parameters(model)
-    with safe_open(path, framework="pt") as file:
-        differing = set(targets) ^ set(file.keys())
-        if differing:
-            raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
-        for name, target in targets.items():
-            shape = file.get_slice(name).get_shape()
-            if list(target.shape) != shape:
-                raise ValueError(f"{path}: {name} is {shape}, the model's is {list(target.shape)}")
-
-
-def load_whole(model: nn.Module, path: Path) -> None:
-    """Read this process's rows of every trained parameter from a file of whole weights.
-
-    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
-    """
-    require_shapes(model, path)
-    with safe_open(path, framework="pt") as file:
-        for name, target in trained_parameters(model).items():
-            source = file.get_slice(name)
-            rows = held_rows(target)
-            local(target).copy_(source[rows.start : rows.stop])

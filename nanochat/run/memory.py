@@ -28,7 +28,7 @@ from nanochat.device import Device
 from nanochat.log import print0
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.storage import local
+from nanochat.sharding import local
 from nanochat.train import LossFunction, train_step
 
 BLOCK = 512  # bytes

@@ -33,8 +33,9 @@ from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.parallel.fsdp import load_whole, whole_weights
 from nanochat.parallel.mesh import lay_out
+from nanochat.sharding import whole_weights
+from nanochat.storage import load_whole
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
 

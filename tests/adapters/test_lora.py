@@ -39,9 +39,10 @@ from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear, StackedLinear
-from nanochat.parallel.fsdp import fill, shard, whole
+from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.serve.scheduler import Request, Scheduler
+from nanochat.sharding import fill, whole
 from nanochat.train import make_adamw, next_token_loss, train_step
 from scripts import chat_web
 

@@ -13,8 +13,8 @@ from nanochat import optim
 from nanochat.device import Device
 from nanochat.operators import TorchKernels, unfused_adamw
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
-from nanochat.parallel.fsdp import whole
 from nanochat.parallel.mesh import Layout, lay_out
+from nanochat.sharding import whole
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())

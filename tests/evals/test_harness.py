@@ -17,7 +17,7 @@ from nanochat import cli, paths
 from nanochat.device import Device
 from nanochat.families import hf
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.parallel.fsdp import whole_weights
+from nanochat.sharding import whole_weights
 from scripts import export, lm_eval
 
 pytest.importorskip("lm_eval", reason="the extra `eval` brings the harness")

@@ -32,9 +32,11 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
-from nanochat.parallel.fsdp import load_whole, local, shard, unwrapped, whole, whole_weights
+from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.compiling import CompiledBlocks, compile_blocks
+from nanochat.sharding import local, unwrapped, whole, whole_weights
+from nanochat.storage import load_whole
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)

@@ -15,8 +15,9 @@ from tiny import tiny_config
 from nanochat import device as devices
 from nanochat.gpt import GPT
 from nanochat.optim import StateFormat
-from nanochat.parallel.fsdp import local, shard
+from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
+from nanochat.sharding import local
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 
