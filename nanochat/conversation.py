@@ -4,27 +4,26 @@ A conversation is a list of messages `{"role": ..., "content": ...}`: at most on
 then `user` and `assistant` in turn. A content is a text, or a list of parts `{"type": ..., "text": ...}` of the types
 `text`, `python` (the assistant calls its tool) and `python_output` (the tool's result).
 
-SFT, RL, evaluation, the terminal chat and the server all render here, and nowhere else: a model must be served exactly
-the format that it was trained on. One token of difference costs quality, and nothing reports it.
+SFT, RL, evaluation, the terminal chat and the server all call `render`, `render_prompt` and `parse_reply`, and nothing
+else writes a chat: a model must be served exactly the format that it was trained on. One token of difference costs
+quality, and nothing reports it.
 
-A model of another family keeps its own format, which its chat template writes (families/chat_template.py). Its messages
-may also have `tool_calls`, and the role `tool`, as the template reads them; `tools` are the functions that it
-describes. In this project's own format a message of the role `tool`, which environments write (tasks/environment.py),
-is a user's turn.
+`TurnFormat` is the format of this project. A tokenizer of another family carries another `ChatFormat`, which renders
+the family's template. There messages may also have `tool_calls` and the role `tool`, and `tools` are the functions that
+the template describes. In our format a message of the role `tool`, which environments write (environment.py), is a
+user's turn.
 """
 
-import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.cli import UserError
-from nanochat.families.chat_template import ChatTemplate, RenderedText, Settings, TemplateError
-from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # {"role": str, "content": str | list[Part], "train"?: bool}
 Part = dict[str, str]  # {"type": str, "text": str}
+Settings = Mapping[str, Any]  # variables of a family's template, such as enable_thinking
 
 # The conversation
 #
@@ -46,11 +45,10 @@ Part = dict[str, str]  # {"type": str, "text": str}
 # turn. It has a 0 under what others write: the system, the user, the tool. Learning the tool's results would teach the
 # model to make them up. `<|assistant_start|>` has a 0 because every prompt ends with it.
 #
-# Special tokens are inserted by id. Spelled out in a message they are plain text (tokenizer.py), so no message can end
-# its own turn or begin another one's.
+# Special tokens are inserted by id. A message that spells one out is plain text (tokenizer.py), so no message can end
+# its own turn or begin the turn of another role.
 
-CALL_ID = "000000000"  # of a tool's call, in the form that Mistral's templates check
-ROLES = ("system", "user", "assistant", "tool")  # the last one for chat templates alone
+ROLES = ("system", "user", "assistant", "tool")
 # The special tokens around each type of part; a text has none.
 MARKS = {
     "text": ("", ""),
@@ -59,19 +57,72 @@ MARKS = {
 }
 
 
+class UnrenderableChat(UserError):
+    """A chat format cannot write a conversation."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A conversation as tokens."""
 
     ids: list[int]
     mask: list[int]  # 1 under each token that the assistant chooses
-    cut: bool  # it was longer than max_tokens: its end is missing
-    unlearned: int = 0  # replies that a chat template writes otherwise when more turns follow: nothing is learned there
+    cut: bool = False  # it was longer than max_tokens: its end is missing
+    unlearned: int = 0  # replies that a template changes once more turns follow: the model learns nothing there
 
     @property
     def target_count(self) -> int:
         """Tokens to learn from; 0 where every assistant part is empty, masked or cut off."""
         return sum(self.mask)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model reads before its reply."""
+
+    ids: list[int]
+    oldest: int  # index of the oldest message that it reads, the system message aside
+
+
+class ChatFormat:
+    """How a model's conversations become tokens, and its tokens messages.
+
+    Every method but `parse` raises UnrenderableChat: when the format refuses the conversation; UserError: when the
+    model has no chat format.
+    """
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        """Token ids and loss mask of a whole conversation."""
+        raise NotImplementedError
+
+    def shorten(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        settings: Settings | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Prompt:
+        """Everything up to where the reply begins, or up to the end of a reply that the model continues.
+
+        It drops as few of the oldest turns as `max_tokens` requires. The system message and the last message always
+        stay, so the prompt may still be longer.
+        """
+        raise NotImplementedError
+
+    def continuation(
+        self,
+        question: Sequence[Message],
+        messages: Sequence[Message],
+        is_complete: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """Token ids between a sampled reply and the next one, as in `render_continuation`."""
+        raise NotImplementedError
+
+    def parse(self, ids: Iterable[int]) -> list[Part]:
+        """The parts of a reply: the inverse of `render` for one message. A model can write anything, so it never
+        raises."""
+        raise NotImplementedError
 
 
 def parts_of(content: str | Sequence[Part]) -> list[Part]:
@@ -80,15 +131,15 @@ def parts_of(content: str | Sequence[Part]) -> list[Part]:
 
 
 def text_of(content: str | Sequence[Part]) -> str:
-    """What a reader sees of a content: its text, without calls and their results."""
+    """The text that a reader sees: a content without calls and their results."""
     # "It is " + call + result + "5." -> "It is 5."
     return "".join(part["text"] for part in parts_of(content) if part["type"] == "text")
 
 
 def check_messages(messages: Any) -> None:
     """Raises ValueError: for anything that is not a conversation; names the message and what is wrong with it."""
-    # Data sets and requests are written by others. A mistake is found here, with the number of its message, and not as
-    # a KeyError in the middle of rendering.
+    # Others write data sets and requests. This finds a mistake and names its message, before rendering would fail with
+    # a KeyError.
     if not isinstance(messages, list) or not messages:
         raise ValueError("a conversation is a non-empty list of messages")
     for number, message in enumerate(messages):
@@ -130,6 +181,14 @@ def _check_message(number: int, message: dict) -> None:
         raise ValueError(f'message {number} ({role}): "train" is true or false')
 
 
+# ---------------------------------------------------------------------- what the rest of the code calls
+
+
+def chat_format(tokenizer: Tokenizer) -> ChatFormat:
+    """The format of the model that reads these tokens."""
+    return tokenizer.chat_format or TurnFormat(tokenizer)
+
+
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -138,53 +197,13 @@ def render(
 ) -> Rendered:
     """Token ids and loss mask of a whole conversation, cut off after `max_tokens`.
 
-    Raises TemplateError: when the chat format refuses the conversation. Raises UserError: when a model has no format.
+    Raises UnrenderableChat: when the format refuses the conversation. Raises UserError: when a model has no format.
     """
-    if isinstance(tokenizer, ImportedTokenizer):
-        ids, mask, unlearned = _render_by_template(tokenizer, messages, tools)
-    else:
-        if any(message.get("tool_calls") for message in messages):
-            what = "it calls functions (tool_calls), for which only models with a chat template have a format"
-            raise TemplateError(f"{what}: leave it out, or name another --source")
-        ids, mask = _render(tokenizer, messages)
-        unlearned = 0
+    rendered = chat_format(tokenizer).render(messages, tools)
+    if max_tokens is None or len(rendered.ids) <= max_tokens:
+        return rendered
     # Training cuts the end off, because each target needs all that precedes it and nothing that follows.
-    if max_tokens is None or len(ids) <= max_tokens:
-        return Rendered(ids, mask, cut=False, unlearned=unlearned)
-    return Rendered(ids[:max_tokens], mask[:max_tokens], cut=True, unlearned=unlearned)
-
-
-def _render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    ids = [tokenizer.get_bos_token_id()]
-    mask = [0]
-    for message in messages:
-        role = "user" if message["role"] == "tool" else message["role"]
-        # An empty part is left out: marks around nothing would be a call without an expression.
-        parts = [part for part in parts_of(message["content"]) if part["text"]]
-        # A message with `"train": false` is context only. So is an empty reply: learning from it would teach the model
-        # to end its turn at once.
-        learned = role == "assistant" and bool(parts) and message.get("train", True)
-        # The role's mark opens the turn. Each part is encoded by itself: the tool's result has the same tokens here as
-        # in the engine, which encodes it alone.
-        ids.append(tokenizer.encode_special(f"<|{role}_start|>"))
-        mask.append(0)
-        for part in parts:
-            start, end = MARKS[part["type"]]
-            tokens = tokenizer.encode(part["text"], prepend=start or None, append=end or None)
-            ids += tokens
-            mask += [int(learned and part["type"] != "python_output")] * len(tokens)
-        # The end of a turn is the assistant's choice too: this is where it learns to stop.
-        ids.append(tokenizer.encode_special(f"<|{role}_end|>"))
-        mask.append(int(learned))
-    return ids, mask
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a model reads before its reply."""
-
-    ids: list[int]
-    oldest: int  # index of the oldest message that it reads, the system message aside
+    return replace(rendered, ids=rendered.ids[:max_tokens], mask=rendered.mask[:max_tokens], cut=True)
 
 
 def render_prompt(
@@ -196,10 +215,10 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
-    `settings`, `tools`: for a chat template, as in `ChatTemplate.render`.
-    Raises UserError: when the system message and the last message alone are longer than `max_tokens`.
+    `settings` and `tools` are for a template (ChatFormat).
+    Raises UserError: when the system message and the last message by themselves are longer than `max_tokens`.
     """
-    ids = _shortened(tokenizer, messages, max_tokens, settings, tools).ids
+    ids = chat_format(tokenizer).shorten(messages, max_tokens, settings, tools).ids
     if max_tokens is not None and len(ids) > max_tokens:
         raise UserError(f"the message has {len(ids)} tokens, there is room for {max_tokens}: shorten it")
     return ids
@@ -212,16 +231,13 @@ def render_continuation(
     is_complete: bool,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Token ids between a sampled reply and the next one: the end of its turn, unless it `is_complete` and has one,
-    the messages that follow it, and the mark of the next reply. `question` is what the conversation began with.
+    """Token ids between a sampled reply and the next one: the end of the reply's turn, unless the reply `is_complete`
+    and has one; then the `messages` that follow, and the mark of the next reply. `question` begins the conversation.
 
-    The reply's own tokens stay as they were sampled. Encoded again from its text they may be others.
-    Raises UserError: when a chat template writes a reply otherwise once other messages follow it.
+    The reply keeps the tokens that were sampled: its text, encoded again, may give others.
+    Raises UserError: when a template changes a reply once other messages follow it.
     """
-    if isinstance(tokenizer, ImportedTokenizer):
-        return _continuation_by_template(tokenizer, question, messages, is_complete, tools)
-    end = [] if is_complete else [tokenizer.encode_special("<|assistant_end|>")]
-    return end + render(tokenizer, messages).ids[1:] + [tokenizer.encode_special("<|assistant_start|>")]
+    return chat_format(tokenizer).continuation(question, messages, is_complete, tools)
 
 
 def fit_prompt(
@@ -231,228 +247,146 @@ def fit_prompt(
     reply_tokens: int | None = None,
     settings: Settings | None = None,
 ) -> Prompt:
-    """The prompt of a chat of any length: half of the context stays free for the reply, or less for one of at most
-    `reply_tokens`.
+    """The prompt of a chat of any length. Half of the context stays free for the reply, or less where the reply has at
+    most `reply_tokens`.
 
-    The system message and the last message always stay; where they alone are longer, the reply has what is left.
+    The system message and the last message always stay; where they are longer than that, the reply has what is left.
     """
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
     # (docs/measurements.md). What the model no longer reads costs less than a reply that it cannot finish.
     room = min(reply_tokens or context, context // 2)
-    return _shortened(tokenizer, messages, context - room, settings)
-
-
-def _shortened(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    max_tokens: int | None,
-    settings: Settings | None,
-    tools: Sequence[Any] | None = None,
-) -> Prompt:
-    """The prompt without the oldest turns, as few as its length requires."""
-    if isinstance(tokenizer, ImportedTokenizer):
-        return _shortened_by_template(tokenizer, messages, max_tokens, settings, tools)
-    # The result is the beginning of what `render` gives for the conversation with its reply: in training the model has
-    # seen exactly this. A conversation that is too long loses its oldest turns, where training loses the end: the reply
-    # must follow the newest question. For example:
-    #
-    #     messages    system  user 1  reply 1  user 2  reply 2  user 3
-    #     prompt      <|bos|> system           user 2  reply 2  user 3  <|assistant_start|>
-    first = 1 if messages[0]["role"] == "system" else 0
-    # What there is of the reply: its mark, and the text that the model is to continue. The end of the turn is missing.
-    reply = [tokenizer.encode_special("<|assistant_start|>")]
-    if messages[-1]["role"] == "assistant":
-        reply = render(tokenizer, messages[-1:]).ids[1:-1]
-        messages = messages[:-1]
-    assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
-
-    # What is always there: the begin token, the system message, the question.
-    head = render(tokenizer, messages[:first]).ids
-    question = render(tokenizer, messages[-1:]).ids[1:]  # each turn without a begin token of its own
-    question += reply
-    length = len(head) + len(question)
-
-    # As many earlier turns as fit, from the newest to the oldest. Each is a user's message and its reply. In
-    # training no question is without its reply, so both stay or both are dropped. The first turn that does not fit ends
-    # the search: no turn is missing from the middle.
-    turns: list[list[int]] = []
-    oldest = len(messages) - 1
-    for index in range(len(messages) - 3, first - 1, -2):
-        turn = render(tokenizer, messages[index : index + 2]).ids[1:]
-        length += len(turn)
-        if max_tokens is not None and length > max_tokens:
-            break
-        turns.append(turn)
-        oldest = index
-
-    ids = head
-    for turn in reversed(turns):
-        ids += turn
-    return Prompt(ids + question, oldest)
+    return chat_format(tokenizer).shorten(messages, context - room, settings)
 
 
 def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
     """The parts of an assistant's tokens, as generated after a prompt: the inverse of `render` for one message."""
-    # "It is " <|python_start|> "2+3" <|python_end|> <|output_start|> "5" <|output_end|> "5." <|assistant_end|> becomes
-    # the parts text "It is ", python "2+3", python_output "5" and text "5.".
-    #
-    # A model can generate anything, so nothing here raises. A mark in the wrong place is dropped. A call that was not
-    # closed, because the reply was cut off there, is text: a reader would see nothing of it, and rendered again it
-    # would be a call without a result.
-    if isinstance(tokenizer, ImportedTokenizer):
-        return _parse_by_template(tokenizer, ids)
-    opening = {tokenizer.encode_special(start): kind for kind, (start, _) in MARKS.items() if start}
-    closing = {tokenizer.encode_special(end) for _, end in MARKS.values() if end}
-    end = tokenizer.encode_special("<|assistant_end|>")
-    special = set(tokenizer.special_ids.values())
-    # An opening mark begins a part of its type. A closing mark begins a text, and so does the reply itself. Parts that
-    # stay empty are left out at the end.
-    runs: list[tuple[str, list[int]]] = [("text", [])]  # (type, tokens) of each part
-    for token in ids:
-        if token == end:
-            break
-        if token in opening:
-            runs.append((opening[token], []))
-        elif token in closing:
-            runs.append(("text", []))
-        elif token not in special:  # a role's mark in the middle of a reply is no text
-            _, tokens = runs[-1]
-            tokens.append(token)
-    if runs[-1][0] == "python":
-        runs[-1] = ("text", runs[-1][1])
-    # Decoded once per part and not per token: a character may be spread over several tokens.
-    return [{"type": kind, "text": tokenizer.decode(tokens)} for kind, tokens in runs if tokens]
+    return chat_format(tokenizer).parse(ids)
 
 
-# ---------------------------------------------------------------------- by the chat template of another family
+# ---------------------------------------------------------------------- the format of this project
 
 
-def _template(tokenizer: ImportedTokenizer) -> ChatTemplate:
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "this model has no chat template, so it continues text and holds no conversation: take its "
-            "instruction-tuned relative, or put a chat_template.jinja next to its tokenizer.json"
-        )
-    return tokenizer.chat_template
+class TurnFormat(ChatFormat):
+    """Turns between special tokens, as in the picture above."""
 
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
 
-def _for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates read them: a content is a text."""
-    # The model has no marks for calculator calls. Of "It is " + call + result + "5." it reads and learns "It is 5."
-    plain = []
-    for message in messages:
-        fields = {name: value for name, value in message.items() if name != "train" and value is not None}
-        plain.append({**fields, "content": text_of(message.get("content") or "")})
-    return plain
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        if any(message.get("tool_calls") for message in messages):
+            what = "it calls functions (tool_calls), for which only models with a chat template have a format"
+            raise UnrenderableChat(f"{what}: leave it out, or name another --source")
+        ids = [self.tokenizer.get_bos_token_id()]
+        mask = [0]
+        for message in messages:
+            turn, turn_mask = self._turn(message)
+            ids += turn
+            mask += turn_mask
+        return Rendered(ids, mask)
 
+    def _turn(self, message: Message) -> tuple[list[int], list[int]]:
+        """One message as token ids and a mask."""
+        role = "user" if message["role"] == "tool" else message["role"]
+        # Skip an empty part: marks around nothing would be a call without an expression.
+        parts = [part for part in parts_of(message["content"]) if part["text"]]
+        # A message with `"train": false` is only context. So is an empty reply: the model would learn to end its turn
+        # at once.
+        learned = role == "assistant" and bool(parts) and message.get("train", True)
+        # The mark of the role opens the turn.
+        ids = [self.tokenizer.encode_special(f"<|{role}_start|>")]
+        mask = [0]
+        # Each part is encoded separately, so that a tool's result has the same tokens here as in the engine, which
+        # encodes only the result.
+        for part in parts:
+            start, end = MARKS[part["type"]]
+            tokens = self.tokenizer.encode(part["text"], prepend=start or None, append=end or None)
+            ids += tokens
+            mask += [int(learned and part["type"] != "python_output")] * len(tokens)
+        # The end of a turn is the assistant's choice too: this is where it learns to stop.
+        ids.append(self.tokenizer.encode_special(f"<|{role}_end|>"))
+        mask.append(int(learned))
+        return ids, mask
 
-def _render_by_template(
-    tokenizer: ImportedTokenizer, messages: Sequence[Message], tools: Sequence[Any] | None
-) -> tuple[list[int], list[int], int]:
-    """Token ids, loss mask, and how many replies are not learned although they should be."""
-    template = _template(tokenizer)
-    plain = _for_template(messages)
-    whole = template.render(plain, tools)
-    ends = {name for name, index in tokenizer.special_ids.items() if index in tokenizer.reply_ends}
-    spans = []
-    unlearned = 0
-    replies = [message for message in messages if message["role"] == "assistant"]
-    for message, span in zip(replies, template.learned(whole, plain, tools, ends), strict=True):
-        has_content = text_of(message.get("content") or "") or message.get("tool_calls")
-        if not has_content or not message.get("train", True):
-            continue
-        if span is None:
-            unlearned += 1
-        else:
-            spans.append(span)
-    ids, mask = tokenizer.encode_rendered(whole, spans)
-    return ids, mask, unlearned
+    def shorten(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        settings: Settings | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Prompt:
+        # A prompt is the beginning of what `render` gives for the conversation with its reply: the model has seen
+        # exactly this in training. A conversation that is too long loses its oldest turns, where training loses the
+        # end: the reply must follow the newest question. For example:
+        #
+        #     messages    system  user 1  reply 1  user 2  reply 2  user 3
+        #     prompt      <|bos|> system           user 2  reply 2  user 3  <|assistant_start|>
+        first = 1 if messages[0]["role"] == "system" else 0
+        # The reply so far: its mark, and the text that the model continues. The end of its turn is missing.
+        reply = [self.tokenizer.encode_special("<|assistant_start|>")]
+        if messages[-1]["role"] == "assistant":
+            reply = self.render(messages[-1:]).ids[1:-1]
+            messages = messages[:-1]
+        assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
 
+        # What every prompt has: the begin token, the system message, the question.
+        head = self.render(messages[:first]).ids
+        question = self.render(messages[-1:]).ids[1:]  # only the conversation has a begin token, not each turn
+        question += reply
+        length = len(head) + len(question)
 
-def _shortened_by_template(
-    tokenizer: ImportedTokenizer,
-    messages: Sequence[Message],
-    max_tokens: int | None,
-    settings: Settings | None,
-    tools: Sequence[Any] | None,
-) -> Prompt:
-    template = _template(tokenizer)
-    first = 1 if messages[0]["role"] == "system" else 0
-    # A reply that the model continues is written after the prompt by itself: a template would end its turn.
-    begun: list[int] = []
-    if messages[-1]["role"] == "assistant":
-        begun = tokenizer.encode_continuation(text_of(messages[-1]["content"]))
-        messages = messages[:-1]
-    plain = _for_template(messages)
-    questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
+        # Add earlier turns, from the newest to the oldest, while they fit. A turn is a user's message and its reply: in
+        # training every question has its reply, so both stay or both go. The first turn that does not fit ends the
+        # search, so that no turn is missing from the middle.
+        turns: list[list[int]] = []
+        oldest = len(messages) - 1
+        for index in range(len(messages) - 3, first - 1, -2):
+            turn = self.render(messages[index : index + 2]).ids[1:]
+            length += len(turn)
+            if max_tokens is not None and length > max_tokens:
+                break
+            turns.append(turn)
+            oldest = index
 
-    def prompt(oldest: int) -> list[int]:
-        shortened = [*plain[:first], *plain[oldest:]]
-        rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
-        return tokenizer.encode_rendered(rendered)[0] + begun
+        ids = head
+        for turn in reversed(turns):
+            ids += turn
+        return Prompt(ids + question, oldest)
 
-    # Each possible beginning gives another text, and the later it begins, the shorter it is: a few are tried.
-    ids = prompt(first)
-    if max_tokens is None or len(ids) <= max_tokens or len(questions) < 2:
-        return Prompt(ids, first)
-    earlier = questions[1:-1]  # the first is too long, and the last always stays
-    fitting = bisect.bisect_left(earlier, True, key=lambda oldest: len(prompt(oldest)) <= max_tokens)
-    oldest = [*earlier, questions[-1]][fitting]
-    return Prompt(prompt(oldest), oldest)
+    def continuation(
+        self,
+        question: Sequence[Message],
+        messages: Sequence[Message],
+        is_complete: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        end = [] if is_complete else [self.tokenizer.encode_special("<|assistant_end|>")]
+        return end + self.render(messages).ids[1:] + [self.tokenizer.encode_special("<|assistant_start|>")]
 
-
-def _continuation_by_template(
-    tokenizer: ImportedTokenizer,
-    question: Sequence[Message],
-    messages: Sequence[Message],
-    is_complete: bool,
-    tools: Sequence[Any] | None,
-) -> list[int]:
-    # A template writes whole conversations. What follows a reply is found in one, after the token that ends the reply:
-    #
-    #     question            <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
-    #     + reply, messages   <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nOK<|im_end|>\n<|im_start|>...
-    #     continuation                                                             <|im_end|>\n<|im_start|>...
-    #
-    # Any reply will do, because the continuation does not depend on it. That holds where a template leaves a reply as
-    # it is once others follow. Qwen3's drops the thoughts of replies before the last user's message, so the trial has
-    # some: its models can call tools, and cannot play a game in which the user speaks.
-    template = _template(tokenizer)
-    plain = _for_template(question)
-    prompt = template.render(plain, tools, add_generation_prompt=True).text
-    ends = {name for name, index in tokenizer.special_ids.items() if index in tokenizer.reply_ends}
-    has_thoughts = any("</think>" in source for source in template.sources.values())
-    texts = ["<think>\nOK\n</think>\n\n", "OK"] if has_thoughts else ["OK"]
-    after: list[int] = []
-    for text in texts:
-        reply: Message = {"role": "assistant", "content": text}
-        following = _for_template(messages)
-        if messages[0]["role"] == "tool":  # templates want to see its call
-            function = {"name": messages[0].get("name", "tool"), "arguments": {}}
-            reply["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": function}]
-            following = [{"tool_call_id": CALL_ID, **message} for message in following]
-        whole = template.render([*plain, reply, *following], tools, add_generation_prompt=True)
-        end = next((start for start, _, name in whole.specials if start >= len(prompt) and name in ends), None)
-        is_kept = whole.text.startswith(prompt) and text.strip() in whole.text[len(prompt) : end]
-        if end is None or not is_kept:
-            what = "thoughts (<think>) of a reply out" if text != "OK" else "a reply not as it was"
-            raise UserError(
-                f"this model's chat template leaves {what} once a message by {messages[0]['role']} follows it, so "
-                "episodes of several turns would be other texts than those of its chats: choose another environment or "
-                "model, or put a chat_template.jinja that keeps replies next to its tokenizer.json"
-            )
-        specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]
-        after = tokenizer.encode_rendered(RenderedText(whole.text[end:], specials, []))[0]
-    return after[1:] if is_complete else after
-
-
-def _parse_by_template(tokenizer: ImportedTokenizer, ids: Iterable[int]) -> list[Part]:
-    special = set(tokenizer.special_ids.values())
-    tokens = []
-    for token in ids:
-        if token in tokenizer.reply_ends:
-            break
-        if token not in special:
-            tokens.append(token)
-    text = tokenizer.decode(tokens)
-    return [{"type": "text", "text": text}] if text else []
+    def parse(self, ids: Iterable[int]) -> list[Part]:
+        # "It is " <|python_start|> "2+3" <|python_end|> <|output_start|> "5" <|output_end|> "5." <|assistant_end|>
+        # becomes the parts text "It is ", python "2+3", python_output "5" and text "5.".
+        #
+        # A mark in the wrong place is dropped. A call without its end, because the reply was cut off there, becomes
+        # text: a reader would see nothing of it, and rendered again it would be a call without a result.
+        encode_special = self.tokenizer.encode_special
+        opening = {encode_special(start): kind for kind, (start, _) in MARKS.items() if start}
+        closing = {encode_special(end) for _, end in MARKS.values() if end}
+        end_of_turn = encode_special("<|assistant_end|>")
+        special = set(self.tokenizer.special_ids.values())
+        # An opening mark begins a part of its type. The reply and every closing mark begin a text. Parts that stay
+        # empty are dropped at the end.
+        runs: list[tuple[str, list[int]]] = [("text", [])]  # (type, tokens) of each part
+        for token in ids:
+            if token == end_of_turn:
+                break
+            if token in opening:
+                runs.append((opening[token], []))
+            elif token in closing:
+                runs.append(("text", []))
+            elif token not in special:  # a role's mark in the middle of a reply is not text
+                _, tokens = runs[-1]
+                tokens.append(token)
+        if runs[-1][0] == "python":
+            runs[-1] = ("text", runs[-1][1])
+        # Decode each part as a whole: a character may be spread over several tokens.
+        return [{"type": kind, "text": self.tokenizer.decode(tokens)} for kind, tokens in runs if tokens]

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanochat.cli import UserError
-from nanochat.conversation import Message, Rendered, render
+from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.data.catalog import DATASETS, TASKS
-from nanochat.families.chat_template import TemplateError
 from nanochat.log import warn
 from nanochat.task import Example, GeneratedTask, Split, Task
 from nanochat.tasks.registry import open_task, parse_tasks
@@ -194,7 +193,7 @@ class Mixture:
         """
         try:
             rendered = render(tokenizer, messages, max_tokens, tools)
-        except TemplateError as error:
+        except UnrenderableChat as error:
             problem = f"--tasks {task.name}: {task.where(number)}: {error}"
             self._refused += 1
             if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):

@@ -12,10 +12,13 @@ from typing import Any
 from nanochat.cli import UserError
 
 # seam -> name -> "module:attribute". Each seam has one meaning, which its comment states.
-ROOMS: dict[str, dict[str, str]] = {}
+ROOMS: dict[str, dict[str, str]] = {
+    # Reads a tokenizer.json that is not ours: (path, content) -> a Tokenizer.
+    "tokenizers": {"hugging_face": "nanochat.families.imported_tokenizer:read_tokenizer"},
+}
 
 # Packages that only rooms import, and the extra of pyproject.toml that installs each.
-EXTRAS: dict[str, str] = {}
+EXTRAS: dict[str, str] = {"tokenizers": "families", "jinja2": "families"}
 
 
 def names(seam: str) -> list[str]:

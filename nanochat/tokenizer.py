@@ -1,6 +1,6 @@
 """Byte-pair tokenizer: text in, token ids out. rustbpe trains it, tiktoken encodes with it.
 
-Other families' tokenizers have the same interface (families/imported_tokenizer.py); `Tokenizer.load` reads either.
+The tokenizers of other families have the same interface. `Tokenizer.load` reads ours, and asks a room for theirs.
 
 The vocabulary, by id:
 
@@ -8,7 +8,7 @@ The vocabulary, by id:
     256 ...          the merges, in the order in which training found them
     the last ids     the special tokens, which mark the parts of a document or a chat
 
-On disk it is one file, `tokenizer.json`, which holds everything that defines the ids, and its own sha256.
+On disk it is one file, `tokenizer.json`, which holds everything that defines the ids, and a sha256 of that.
 
 Source: Sennrich, Haddow, Birch 2016, Neural Machine Translation of Rare Words with Subword Units; on bytes: Radford et
 al. 2019, Language Models are Unsupervised Multitask Learners.
@@ -22,21 +22,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiktoken
 
+from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.untrusted import read_json
 
-if TYPE_CHECKING:
-    from nanochat.families.chat_template import ChatTemplate
-
-# Marks that are not text. The model learns from them where a document begins, and who is speaking in a chat.
+# Marks that are not text. They show the model where a document begins, and who is speaking in a chat.
 #
-# Text never becomes one of them. `encode` treats its text as plain bytes, even if that spells out "<|user_end|>"; only
-# `encode_special`, and the `prepend` and `append` of `encode`, give special ids. So whatever users type, they cannot
-# end their own turn or write the assistant's.
+# Text never becomes one of them. `encode` treats its text as plain bytes, even if the text spells out "<|user_end|>".
+# Only `encode_special`, and the `prepend` and `append` of `encode`, give special ids. So users cannot end their own
+# turn or write the turn of the assistant, whatever they type.
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document and every conversation
     # The parts of a conversation (conversation.py).
@@ -55,11 +53,11 @@ SPECIAL_TOKENS = (
 )
 
 # Before any merge, this pattern splits the text into words, numbers and marks; a merge never crosses the border between
-# two pieces. Without it the vocabulary would fill up with "dog.", "dog!" and "dog?". A word takes the space before it
-# along: " dog" is one token, and spaces cost nothing.
+# two pieces. Without it the vocabulary would fill up with "dog.", "dog!" and "dog?". The space before a word belongs to
+# the word: " dog" is one token, and spaces cost nothing.
 #
-# It is GPT-4's pattern with one change: numbers are split into ones and twos instead of threes. 1,000 tokens for
-# three-digit numbers would be a large part of a small vocabulary.
+# It is the pattern of GPT-4 with one change: a number is split into groups of one or two digits instead of three. 1,000
+# tokens for three-digit numbers would be a large part of a small vocabulary.
 #
 #     "Don't pay $1,234  for it!"   ->   Don | 't |  pay |  $ | 1 | , | 23 | 4 |   |  for |  it | !
 SPLIT_PATTERN = "|".join(
@@ -75,11 +73,10 @@ SPLIT_PATTERN = "|".join(
 )
 
 FILE_NAME = "tokenizer.json"
-EXPORTED_NAME = (
-    "nanochat_tokenizer.json"  # the same where tokenizer.json is in Hugging Face's format (scripts/export.py)
-)
-# An imported vocabulary of 262,144 tokens with its merges takes 33 MB and 1.8 million values. What has many more would
-# take gigabytes as objects.
+# The same file next to a tokenizer.json in the format of Hugging Face (scripts/export.py).
+EXPORTED_NAME = "nanochat_tokenizer.json"
+# An imported vocabulary of 262,144 tokens with its merges takes 33 MB and 1.8 million values. A file with many more
+# would take gigabytes as objects.
 MAX_FILE = {"max_bytes": 64 << 20, "max_values": 4_000_000}
 TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 
@@ -87,19 +84,19 @@ TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 class Tokenizer:
     """A byte-pair vocabulary. It never changes, so threads may share it; it can be pickled to a worker."""
 
-    format_version = 1  # of its file
-    indent: int | None = 1
+    format_version = 1  # of the file
+    indent: int | None = 1  # of the file's JSON
 
-    # What an imported tokenizer has as well, with other values (families/imported_tokenizer.py).
+    # The rest of the code reads these. A tokenizer of another family has other values.
     vocab_size: int
     special_ids: dict[str, int]  # by name
     token_texts: list[bytes]  # by id: what each token adds to a text; nothing for a special token
-    reply_ends: tuple[int, ...]  # tokens that end a reply which is complete; the first is the usual one
+    reply_ends: tuple[int, ...]  # tokens that end a complete reply; the first is the usual one
     stop_ids: frozenset[int]  # tokens that end a reply, complete or not
     text_end: int  # the token after a text of a base model
-    strips_space = False  # a reply of its own is shown without the space before its first word
-    chat_template: "ChatTemplate | None" = None  # None: the chat format of conversation.py
-    can_chat = True  # False: another family's without a chat template
+    strips_space = False  # a reply is shown without the space before its first word
+    chat_format: Any = None  # the conversation.ChatFormat of another family; None: the format of conversation.py
+    can_chat = True  # False: the model of another family has no chat format
 
     def __init__(
         self,
@@ -111,7 +108,7 @@ class Tokenizer:
 
         Raises ValueError: when the tokens cannot encode every text.
         """
-        # The id of a token is its rank: the encoder applies the merge of the lowest rank first, as training did.
+        # The id of a token is its rank. The encoder applies the merge of the lowest rank first, as training did.
         # With the merges 256 = l o, 257 = e r, 258 = lo w, the word "lower" becomes the ids 258, 257:
         #
         #     l o w e r  ->  lo w e r  ->  lo w er  ->  low er
@@ -126,8 +123,8 @@ class Tokenizer:
         self.special_ids = {name: len(tokens) + index for index, name in enumerate(special_tokens)}
         self.vocab_size = len(tokens) + len(special_tokens)
         self.token_texts = [*tokens, *[b""] * len(special_tokens)]
-        # A reply ends with any special token except those of a call: the end of the message or document, and the marks
-        # that only the user, the system or the tool may write.
+        # Any special token ends a reply, except the two marks of a call. The others end the message or the document, or
+        # only the user, the system or the tool may write them.
         calls = {"<|python_start|>", "<|python_end|>"}
         self.stop_ids = frozenset(index for name, index in self.special_ids.items() if name not in calls)
         self.reply_ends = tuple(self.special_ids[name] for name in ("<|assistant_end|>",) if name in self.special_ids)
@@ -140,17 +137,17 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn the merges from a stream of texts, on all cores. The result does not depend on their number.
+        """Learn the merges from a stream of texts, on all cores. The result does not depend on the number of cores.
 
         `vocab_size` includes the special tokens. Text with too few different pairs gives a smaller vocabulary: compare
         `.vocab_size` with what you requested.
 
         Raises UserError: when vocab_size has no room for the bytes and the special tokens, or there is no text.
         """
-        import rustbpe  # here, because encoding does not need it
+        import rustbpe  # only training needs it
 
-        # Byte-pair encoding starts with every text as bytes. It counts the pairs of neighbours, makes the most frequent
-        # pair one new token, and repeats that until the vocabulary is full:
+        # Byte-pair encoding starts with every text as bytes. It counts the pairs of neighbours, turns the most frequent
+        # pair into one new token, and repeats that until the vocabulary is full:
         #
         #     "the other"     t h e _ o t h e r      (_ is the space)
         #     merge t h       th e _ o th e r
@@ -181,7 +178,7 @@ class Tokenizer:
         return cls([bytes(token) for token, _ in ranked])
 
     def shrink(self, vocab_size: int) -> "Tokenizer":
-        """The tokenizer of the first merges only: what training for fewer tokens gives."""
+        """The tokenizer of the first merges, equal to one that was trained for fewer tokens."""
         # Training is greedy: no merge depends on a later one. So one long training gives every smaller vocabulary.
         return Tokenizer(self.tokens[: vocab_size - len(self.special_ids)], self.pattern, list(self.special_ids))
 
@@ -200,31 +197,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read and verify `folder/tokenizer.json`, or EXPORTED_NAME where there is one.
+        """Read and verify `folder/tokenizer.json`, or EXPORTED_NAME where it exists.
 
-        It is our own, or another family's: in Hugging Face's form, with the other files of its folder, or as a
-        checkpoint has it. Raises UserError: when it is missing, damaged, or of another format version.
+        Raises UserError: when the file is missing, damaged, or of another format version.
         """
         path = Path(folder) / EXPORTED_NAME
         if not path.exists():
             path = Path(folder) / FILE_NAME
-        remedy = f"restore it or {TRAIN_AGAIN}"
         try:
             content = read_json(path, **MAX_FILE)
-            is_hugging_face = "model" in content
-            if is_hugging_face or content["version"] == 2:
-                from nanochat.families.imported_tokenizer import (
-                    ImportedTokenizer,  # here, because it imports this module
-                )
-
-                remedy = "download it again"
-                if is_hugging_face:
-                    return ImportedTokenizer.from_folder(path.parent, content)
-                return ImportedTokenizer.from_checkpoint(path, content)
+            if "model" in content or "tokenizer" in content:  # another family: our files have neither
+                return rooms.find("tokenizers", "hugging_face")(path, content)
             if content["version"] != cls.format_version:
                 raise ValueError(f"it has format version {content['version']}, this code reads {cls.format_version}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]
-            # The split pattern and the special tokens are those of the file, not those of today's code.
+            # The file defines the split pattern and the special tokens. Today's code may have others.
             tokenizer = cls(tokens, content["pattern"], content["special_tokens"])
             if tokenizer.fingerprint() != content["sha256"]:
                 raise ValueError("its content does not match its sha256")
@@ -232,13 +219,15 @@ class Tokenizer:
             raise UserError(
                 f"there is no tokenizer at {path}: copy the one of the model there, or {TRAIN_AGAIN}"
             ) from error
+        except UserError:  # the room's own message
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be used ({str(error)[:500]}): {remedy}") from error
+            raise UserError(f"{path} cannot be used ({str(error)[:500]}): restore it or {TRAIN_AGAIN}") from error
         return tokenizer
 
     def fingerprint(self) -> str:
         """sha256 of everything that defines the ids: equal fingerprints mean equal ids for every text."""
-        # Every checkpoint stores it: with another tokenizer a model reads and writes nonsense, without any error.
+        # Every checkpoint stores it. With another tokenizer a model reads and writes nonsense, without any error.
         return hashlib.sha256(json.dumps(self._definition(), sort_keys=True).encode()).hexdigest()
 
     def _definition(self) -> dict[str, Any]:
@@ -254,8 +243,8 @@ class Tokenizer:
         """Token ids of a text; `prepend` and `append` are special tokens, by id or by name."""
         ids = [] if prepend is None else [self._special_id(prepend)]
         for piece in _cut_long_runs(replace_surrogates(text)):
-            # Splits the piece by the pattern and merges within each part. "Ordinary" means without special tokens:
-            # one that is spelled out in the text is encoded letter by letter.
+            # This splits the piece by the pattern and merges within each part. "Ordinary" means without special tokens:
+            # the encoder spells out a special token's name in the text.
             ids += self._encoding.encode_ordinary(piece)
         if append is not None:
             ids.append(self._special_id(append))
@@ -263,7 +252,7 @@ class Tokenizer:
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that follows other text."""
-        return self.encode(text)
+        return self.encode(text)  # some families put a space before a text, but not here
 
     def encode_batch(
         self, texts: Sequence[str], prepend: int | str | None = None, num_threads: int = 1
@@ -271,14 +260,14 @@ class Tokenizer:
         """`encode` of each text, on `num_threads` threads."""
         if num_threads <= 1:
             return [self.encode(text, prepend) for text in texts]
-        # tiktoken releases the interpreter's lock, so that threads run side by side.
+        # tiktoken releases the interpreter's lock, so the threads run in parallel.
         with ThreadPoolExecutor(num_threads) as threads:
             return list(threads.map(lambda text: self.encode(text, prepend), texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; a special token gives its name."""
-        # A token may end within a character of several bytes, for example a Chinese one. Half a character becomes
-        # U+FFFD here; a stream of tokens joins the bytes first.
+        # A token may end inside a character of several bytes, such as a Chinese one. Half a character becomes U+FFFD
+        # here, so code that streams joins the bytes first.
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -305,14 +294,15 @@ class Tokenizer:
 
     def token_bytes(self) -> list[int]:
         """Bytes of text per id, 0 for special tokens."""
-        # For bits per byte: the loss per byte of text, not per token. Loss per token cannot compare vocabularies,
-        # because a larger one has fewer tokens that are each harder to predict.
+        # Bits per byte need this: the loss per byte of text. A loss per token cannot compare two vocabularies, because
+        # the larger one has fewer tokens, each of which is harder to predict.
         return [len(token) for token in self.tokens] + [0] * len(self.special_ids)
 
 
 def bytes_per_token(encode: Callable[[str], list[int]], texts: Iterable[str]) -> float:
     """UTF-8 bytes per token over all texts together."""
-    # How well a vocabulary compresses: more bytes per token are more text per training step and per context.
+    # It measures how well a vocabulary compresses. More bytes per token put more text into a training step and into a
+    # context.
     total_bytes = 0
     total_tokens = 0
     for text in texts:
@@ -330,9 +320,9 @@ _LETTER_DIGIT_OR_SPACE = re.compile(r"[^\W_]|\s")
 
 def _cut_long_runs(text: str) -> list[str]:
     """Cut the text inside long runs of letters, of white space, or of marks."""
-    # The split pattern makes one piece of such a run. From about 100,000 spaces on, its engine overflows its stack, and
-    # the merge loop of older tiktoken is quadratic in a piece. A cut after each aligned block of 512 characters of one
-    # kind keeps every piece under 1,024 characters. Text without such a block is encoded as if this were not here.
+    # The split pattern takes such a run as one piece. From about 100,000 spaces on, the regex engine overflows its
+    # stack, and the merge loop of older tiktoken is quadratic in a piece. A cut after each aligned block of 512
+    # characters of one kind keeps every piece under 1,024 characters. A text without such a block keeps its ids.
     pieces = []
     begin = 0
     for end in range(RUN_BLOCK, len(text), RUN_BLOCK):
@@ -346,7 +336,7 @@ def _cut_long_runs(text: str) -> list[str]:
 
 def replace_surrogates(text: str) -> str:
     """The text as UTF-8 can hold it: surrogate pairs are joined, lone surrogates become U+FFFD."""
-    # Surrogates are halves of characters in UTF-16. JSON such as "\\ud83d" puts them into Python's strings.
+    # Surrogates are halves of characters in UTF-16. JSON such as "\\ud83d" puts them into Python strings.
     try:
         text.encode()
     except UnicodeEncodeError:

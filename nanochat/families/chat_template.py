@@ -1,7 +1,15 @@
 """Chat templates of other model families: Jinja programs that write a conversation as text, run as transformers does.
 
-A template comes with a model, from strangers. It runs in Jinja's sandbox, which hides what is not data, and here with a
-budget of work on top: a template that loops for ever, or doubles a text again and again, ends in one line.
+A template comes with a model, from strangers. Jinja's sandbox hides everything that is not data, but it does not bound
+time and memory. Two limits do:
+
+- At loading, `try_out` renders an unknown template in a child process that has a second and 400 MB: short and long
+  conversations, with and without tools. A template that loops for ever or doubles a text again and again ends there.
+- At rendering, a text longer than any conversation, or one that takes long to write, is an error.
+
+Not covered: a template that looks harmless in the trial and then, for the messages of one conversation, computes for
+ever without writing anything, or makes one huge text in a single operation. Rendering runs in the process that serves
+or trains, many times a second, so nothing watches it from outside.
 
 What is in the messages never becomes a special token, although a template mixes both in one text: a special token's
 name in a message gets a character into it that no text has, and loses it when the text is divided into tokens.
@@ -10,39 +18,43 @@ Source: the settings of transformers' `apply_chat_template` (the environment, it
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, wraps
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat import rooms
+from nanochat.conversation import Settings, UnrenderableChat
 from nanochat.tokenizer import replace_surrogates
 
-# Operations that a template may use for one conversation: a second, or six where all are calls. Of a text 64 characters
-# count as one.
-MAX_WORK = 1_000_000
-CHARACTERS_OF_WORK = 64
-MAX_NUMBER = 100_000  # as an argument: `x.ljust(10**10)` is one operation
-MAX_PRODUCT = 1 << 26  # of the sizes of two arguments: `x.replace("a", x)` is one operation, too
-MAX_BITS = 256  # of a number
-WIDE = re.compile(r"\d{5}|\{[^{}]*:[^{}]*\{")  # in a text that is formatted
-# Filters that make a long text of a short one, or search texts with regular expressions.
-LEFT_OUT = ("center", "format", "urlize", "wordwrap", "striptags", "pprint", "random")
+MAX_CHARACTERS = 1 << 24  # of a rendered conversation: a context of a million tokens has about 4 million
+MAX_SECONDS = 10.0  # to write it; the longest conversations take about 0.1
+TRIAL_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
 # Unicode has set aside characters that no text contains, for uses like ours.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
-
 Messages = Sequence[Mapping[str, Any]]
-Settings = Mapping[str, Any]
 Span = tuple[int, int]  # (start, end) in a text
 Special = tuple[int, int, str]  # (start, end, name) of a special token in a text
 
 
-class TemplateError(UserError):
+class TemplateError(UnrenderableChat):
     """A template cannot render a conversation, or refuses to."""
+
+
+class TooMuchWork(TemplateError):
+    """A text is too long, or takes too long to write."""
+
+    def __init__(self) -> None:
+        super().__init__("it takes more work than any conversation needs")
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,10 @@ class RenderedText:
 
 
 class ChatTemplate:
-    """The templates of a tokenizer; `names` are those of its bos_token, eos_token and so on, `special` of all.
-    `file`: where the templates were read, for messages.
+    """The templates of a tokenizer. `names` are the names of its bos_token, eos_token and so on, `special` the names of
+    all special tokens, and `file` is where the templates were read, for messages.
 
-    Raises TemplateError: when one of them is no Jinja.
+    Raises TemplateError: when one of them is not Jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], special: Iterable[str], file: str = ""):
@@ -68,11 +80,11 @@ class ChatTemplate:
         self._special = sorted(special, key=len, reverse=True)  # the longest match counts
         self._begun = {name[:length] for name in self._special for length in range(1, len(name))}
         self._longest = max(map(len, self._begun), default=0)
-        # The first characters come before the names: templates of Mistral's have a thousand names.
+        # The first characters come before the names: templates of Mistral have a thousand names.
         firsts = "".join(re.escape(first) for first in sorted({name[0] for name in self._special}))
         self._names = f"(?=[{firsts}])(?:{'|'.join(map(re.escape, self._special))})" if firsts else "(?!)"
         self._compiled: dict[str, Any] = {}
-        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (conversation.py).
+        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (`learned`).
         self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
         for name in self.sources:
             self._compile(name)
@@ -89,9 +101,9 @@ class ChatTemplate:
     ) -> RenderedText:
         """The text of a conversation; with `add_generation_prompt` it ends where the reply begins.
 
-        `settings` are variables of the template's own, such as enable_thinking of Qwen3's.
+        `settings` are variables of the template, such as enable_thinking of Qwen3.
 
-        Raises TemplateError: with the template's own complaint, or because it takes too long.
+        Raises TemplateError: with the template's own complaint, or because its text is too long or takes too long.
         """
         # Three characters for our marks, which are in none of the texts.
         everything = json.dumps(
@@ -113,7 +125,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         with _complaints(self.file):
-            text = template.render(fields)
+            text = _written(template.generate(fields))
         return self._divided(text, guard)
 
     @cached_property
@@ -131,20 +143,20 @@ class ChatTemplate:
     def learned(
         self, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
     ) -> list[Span | None]:
-        """Of each assistant's message in the rendered conversation, what the model writes: from where the reply begins
+        """What the model writes in each assistant's message of the rendered conversation: from where the reply begins
         to its end, one of the special tokens `ends`. None where the template leaves no such place.
         """
         replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if self.has_marks and len(whole.marked) == len(replies):
             return list(whole.marked)
-        # Without marks a reply is what its turn has more than the prompt before it:
+        # Without marks a reply is the part of its turn that the prompt before it lacks:
         #
         #     messages[:1] and the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
         #     messages[:2]                    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
         #     learned                                                                              5.<|im_end|>
         #
-        # That counts only where the whole conversation begins with it. Qwen3's template leaves the thoughts of earlier
-        # replies out: there the model would learn from a text to which it never replies.
+        # That counts only where the whole conversation begins with it. Qwen3's template drops the thoughts of earlier
+        # replies: there the model would learn from a text to which it never replies.
         spans: list[Span | None] = []
         for number in replies:
             try:
@@ -212,13 +224,12 @@ class ChatTemplate:
         return _environment()
 
 
-# ---------------------------------------------------------------------- the budget
+# ---------------------------------------------------------------------- limits
 
 
 class _State(threading.local):
-    """Of the rendering on this thread."""
+    """The rendering on this thread."""
 
-    work = 0
     marks: tuple[str, str] = ("", "")  # around what {% generation %} encloses
 
 
@@ -226,13 +237,13 @@ state = _State()
 
 
 class _complaints:
-    """One line for whatever a template raises, and a new budget."""
+    """One line for whatever a template raises."""
 
     def __init__(self, file: str):
         self.where = f" in {file}" if file else ""
 
     def __enter__(self) -> None:
-        state.work = 0
+        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception):  # a template can raise anything: 1 / 0, no such key, memory
@@ -240,72 +251,51 @@ class _complaints:
             raise TemplateError(f"the chat template{self.where} fails: {reason}") from error
 
 
-def _spend(work: int) -> None:
-    state.work += work
-    if state.work > MAX_WORK:
-        raise TemplateError("it takes more work than any conversation needs")
+def _written(pieces: Iterable[str]) -> str:
+    """The text of a template, which arrives in pieces. Raises TooMuchWork: when it is too long, or takes too long."""
+    began = time.monotonic()
+    text = []
+    characters = 0
+    for piece in pieces:
+        text.append(piece)
+        characters += len(piece)
+        if characters > MAX_CHARACTERS or time.monotonic() - began > MAX_SECONDS:
+            raise TooMuchWork
+    return "".join(text)
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple | dict | range) else 0
+def try_out(sources: Mapping[str, str], file: str = "") -> None:
+    """Render unknown templates once in a child process with limits (template_trial.py), which takes 0.2 seconds.
 
-
-def _spend_on(value: Any) -> Any:
-    """Pay for a value; returns it."""
-    size = _size(value)
-    _spend(1 + (size // CHARACTERS_OF_WORK if isinstance(value, str) else size))
-    return value
-
-
-def _check(arguments: Iterable[Any]) -> None:
-    """Refuse what is a single operation, and could fill the memory."""
-    number = 1
-    sizes = [1, 1]
-    for argument in arguments:
-        if isinstance(argument, int):
-            number = max(number, abs(argument))
-        sizes.append(_size(argument))
-    if number > MAX_NUMBER:
-        raise TemplateError(f"the number {str(number)[:20]} is too large")
-    *_, second, largest = sorted(sizes)
-    if max(second, number) * largest > MAX_PRODUCT:
-        raise TemplateError("it takes more work than any conversation needs")
-
-
-def _listed(value: Any) -> Any:
-    """A generator as the list of its items: what joins them must know how many they are."""
-    return list(_counted(value)) if isinstance(value, Iterator) else value
-
-
-def _paid(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is checked and paid for."""
-
-    @wraps(function)  # Jinja reads the function's attributes
-    def paid(*arguments: Any, **named: Any) -> Any:
-        arguments = tuple(map(_listed, arguments))
-        _check([*arguments, *named.values()])
-        return _spend_on(function(*arguments, **named))
-
-    return paid
-
-
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop; each is paid for."""
-    for item in items:
-        _spend(1)
-        yield item
+    Raises TemplateError: when they need more than a second or 400 MB. Other complaints wait for the first rendering.
+    """
+    package_folder = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "nanochat.families.template_trial"]
+    where = f" in {file}" if file else ""
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(dict(sources)).encode(), capture_output=True, timeout=TRIAL_SECONDS, check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise TemplateError(f"the chat template{where} fails: its trial did not end") from error
+    if done.returncode:
+        raise TemplateError(f"the chat template{where} fails: {TooMuchWork()}")
 
 
 # ---------------------------------------------------------------------- Jinja
 
 
 def _environment() -> Any:
-    """The environment of transformers, whose templates have the budget."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.visitor import NodeTransformer
+    """The environment of transformers."""
+    try:
+        import jinja2
+        from jinja2 import nodes
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError as error:
+        raise rooms.explain_missing(error) from error
 
     class Generation(Extension):
         """{% generation %} ... {% endgeneration %} encloses what the assistant writes."""
@@ -321,52 +311,6 @@ def _environment() -> Any:
             begin, end = state.marks
             return f"{begin}{caller()}{end}"
 
-    class PaidOperations(NodeTransformer):
-        """What is neither a call nor an operator is paid for by a filter around it."""
-
-        def visit_For(self, node: Any) -> Any:
-            node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
-            return self.generic_visit(node)
-
-        def visit_Output(self, node: Any) -> Any:
-            node = self.generic_visit(node)
-            node.nodes = [one if isinstance(one, nodes.TemplateData) else pay(one) for one in node.nodes]
-            return node
-
-        def visit_Concat(self, node: Any) -> Any:
-            return pay(self.generic_visit(node))
-
-    def pay(node: Any) -> Any:
-        return nodes.Filter(node, "_spend_on", [], [], None, None, lineno=node.lineno)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-            return PaidOperations().visit(super()._parse(source, name, filename))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "*" and not (isinstance(left, int) and isinstance(right, int)):
-                _check([left, right])
-            if operator == "**" and isinstance(right, int) and right > 64:
-                raise TemplateError(f"the number {str(right)[:20]} is too large")
-            if operator == "%" and isinstance(left, str):
-                raise TemplateError("a text cannot be formatted by %")
-            result = super().call_binop(context, operator, left, right)
-            if isinstance(result, int) and result.bit_length() > MAX_BITS:
-                raise TemplateError("a number is too large")
-            return _spend_on(result)
-
-        def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:  # pyright: ignore
-            owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # Jinja wraps str.format
-            if isinstance(owner, str):
-                arguments = tuple(map(_listed, arguments))
-            _check([owner, *arguments, *named.values()])
-            # A width, or one that is put together from arguments: "{0:{1}{1}}".
-            if isinstance(owner, str) and function.__name__.startswith("format") and WIDE.search(owner):
-                raise TemplateError("a text is too wide")
-            return _spend_on(super().call(context, function, *arguments, **named))
-
     def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
         # Jinja's own filter writes < and > as \u003c and \u003e, which models have not learned.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -374,16 +318,10 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # Without the optimizer, which would compute constants before there is a budget.
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"], optimized=False
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    environment.filters = {
-        name: _paid(function) for name, function in environment.filters.items() if name not in LEFT_OUT
-    }
-    environment.filters |= {"_counted": _counted, "_spend_on": _spend_on}
-    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -18,7 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.families.chat_template import ChatTemplate, RenderedText
+from nanochat import rooms
+from nanochat.cli import UserError
+from nanochat.families.chat_format import TemplateFormat
+from nanochat.families.chat_template import ChatTemplate, RenderedText, try_out
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
 from nanochat.untrusted import read_json, read_text
 
@@ -27,6 +30,24 @@ MAX_TEMPLATE = 1 << 18  # characters; the longest that are in use have about 15,
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # the roles that templates may name
 SPACE = "\u2581"  # SentencePiece's name of it
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def read_tokenizer(path: Path, content: Any) -> "ImportedTokenizer":
+    """The tokenizer of a tokenizer.json: in the form of Hugging Face, with the other files of its folder, or as a
+    checkpoint has it.
+
+    Raises UserError: when it cannot be used.
+    """
+    try:
+        if "model" in content:
+            return ImportedTokenizer.from_folder(path.parent, content)
+        if content["version"] != ImportedTokenizer.format_version:
+            raise ValueError(f"it has format version {content['version']}, this code reads 2")
+        return ImportedTokenizer.from_checkpoint(path, content)
+    except ModuleNotFoundError as error:
+        raise rooms.explain_missing(error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be used ({str(error)[:500]}): download it again") from error
 
 
 class ImportedTokenizer(Tokenizer):
@@ -102,9 +123,10 @@ class ImportedTokenizer(Tokenizer):
         self.stop_ids = frozenset({*ends, self._bos})
         if not {*ends, self._bos} <= set(self.special_ids.values()):
             raise ValueError("the tokens that begin and end a text are not special in it: texts could contain them")
-        self.chat_template = None
+        self.chat_template: ChatTemplate | None = None
         if self.templates:
             self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids, template_file)
+        self.chat_format = TemplateFormat(self, self.chat_template, self.encode_rendered)
         self.can_chat = self.chat_template is not None
 
     @classmethod
@@ -136,17 +158,17 @@ class ImportedTokenizer(Tokenizer):
         templates = {} if template is None else {"default": template}
         if isinstance(template, list):
             templates = {one["name"]: one["template"] for one in template}
-        if not all(isinstance(one, str) and len(one) <= MAX_TEMPLATE for one in templates.values()):
-            raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")
-        if templates and "default" not in templates:
-            raise ValueError("none of its chat templates is the default one")
+        file = f"{folder.resolve().name}/{file}"
+        _check_templates(templates, file)
         definition = {"tokenizer": content, "config": config, "chat_templates": templates, "eos_token_ids": ends}
-        return cls(definition, f"{folder.resolve().name}/{file}")
+        return cls(definition, file)
 
     @classmethod
     def from_checkpoint(cls, path: Path, content: dict[str, Any]) -> "ImportedTokenizer":
         """From the one file that `save` writes. Raises ValueError: when it is damaged."""
-        tokenizer = cls(content, "/".join(path.resolve().parts[-4:]))  # <stage>/<tag>/step_<n>/tokenizer.json
+        file = "/".join(path.resolve().parts[-4:])  # <stage>/<tag>/step_<n>/tokenizer.json
+        _check_templates(content["chat_templates"], file)
+        tokenizer = cls(content, file)
         if tokenizer.fingerprint() != content["sha256"]:
             raise ValueError("its content does not match its sha256")
         return tokenizer
@@ -298,6 +320,16 @@ def _optional(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is not an object")
     return content
+
+
+def _check_templates(templates: dict[str, str], file: str) -> None:
+    """Raises ValueError: when they are not chat templates, or need too much time or memory."""
+    if not all(isinstance(one, str) and len(one) <= MAX_TEMPLATE for one in templates.values()):
+        raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")
+    if templates and "default" not in templates:
+        raise ValueError("none of its chat templates is the default one")
+    if templates:
+        try_out(templates, file)
 
 
 def _name(token: Any) -> str | None:

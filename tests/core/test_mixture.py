@@ -18,6 +18,7 @@ from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
 from nanochat.demo.corpus import held_out_pair
+from nanochat.families.chat_format import TemplateFormat
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.loader import segments_of
 from nanochat.mixture import (
@@ -105,7 +106,8 @@ def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp
     rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}] for reply in ("b", "c")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refuses = copy.copy(family_tokenizers["qwen2"])
-    refuses.chat_template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
+    template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
+    refuses.chat_format = TemplateFormat(refuses, template, refuses.encode_rendered)
     # By default such a record is left out, in mid-training too.
     assert not MixtureCorpus(open_mixture(f"mine={file}", "train"), refuses).read_block(0)
     mixture = open_mixture(f"mine={file}", "train", bad_records="fail")

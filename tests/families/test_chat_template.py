@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import shutil
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,8 @@ from tiny_families import FAMILIES, random_string, save_family
 
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
 from nanochat.engine import Engine
-from nanochat.families.chat_template import ChatTemplate, TemplateError
+from nanochat.families import chat_template
+from nanochat.families.chat_template import ChatTemplate, TemplateError, try_out
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import open_mixture
 from nanochat.sampling import SamplingParams
@@ -215,9 +217,9 @@ def test_a_model_without_a_template_holds_no_conversation(tmp_path):
     assert "chat template" in complaint(lambda: render_prompt(tokenizer, HELLO))
 
 
-HOSTILE = {
+# These take more time or memory than any conversation needs.
+RUNAWAY = {
     "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "doubled by +": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubled by ~": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubled by set": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
@@ -234,7 +236,14 @@ HOSTILE = {
     "formatted": "{{ '{:9999999999}'.format(1) }}",
     "formatted twice": "{{ '{0:{1}{1}}'.format(1, 9999) }}",
     "percent": "{{ '%9999999999d' % 1 }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "a text of 500 MB": "{% set x = 'a' * 500000000 %}{{ messages[0].content }}",
+    "only with tools": "{% if tools %}{{ 'a' * 10**10 }}{% endif %}",
+    "only in long chats": "{% if messages | length > 9 %}{{ 'a' * 10**10 }}{% endif %}",
+}
+# These fail at once.
+REFUSED = {
+    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "import": "{% include '/etc/passwd' %}",
     "changes messages": "{{ messages.append(1) }}",
@@ -243,14 +252,48 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_ends_in_one_line(source):
+@pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
+def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tmp_path, source):
+    """In both forms of a tokenizer. Without the limits these would take minutes, or all memory."""
+    folder = shutil.copytree(family_folders["qwen3"], tmp_path / "model")
+    Tokenizer.load(folder).save(tmp_path)
+    (folder / "chat_template.jinja").write_text(source)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["chat_templates"]["default"] = source
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for place in (folder, tmp_path):
+        line = complaint(lambda place=place: Tokenizer.load(place))
+        assert "cannot be used" in line and "chat template" in line and "more work" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)
+def test_a_template_that_fails_ends_in_one_line(source):
+    try_out({"default": source})  # the trial leaves it to the first rendering
     template = ChatTemplate({"default": source}, {}, [])
     with pytest.raises(TemplateError) as error:
         template.render(HELLO)
     assert not isinstance(error.value.__cause__, MemoryError)
     assert "chat template" in str(error.value) and "\n" not in str(error.value)
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
+
+
+@pytest.mark.parametrize("limit", ["MAX_CHARACTERS", "MAX_SECONDS"])
+def test_a_template_that_runs_away_after_its_trial_ends_in_one_line(monkeypatch, limit):
+    """It writes for ever in a conversation that the trial does not have."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }} and {{ b }}{% endfor %}{% endfor %}"
+    source = "{% if messages[0].content == 'go' %}" + loops + "{% endif %}"
+    try_out({"default": source})
+    template = ChatTemplate({"default": source}, {}, [])
+    assert template.render(HELLO).text == ""
+    unlimited = {"MAX_CHARACTERS": 1 << 40, "MAX_SECONDS": 1e9}
+    del unlimited[limit]
+    for name, value in unlimited.items():
+        monkeypatch.setattr(chat_template, name, value)
+    if limit == "MAX_SECONDS":
+        monkeypatch.setattr(chat_template, limit, 0.2)
+    with pytest.raises(TemplateError, match="more work") as error:
+        template.render([{"role": "user", "content": "go"}])
+    assert "\n" not in str(error.value)
 
 
 def test_loop_controls_dates_and_pickling():

@@ -1,0 +1,154 @@
+"""The chat format of another model family: its template writes the text, its tokenizer encodes it.
+
+What a model learns is what it would write after a prompt, with the token that ends its turn.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nanochat.cli import UserError
+from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
+from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
+from nanochat.tokenizer import Tokenizer
+
+CALL_ID = "000000000"  # of a tool's call, in the form that the templates of Mistral check
+
+
+class TemplateFormat(ChatFormat):
+    """Conversations as a chat template writes them; without a template every method that renders raises UserError."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        encode_rendered: Callable[[RenderedText, Sequence[Span]], tuple[list[int], list[int]]],
+    ):
+        """`encode_rendered` is the method of an ImportedTokenizer: the ids of a text, and the mask of its spans."""
+        self.tokenizer = tokenizer
+        self._template = template
+        self._encode_rendered = encode_rendered
+        ends = set(tokenizer.reply_ends)
+        self._end_names = {name for name, index in tokenizer.special_ids.items() if index in ends}
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            raise UserError(
+                "this model has no chat template, so it continues text and holds no conversation: take its "
+                "instruction-tuned relative, or put a chat_template.jinja next to its tokenizer.json"
+            )
+        return self._template
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        plain = _as_texts(messages)
+        whole = self.template.render(plain, tools)
+        spans = []
+        unlearned = 0
+        replies = [message for message in messages if message["role"] == "assistant"]
+        for message, span in zip(replies, self.template.learned(whole, plain, tools, self._end_names), strict=True):
+            has_content = text_of(message.get("content") or "") or message.get("tool_calls")
+            if not has_content or not message.get("train", True):
+                continue
+            if span is None:
+                unlearned += 1
+            else:
+                spans.append(span)
+        ids, mask = self._encode_rendered(whole, spans)
+        return Rendered(ids, mask, unlearned=unlearned)
+
+    def shorten(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        settings: Settings | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Prompt:
+        template = self.template
+        first = 1 if messages[0]["role"] == "system" else 0
+        # A template would end the turn of a reply that the model continues, so that reply is encoded separately.
+        begun: list[int] = []
+        if messages[-1]["role"] == "assistant":
+            begun = self.tokenizer.encode_continuation(text_of(messages[-1]["content"]))
+            messages = messages[:-1]
+        plain = _as_texts(messages)
+        questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
+
+        def prompt(oldest: int) -> list[int]:
+            shortened = [*plain[:first], *plain[oldest:]]
+            rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
+            return self._encode_rendered(rendered, [])[0] + begun
+
+        # Each possible beginning gives another text, and a later beginning a shorter one: bisection tries a few.
+        ids = prompt(first)
+        if max_tokens is None or len(ids) <= max_tokens or len(questions) < 2:
+            return Prompt(ids, first)
+        earlier = questions[1:-1]  # the first is too long, and the last always stays
+        fitting = bisect.bisect_left(earlier, True, key=lambda oldest: len(prompt(oldest)) <= max_tokens)
+        oldest = [*earlier, questions[-1]][fitting]
+        return Prompt(prompt(oldest), oldest)
+
+    def continuation(
+        self,
+        question: Sequence[Message],
+        messages: Sequence[Message],
+        is_complete: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        # A template writes whole conversations. So render one, and take what follows the token that ends the reply:
+        #
+        #     question            <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+        #     + reply, messages   <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nOK<|im_end|>\n<|im_start|>...
+        #     continuation                                                             <|im_end|>\n<|im_start|>...
+        #
+        # Any reply will do where the continuation does not depend on it, that is where a template leaves a reply as it
+        # is once others follow. Qwen3's template drops the thoughts of replies before the last user's message, so one
+        # trial has thoughts: its models can call tools, and cannot play a game in which the user speaks.
+        template = self.template
+        plain = _as_texts(question)
+        prompt = template.render(plain, tools, add_generation_prompt=True).text
+        has_thoughts = any("</think>" in source for source in template.sources.values())
+        texts = ["<think>\nOK\n</think>\n\n", "OK"] if has_thoughts else ["OK"]
+        after: list[int] = []
+        for text in texts:
+            reply: Message = {"role": "assistant", "content": text}
+            following = _as_texts(messages)
+            if messages[0]["role"] == "tool":  # templates want to see its call
+                function = {"name": messages[0].get("name", "tool"), "arguments": {}}
+                reply["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": function}]
+                following = [{"tool_call_id": CALL_ID, **message} for message in following]
+            whole = template.render([*plain, reply, *following], tools, add_generation_prompt=True)
+            ends = (start for start, _, name in whole.specials if start >= len(prompt) and name in self._end_names)
+            end = next(ends, None)
+            is_kept = whole.text.startswith(prompt) and text.strip() in whole.text[len(prompt) : end]
+            if end is None or not is_kept:
+                what = "thoughts (<think>) of a reply out" if text != "OK" else "a reply not as it was"
+                raise UserError(
+                    f"this model's chat template leaves {what} once a message by {messages[0]['role']} follows it, so "
+                    "episodes of several turns would be other texts than those of its chats: choose another "
+                    "environment or model, or put a chat_template.jinja that keeps replies next to its tokenizer.json"
+                )
+            specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]
+            after = self._encode_rendered(RenderedText(whole.text[end:], specials, []), [])[0]
+        return after[1:] if is_complete else after
+
+    def parse(self, ids: Iterable[int]) -> list[Part]:
+        special = set(self.tokenizer.special_ids.values())
+        tokens = []
+        for token in ids:
+            if token in self.tokenizer.reply_ends:
+                break
+            if token not in special:
+                tokens.append(token)
+        text = self.tokenizer.decode(tokens)
+        return [{"type": "text", "text": text}] if text else []
+
+
+def _as_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as templates read them: each content is one text."""
+    # The model has no marks for calculator calls. From "It is " + call + result + "5." it reads and learns "It is 5."
+    plain = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if name != "train" and value is not None}
+        plain.append({**fields, "content": text_of(message.get("content") or "")})
+    return plain
