@@ -15,6 +15,14 @@ from nanochat.cli import UserError
 ROOMS: dict[str, dict[str, str]] = {
     # Reads a tokenizer.json that is not ours: (path, content) -> a Tokenizer.
     "tokenizers": {"hugging_face": "nanochat.families.imported_tokenizer:read_tokenizer"},
+    # What accompanies a run, by the flag that asks for it: a class whose objects a run takes (loop.Attendant), or what
+    # makes one. The watchdog is --hang_seconds.
+    "attendants": {
+        "watchdog": "nanochat.run.watchdog:Watchdog",
+        "profile": "nanochat.run.profiling:Recorder",
+        "compile": "nanochat.run.compiling:compile_model",
+        "dry_run": "nanochat.run.memory:begin",
+    },
 }
 
 # Packages that only rooms import, and the extra of pyproject.toml that installs each.

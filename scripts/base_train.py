@@ -126,9 +126,11 @@ def main(config: Config) -> None:
     from nanochat.data.token_cache import cached
     from nanochat.gpt import GPT
     from nanochat.loader import Loader, LoaderState
+    from nanochat.loop import Run
     from nanochat.parallel.fsdp import shard
-    from nanochat.run.memory import Ledger, full_rows
-    from nanochat.stage import Run, Start, begin, count_micro_batches, open_device
+    from nanochat.run.memory import begin as begin_ledger
+    from nanochat.run.memory import full_rows
+    from nanochat.stage import Start, begin, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -152,7 +154,7 @@ def main(config: Config) -> None:
         tag = config.model_tag or f"d{config.depth}"
         start = Start(began, device, layout, model, tokenizer, tag, {"data": "", "tokens": 0})
         if config.dry_run:
-            start.ledger = Ledger.begin(device, model)
+            start.ledger = begin_ledger(device, model)
         else:
             model.to_empty(device=device.torch_device)
             model.init_weights(config.seed)
@@ -246,7 +248,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
-            if run.should_evaluate:
+            if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     # An untrained model guesses alike everywhere: a batch's worth of text shows how well, and the
                     # first loss need not wait for all of it.
@@ -258,11 +260,11 @@ def main(config: Config) -> None:
                             should_stop=run.should_stop, document_mask=document_mask,
                         ))  # fmt: skip
                     metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
-                    run.log_evaluation(**metrics)
-            if run.should_save:
+                    run.log.evaluation(**metrics)
+            if run.due.save:
                 pretraining["tokens"] = tokens_before + run.progress.tokens
                 run.save(position.to_tensors())
-            if run.should_leave:
+            if run.due.leave:
                 break
 
             # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
@@ -275,11 +277,11 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
                 max_grad_norm=largest_norm,
             )  # fmt: skip
-            run.add(stats, batch_tokens)
+            run.log.add(stats, batch_tokens)
             position = micro[-1].state
-            if run.should_log:
+            if run.due.log:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus)
-                run.log(stats, lr=peak_lr * schedule.lr(step), **epochs)
+                run.log.step(stats, lr=peak_lr * schedule.lr(step), **epochs)
     loader.close()
     best = run.progress.best_val_bpb
     run.finish("" if best is None else f"best validation {best:.4f} bits per byte")

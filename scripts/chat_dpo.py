@@ -56,10 +56,11 @@ def main(config: Config) -> None:
 
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
+    from nanochat.loop import Run
     from nanochat.mixture import Mixture, default_dpo_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
-    from nanochat.stage import Horizon, Run, begin, open_optimizer
+    from nanochat.stage import Horizon, begin, open_optimizer
     from nanochat.tasks.registry import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
 
@@ -156,7 +157,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave, where it is time to
-            if run.should_evaluate:
+            if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
                     baseline = baseline_of(val_examples, model)
@@ -166,10 +167,10 @@ def main(config: Config) -> None:
                     if math.isfinite(val_loss):  # else no held-out pair is left
                         means = losses.mean_reply_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
-                    run.log_evaluation(**metrics)
-            if run.should_save:
+                    run.log.evaluation(**metrics)
+            if run.due.save:
                 run.save({"left_out": torch.tensor(left_out)})
-            if run.should_leave:
+            if run.due.leave:
                 break
 
             # ---- one step
@@ -185,11 +186,11 @@ def main(config: Config) -> None:
                 functools.partial(loss_fn, stats=reply_stats, **baseline), device=device, lr=schedule.lr(step),
                 momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.add(stats, preferences.token_count(examples))
+            run.log.add(stats, preferences.token_count(examples))
             left_out += len(numbers) - len(examples)
-            if run.should_log:
+            if run.due.log:
                 means = losses.mean_reply_stats(reply_stats, device)
-                run.log(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **baseline, **means)
+                run.log.step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **baseline, **means)
     run.finish()
 
 

@@ -84,13 +84,14 @@ def main(config: Config) -> None:
     from nanochat import losses, rollout, scaling
     from nanochat.alignment import rewards, value
     from nanochat.alignment.advantages import overlong_penalty
+    from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_rl_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run import rl
     from nanochat.samplers.ahead import Ahead
     from nanochat.samplers.kinds import open_sampler
     from nanochat.sampling import seed_of
-    from nanochat.stage import Run, begin, open_optimizer
+    from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Task
     from nanochat.train import StepStats, train_step
 
@@ -154,7 +155,7 @@ def main(config: Config) -> None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
     sampler = open_sampler(
         config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
-        patience=config.sampler_patience, should_stop=lambda: run.faults.should_stop(),
+        patience=config.sampler_patience, should_stop=run.stop.should_stop,
     )  # fmt: skip
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
@@ -165,7 +166,7 @@ def main(config: Config) -> None:
 
     settings = {
         "max_tokens": config.max_tokens, "context": row_tokens, "rewards": reward_parts,
-        "reward_seconds": config.hang_seconds, "should_stop": lambda: run.faults.should_stop(),
+        "reward_seconds": config.hang_seconds, "should_stop": run.stop.should_stop,
         "temperature": config.temperature, "top_k": config.top_k,
     }  # fmt: skip
     sample_share = functools.partial(rollout.sample_share, sampler, start.tokenizer, device, **settings)
@@ -187,18 +188,18 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
-            if run.should_evaluate:
+            if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     earned = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
                     reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
-                    run.log_evaluation(eval_reward=reward_after)
-            if run.should_save:
+                    run.log.evaluation(eval_reward=reward_after)
+            if run.due.save:
                 # The step's number decides which questions come next: only the two rewards need saving.
                 held_out_rewards = {"reward_before": reward_before, "reward_after": reward_after}
                 run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in held_out_rewards.items()})
-            if run.should_leave:
+            if run.due.leave:
                 break
 
             # ---- sample: each rank samples some of the replies, then the ranks exchange them
@@ -216,7 +217,7 @@ def main(config: Config) -> None:
                         seed = seed_of(config.seed, step, refill)
                         samples = samples.refill(sample(others, config.num_samples, seed))
                 ahead.begin(step)  # the next samples, by the present weights; with servers, while this process trains
-            if samples is None or run.stopped:
+            if samples is None or run.due.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
@@ -247,21 +248,21 @@ def main(config: Config) -> None:
                     device=device, lr=lr, max_grad_norm=config.largest_norm,
                 ))  # fmt: skip
             stats = StepStats.of_updates(updates)
-            run.add(stats, sum(len(ids) for ids in samples.ids))
+            run.log.add(stats, sum(len(ids) for ids in samples.ids))
 
             # ---- log
-            if run.should_log:
+            if run.due.log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
                 rl.check_gap(means["sampler_gap"], config.staleness)
                 last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
-                run.log(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
+                run.log.step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
                 # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
-                if run.should_evaluate and samples.ids:
+                if run.due.evaluate and samples.ids:
                     text = start.tokenizer.decode(samples.ids[0])
-                    run.logger.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")
+                    run.log.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")
     outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"

@@ -35,6 +35,7 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.conversation import Rendered
+    from nanochat.loop import Run
     from nanochat.losses import masked_loss
     from nanochat.mixture import (
         FIRST_EXAMPLES,
@@ -46,7 +47,7 @@ def main(config: Config) -> None:
     )
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.run.memory import full_rows
-    from nanochat.stage import Horizon, Run, begin, open_optimizer
+    from nanochat.stage import Horizon, begin, open_optimizer
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -116,17 +117,17 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave, where it is time to
-            if run.should_evaluate:
+            if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
                     val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
                     # Not finite: nothing held out is a target.
-                    run.log_evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
-            if run.should_save:
+                    run.log.evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
+            if run.due.save:
                 if not by_epoch:
                     start.pretraining["conversations"] = horizon.draws(step).start
                 run.save({"no_target": torch.tensor(no_target), "cut": torch.tensor(cut)})
-            if run.should_leave:
+            if run.due.leave:
                 break
 
             # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
@@ -137,15 +138,15 @@ def main(config: Config) -> None:
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.add(stats, sum(len(one.ids) for one in rendered))
+            run.log.add(stats, sum(len(one.ids) for one in rendered))
             no_target += len([one for one in rendered if not one.target_count])
             cut += len([one for one in rendered if one.cut])
-            if run.should_log:
+            if run.due.log:
                 # The share of what the step computed that is not padding.
                 computed = sum(micro.inputs.numel() for micro in mine) * device.world_size
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
                 lr = peak_lr * schedule.lr(step)
-                run.log(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
+                run.log.step(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
                 no_target = 0
                 cut = 0
     run.finish()

@@ -41,9 +41,10 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.loader import Loader, LoaderState
+    from nanochat.loop import Run
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
     from nanochat.run.memory import full_rows
-    from nanochat.stage import Run, begin, count_micro_batches
+    from nanochat.stage import begin, count_micro_batches
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -105,19 +106,19 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave, where it is time to
-            if run.should_evaluate:
+            if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
                         model, val_rows, token_bytes, config.device_batch_size, device,
                         should_stop=run.should_stop, document_mask=document_mask,
                     )  # fmt: skip
-                    run.log_evaluation(val_bpb=val_bpb)
-            if run.should_save:
+                    run.log.evaluation(val_bpb=val_bpb)
+            if run.due.save:
                 # SFT continues after what was read, up to the end of the furthest shard's block.
                 blocks = 1 + max(shard.positions[0].block for shard in position.shards.values())
                 start.pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
                 run.save(position.to_tensors())
-            if run.should_leave:
+            if run.due.leave:
                 break
 
             # ---- one step: its batch in as many micro-batches as fit the memory one by one
@@ -127,10 +128,10 @@ def main(config: Config) -> None:
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
-            run.add(stats, batch_tokens)
+            run.log.add(stats, batch_tokens)
             position = micro[-1].state
-            if run.should_log:
-                run.log(stats, lr=rates.matrix * schedule.lr(step))
+            if run.due.log:
+                run.log.step(stats, lr=rates.matrix * schedule.lr(step))
     loader.close()
     run.finish()
 

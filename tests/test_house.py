@@ -27,7 +27,7 @@ LEAKS: dict[str, set[str]] = {
     "nanochat/model_folder.py": {"adapters", "data", "families"},
     "nanochat/optim.py": {"parallel"},
     "nanochat/rollout.py": {"alignment", "tasks"},
-    "nanochat/stage.py": {"adapters", "parallel", "run"},
+    "nanochat/stage.py": {"adapters", "parallel"},
     "nanochat/task.py": {"tasks"},
     "nanochat/train.py": {"parallel"},
 }

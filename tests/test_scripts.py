@@ -32,7 +32,7 @@ from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
 from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
-from nanochat.stage import _facts
+from nanochat.saver import _facts
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
 
@@ -348,7 +348,7 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
     assert facts["context"] == 64 and facts["parameters"] > 1000 and facts["versions"]["torch"] and facts["commit"]
 
     def stopped(*arguments: Any, should_stop: Any, **further: Any) -> float:
-        should_stop.__self__.faults.signal = signal.SIGTERM  # as if one had come
+        should_stop.__self__.stop.signal = signal.SIGTERM  # as if one had come
         return bits_per_byte(*arguments, should_stop=should_stop, **further)
 
     with monkeypatch.context() as patch:

@@ -33,14 +33,14 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine
 from nanochat.gpt import Block
 from nanochat.log import REQUIRED
+from nanochat.loop import Run
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
 from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
 from nanochat.operators import TorchKernels
 from nanochat.packing import pack_pairs
 from nanochat.run import rl
-from nanochat.run.compiling import CompiledBlocks, CompilerClock
-from nanochat.run.faults import Faults
-from nanochat.stage import Run
+from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
+from nanochat.stop import Stop
 from nanochat.task import Example, Task
 from nanochat.tasks.arithmetic import Addition
 from nanochat.tokenizer import Tokenizer
@@ -420,8 +420,9 @@ def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
 
 def test_what_is_loaded_is_not_searched_for_garbage():
     meter = SimpleNamespace(restart=lambda: None)
-    faults = SimpleNamespace(boundary=lambda step: False)
-    run: Any = SimpleNamespace(meter=meter, faults=faults, progress=Progress(step=7), first_step=7, stopped=False)
+    stop = SimpleNamespace(boundary=lambda step: False)
+    due = SimpleNamespace(stopped=False)
+    run: Any = SimpleNamespace(meter=meter, stop=stop, due=due, attendants=[], progress=Progress(step=7), first_step=7)
     frozen = []
     made = []
     for _ in Run.steps(run):
@@ -456,10 +457,10 @@ def test_a_sharded_model_without_backward_passes_stays_eager(capsys):
     start = SimpleNamespace(layout=SimpleNamespace(sharded=True))
     run: Any = SimpleNamespace(start=start, stage="dpo", device=cpu_device(), last=9)
     model = object()
-    assert Run.compile(run, model, "auto", 10**15, (2, 8), forward_alone=True) is model
+    assert compile_model(run, model, "auto", 10**15, (2, 8), "step", True) is model
     assert "eager (sharded)" in capsys.readouterr().out
     with pytest.raises(UserError, match="chat_dpo compiles no sharded model"):
-        Run.compile(run, model, "on", 10**15, (2, 8), forward_alone=True)
+        compile_model(run, model, "on", 10**15, (2, 8), "step", True)
 
 
 @pytest.mark.slow
@@ -583,7 +584,7 @@ def test_odd_conversations_are_counted_over_a_resume(start, tmp_path, monkeypatc
         shutil.rmtree(start / "checkpoints/sft/run", ignore_errors=True)
         for stop in stops:
             with monkeypatch.context() as patch, pytest.raises(SystemExit):
-                patch.setattr(Faults, "boundary", lambda self, step, stop=stop: step == stop)
+                patch.setattr(Stop, "boundary", lambda self, step, stop=stop: step == stop)
                 call("chat_sft", *flags, "--model_tag=run", "--resume")
         call("chat_sft", *flags, "--model_tag=run", "--resume")
         assert lasting(start, "sft", "run") == lasting(start, "sft", "straight")

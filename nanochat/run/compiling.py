@@ -14,13 +14,65 @@ import torch
 from torch import Tensor
 
 from nanochat import screen
+from nanochat.adapters import lora
 from nanochat.attention import Segments
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, Block
-from nanochat.log import duration, print0
+from nanochat.log import duration, print0, warn
+from nanochat.loop import Attendant, Run
 from nanochat.train import Meter
 
+LONG_RUN_SECONDS = 86400.0  # a run that is estimated to take longer begins with a warning
 COMPILER_SECONDS = 25  # roughly: 21 to 25 were measured on two cores (docs/measurements.md)
+
+
+def compile_model(
+    run: Run,
+    model: Any,
+    mode: Literal["auto", "on", "off"],
+    step_flops: int,
+    shape: Sequence[int] | None,
+    part: str,
+    forward_alone: bool,
+) -> Any:
+    """What `Run.compile` does; prints how this `part` of the run is computed, and how long the run will take."""
+    if isinstance(model, lora.without_adapters):
+        compiled = compile_model(run, model.model, mode, step_flops, shape, part, forward_alone)
+        return model if compiled is model.model else lora.without_adapters(compiled)
+    # A compiled model runs each pass with autograd. FSDP then waits for a backward pass to free what it gathered.
+    if forward_alone and run.start.layout.sharded:
+        if mode == "on":
+            raise UserError(f"--compile on: chat_{run.stage} compiles no sharded model: leave out --parallel fsdp")
+        print0(f"{part}: eager (sharded); kernels: {run.device.kernels}")
+        return model
+    # Neither the decision nor the shape may depend on the step that a run resumes at: compiled code rounds
+    # differently.
+    compiled, how = compile_blocks(run.device, model, mode, step_flops * run.last, shape)
+    print0(f"{part}: {how}; kernels: {run.device.kernels}")
+    is_compiled = compiled is not model
+    if is_compiled and not any(isinstance(attendant, CompilerClock) for attendant in run.attendants):
+        run.attendants.append(CompilerClock(run.meter))
+    if run.meter.token_flops and part == "step":  # chat_rl samples for longer than it trains
+        _print_time(run, step_flops, is_compiled)
+    return compiled
+
+
+def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
+    """Print how long the run will take by the speed of a bare matrix product, and warn where that is days."""
+    product_flops = run.device.product_flops() if run.device.is_main else None
+    if product_flops is None:
+        return
+    # On a CPU a compiled step has half of a bare product's speed, an eager one a quarter (docs/measurements.md).
+    share = 0.5 if is_compiled else 0.25
+    step_seconds = step_flops / (share * product_flops * run.device.world_size)
+    seconds = step_seconds * (run.last - run.progress.step)
+    print0(f"time: about {duration(seconds)}, {step_seconds:,.2f} s a step, by the speed of a matrix product")
+    if seconds > LONG_RUN_SECONDS:
+        warn(
+            f"this run takes about {duration(seconds)} here: lower --num_iterations, or train a smaller model "
+            "(--depth of base_train); Ctrl-C saves, --resume continues"
+        )
 
 
 def compile_blocks(
@@ -69,7 +121,7 @@ class CompiledBlocks:
         return result if torch.is_grad_enabled() else result.detach()
 
 
-class CompilerClock:
+class CompilerClock(Attendant):
     """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
 
     def __init__(self, meter: Meter):
@@ -80,9 +132,10 @@ class CompilerClock:
         self.noticed = False  # forward and backward are compiled one after the other
         self.began = 0.0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "CompilerClock":
         self.handler.register_start_callback(self.start)
         self.handler.register_end_callback(self.end)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.handler.remove_start_callback(self.start)

@@ -35,6 +35,18 @@ BLOCK = 512  # bytes
 MIB = 1 << 20
 
 
+def begin(device: Device, *models: Any) -> "Ledger":
+    """Give models on the meta device their place on the device, and count all that follows."""
+    ledger = Ledger(device)
+    # Models made earlier, and batches, are real tensors: they enter the count when an operator reads them.
+    ledger.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    ledger.modes.enter_context(ledger.resizing())
+    ledger.modes.enter_context(ledger)
+    for model in models:
+        model.to_empty(device=device.torch_device)
+    return ledger
+
+
 class Ledger(TorchDispatchMode):
     """The bytes of a device's tensors, phase by phase of a step; from `begin` to `report` tensors have no data."""
 
@@ -46,19 +58,7 @@ class Ledger(TorchDispatchMode):
         self.entered: dict[str, int] = {}  # bytes that were live when a phase began last
         self.peaks: dict[str, int] = {}  # the most of each phase
         self._sizes: dict[int, int] = {}  # of each live storage
-        self._modes = contextlib.ExitStack()
-
-    @classmethod
-    def begin(cls, device: Device, *models: Any) -> "Ledger":
-        """Give models on the meta device their place on the device, and count all that follows."""
-        ledger = cls(device)
-        # Models made earlier, and batches, are real tensors: they enter the count when an operator reads them.
-        ledger._modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        ledger._modes.enter_context(ledger._resizing())
-        ledger._modes.enter_context(ledger)
-        for model in models:
-            model.to_empty(device=device.torch_device)
-        return ledger
+        self.modes = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ counting
 
@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
     @contextlib.contextmanager
-    def _resizing(self) -> Iterator[None]:
+    def resizing(self) -> Iterator[None]:
         """FSDP frees and reuses what it gathers by a storage's `resize_`, which is no operator."""
         resize = torch.UntypedStorage.resize_
 
@@ -127,7 +127,7 @@ class Ledger(TorchDispatchMode):
         optimizer.step = self._around(optimizer.step, "update", "end")  # type: ignore[method-assign]
         counted_loss = self._around(loss_fn, "forward", "backward")
         train_step(model, optimizer, batches, counted_loss, device=self.device, **settings)
-        self._modes.close()
+        self.modes.close()
         state = optimizer.state_bytes()
         phase = max(self.peaks, key=lambda phase: self.peaks[phase])
         return {

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.device import Device
+from nanochat.loop import Attendant
 
 SKIPPED = 3  # steps before the recording: they compile and fill caches, the last warms the profiler up
 SHOWN = 10  # operators
 
 
-class Recorder:
+class Recorder(Attendant):
     """Records `steps` training steps of a run that has `steps_left`, on rank 0; with 0 it does nothing.
 
     It begins at once. After the last recorded step the summary goes to `report` and to `folder/summary.txt`. An earlier
@@ -39,13 +40,12 @@ class Recorder:
             self.profiler.start()
         self.resumed = time.perf_counter()
 
-    def close(self) -> None:
-        """Stop a recording that the run did not reach the end of."""
+    def __exit__(self, *_: object) -> None:
+        # A run that ends early does not reach the last recorded step.
         if self.profiler is not None:
             self.profiler.stop()
 
-    def step(self) -> float:
-        """A training step was launched. Returns the seconds that recording took from the run."""
+    def boundary(self, step: int) -> float:
         if self.profiler is None:
             return 0.0
         self.seen += 1

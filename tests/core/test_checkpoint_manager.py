@@ -26,7 +26,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.loader import LoaderState, Position, ShardState
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.stage import set_aside
+from nanochat.saver import set_aside
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 

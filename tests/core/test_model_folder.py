@@ -17,7 +17,7 @@ from nanochat import model_folder, paths, stage, storage
 from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
-from nanochat.stage import set_aside
+from nanochat.saver import set_aside
 
 pytestmark = pytest.mark.usefixtures("base_folder")
 

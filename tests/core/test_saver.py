@@ -34,8 +34,9 @@ from nanochat.loader import Loader, LoaderState
 from nanochat.model_folder import newest, steps
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
+from nanochat.saver import resume
 from nanochat.scaling import Rates
-from nanochat.stage import Start, resume
+from nanochat.stage import Start
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer, next_token_loss, train_step
 

@@ -23,15 +23,40 @@ from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
 from nanochat.cli import Interrupted
 from nanochat.device import Device
-from nanochat.run import faults as module
-from nanochat.run.faults import Faults
+from nanochat.run import watchdog as module
+from nanochat.run.watchdog import Watchdog
+from nanochat.stop import Stop
+
+
+class Watched:
+    """A stop with its watchdog, entered as a run enters them."""
+
+    def __init__(self, device: Device, step: int, hang_seconds: float = 600.0):
+        self.stop = Stop(device, step)
+        self.watchdog = Watchdog(device, self.stop, step, hang_seconds)
+        self.should_stop, self.agree, self.leave = self.stop.should_stop, self.stop.agree, self.stop.leave
+        self.phase = self.watchdog.phase
+
+    def __enter__(self) -> "Watched":
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(self.stop)
+        self.stack.enter_context(self.watchdog)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def boundary(self, step: int) -> bool:
+        self.watchdog.boundary(step)
+        return self.stop.boundary(step)
+
 
 # ---------------------------------------------------------------------- the stop
 
 
 def stop_of_free_ranks(device: Device) -> dict[str, Any]:
     """Ranks that never wait for each other, as hosts far ahead of their devices; the slow one hears the signal."""
-    with Faults(device, 10) as faults:
+    with Watched(device, 10) as faults:
         for step in range(11, 4000):
             time.sleep(0.002 if device.rank == 0 else 0.01)
             if step == 30 and device.rank == 1:
@@ -40,7 +65,7 @@ def stop_of_free_ranks(device: Device) -> dict[str, Any]:
                 break
     with pytest.raises(SystemExit) as leaving:
         faults.leave(Path("step"))
-    return {"step": step, "status": leaving.value.code, "waited": faults._last}
+    return {"step": step, "status": leaving.value.code, "waited": faults.stop.last}
 
 
 @pytest.mark.slow
@@ -53,7 +78,7 @@ def test_all_ranks_stop_at_one_step_though_one_heard_the_signal_and_runs_behind(
 
 def stop_of_ranks_in_step(device: Device) -> int:
     """Every step waits for the other rank, as gloo's do; the main thread of the one that hears is in a collective."""
-    with Faults(device, 0) as faults:
+    with Watched(device, 0) as faults:
         for step in range(1, 4000):
             dist.all_reduce(torch.ones(8))
             if step == 20 and device.rank == 0:
@@ -73,7 +98,7 @@ def test_ranks_in_step_stop_together_and_nobody_waits_for_ever():
 def test_one_process_stops_at_the_next_boundary_and_gives_the_handlers_back(number, capsys):
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     try:
-        with Faults(cpu_device(), 5) as faults:
+        with Watched(cpu_device(), 5) as faults:
             assert not faults.boundary(6) and not faults.should_stop()
             os.kill(os.getpid(), number)
             for _ in range(1000):
@@ -95,7 +120,7 @@ def test_one_process_stops_at_the_next_boundary_and_gives_the_handlers_back(numb
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_compiler_survives_the_signal_of_the_whole_process_group(number):
-    with Faults(cpu_device(), 0):
+    with Watched(cpu_device(), 0):
         compiler = subprocess.Popen(["sleep", "0.5"])
         time.sleep(0.1)
         compiler.send_signal(number)
@@ -113,7 +138,7 @@ def open_files() -> int:
 def test_without_a_signal_nothing_is_left_behind():
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], open_files()
     for _ in range(3):
-        with Faults(cpu_device(), 0) as faults:
+        with Watched(cpu_device(), 0) as faults:
             assert not any(faults.boundary(step) for step in range(1, 50))
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], open_files()
     assert after == before
@@ -123,7 +148,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """`nohup`'s shell and a job in the background ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Faults(cpu_device(), 0) as faults:
+        with Watched(cpu_device(), 0) as faults:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
             assert not faults.should_stop() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -145,7 +170,7 @@ def evaluation_on_a_rank(device: Device, who: int) -> dict[str, Any]:
         value = bits_per_byte(*arguments, asked)
     except Interrupted:
         value = None
-    return {"value": value, "calls": calls, "agreed": Faults(device, 0).agree(device.rank == who)}
+    return {"value": value, "calls": calls, "agreed": Watched(device, 0).agree(device.rank == who)}
 
 
 @pytest.mark.slow
@@ -204,20 +229,20 @@ def _faulty_rank(function: Callable[..., Any], rank: int, world_size: int, port:
     device = devices.init("cpu", "float32")
     module.POLL_SECONDS, module.BEAT_SECONDS, module.ANSWER_SECONDS = 0.1, 0.2, 1.0
     module.START_SECONDS = HANG_SECONDS
-    with Faults(device, 40, HANG_SECONDS) as faults:
+    with Watched(device, 40, HANG_SECONDS) as faults:
         for step in range(41, 44):
             assert not faults.boundary(step)
         Path(f"{folder}/{rank}.ready").touch()
         function(device, faults)
 
 
-def hang_in_own_code(device: Device, faults: Faults) -> None:
+def hang_in_own_code(device: Device, faults: Watched) -> None:
     if device.rank == 1:
         select.select([], [], [], 60)
     dist.all_reduce(torch.ones(1))
 
 
-def hang_behind(device: Device, faults: Faults) -> None:
+def hang_behind(device: Device, faults: Watched) -> None:
     with faults.phase("evaluation"):
         if device.rank == 0:
             dist.all_reduce(torch.ones(1))
@@ -225,14 +250,14 @@ def hang_behind(device: Device, faults: Faults) -> None:
     time.sleep(60)
 
 
-def work_in_step(device: Device, faults: Faults) -> None:
+def work_in_step(device: Device, faults: Watched) -> None:
     for step in range(44, 4000):
         dist.all_reduce(torch.ones(1))
         time.sleep(0.01)
         faults.boundary(step)
 
 
-def one_odd_place(device: Device, faults: Faults) -> None:
+def one_odd_place(device: Device, faults: Watched) -> None:
     if device.rank == 2:
         select.select([], [], [], 60)
     dist.barrier()
@@ -300,7 +325,7 @@ def test_a_killed_rank_takes_no_save_with_it_and_the_rest_leave_in_time():
     assert "rank 1 did not answer when the run was to stop" in text
 
 
-def sleep_in_step(device: Device, faults: Faults) -> None:
+def sleep_in_step(device: Device, faults: Watched) -> None:
     for step in range(44, 4000):
         time.sleep(0.05)
         faults.boundary(step)
@@ -317,7 +342,7 @@ def test_a_second_ctrl_c_ends_at_once():
     assert codes == [130] and "interrupted twice" in text
 
 
-def deaf(device: Device, faults: Faults) -> None:
+def deaf(device: Device, faults: Watched) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [])
     while True:
         select.select([], [], [], 0.2)
@@ -327,7 +352,7 @@ def deaf(device: Device, faults: Faults) -> None:
 def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown():
     module_seconds, module.BEAT_SECONDS = module.BEAT_SECONDS, 0.1
     try:
-        with Faults(cpu_device(), 40, hang_seconds=0.6) as faults:
+        with Watched(cpu_device(), 40, hang_seconds=0.6) as faults:
             for step in (41, 42, 43):
                 faults.boundary(step)
             for _ in range(10):

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,8 @@ def recorded(folder: Path) -> list[int]:
 
 
 def run(recorder: Recorder, steps: int) -> list[float]:
-    with closing(recorder):
-        return [(torch.ones(4, 4) @ torch.ones(4, 4), recorder.step())[1] for _ in range(steps)]
+    with recorder:
+        return [(torch.ones(4, 4) @ torch.ones(4, 4), recorder.boundary(step))[1] for step in range(1, steps + 1)]
 
 
 class VendorProfiler:
@@ -82,8 +81,8 @@ def test_nothing_is_recorded(tmp_path, monkeypatch, asked, left, rank):
 def test_a_run_that_fails_stops_the_profiler(tmp_path, monkeypatch):
     made = VendorProfiler()
     recorder = Recorder(3, 9, accelerator(monkeypatch, made), tmp_path / "profile", pytest.fail)
-    with pytest.raises(ZeroDivisionError), closing(recorder):
-        recorder.step()
+    with pytest.raises(ZeroDivisionError), recorder:
+        recorder.boundary(1)
         raise ZeroDivisionError
     assert made.stopped == 1
 
@@ -119,10 +118,10 @@ def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
     said: list[str] = []
     recorder = Recorder(2, 3, device, tmp_path / "profile", said.append)
     taken = []
-    with closing(recorder):
-        for _ in range(3):
+    with recorder:
+        for step in (1, 2, 3):
             now[0] += 0.02
-            taken.append(recorder.step())
+            taken.append(recorder.boundary(step))
     assert taken == pytest.approx([100, 100, 100])
     assert waits == [1, 3]  # after the last step that is left out and the last that is recorded, nowhere else
     assert "Ascend910B3 (npu, bfloat16): 20.00 ms a step, peak 3.00 GiB" in said[0]

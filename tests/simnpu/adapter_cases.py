@@ -24,7 +24,8 @@ from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import lay_out
-from nanochat.run.memory import Ledger, full_rows
+from nanochat.run.memory import begin as begin_ledger
+from nanochat.run.memory import full_rows
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
 
@@ -117,7 +118,7 @@ def counted(
                 targets = lora.choose_targets("all", lora_rank, config)
                 lora.attach(model.to(device.dtype), lora.Lora(lora_rank, targets=targets))
         shard(model, layout, device, activation_checkpointing)
-        ledger = Ledger.begin(device, model) if is_counted else None
+        ledger = begin_ledger(device, model) if is_counted else None
         if ledger is None:
             model.to_empty(device=device.torch_device)
             model.fill_rotary()

@@ -1,0 +1,352 @@
+"""A run around the loop of a training script: what is due, its log, its checkpoints, and how it stops.
+
+    run = Run("sft", config, start, optimizer, steps, fingerprints={...})
+    with run:
+        for step in run.steps():               # at the top of a turn `step` steps are finished
+            if run.due.evaluate:
+                with run.interruptible("evaluation"):
+                    run.log.evaluation(val_loss=...)
+            if run.due.save:
+                run.save(loader_state)
+            if run.due.leave:
+                break
+            stats = train_step(...)
+            run.log.add(stats, tokens)
+            if run.due.log:
+                run.log.step(stats, lr=...)
+    run.finish()
+
+A step's log line waits for its evaluation at the top of the next turn. A run that a signal stops in between saves the
+line with its checkpoint, and the resumed run begins with the evaluation. The first turn evaluates the weights that the
+run starts from; its numbers are in the line of step 0, as `val_bpb_before` and the like.
+"""
+
+import contextlib
+import gc
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from nanochat import device as devices
+from nanochat import model_folder, rooms, screen, user_code
+from nanochat.cli import Interrupted, UserError
+from nanochat.flags import TrainFlags
+from nanochat.log import RunLog, counted, print0, record, warn
+from nanochat.optim import Optimizer
+from nanochat.paths import lock, run_dir, unlock
+from nanochat.saver import Saver, set_aside, write_facts
+from nanochat.stage import Start
+from nanochat.stop import Stop
+from nanochat.task import Task
+from nanochat.train import Meter, Progress, StepStats
+
+SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
+FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
+
+
+class Attendant:
+    """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing.
+
+    An attendant lives in a room (nanochat/run/), and a flag asks for it by a name in rooms.py.
+    """
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def boundary(self, step: int) -> float:
+        """`step` steps are launched. Returns the seconds that this call took from the run: they are not training."""
+        return 0.0
+
+    def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
+        """Within it the run does not train but does this. It may stand still for `seconds`."""
+        return contextlib.nullcontext()
+
+
+class Due:
+    """What is due after the steps that are finished, by `--eval_every`, `--save_every`, `--log_every` and the end."""
+
+    def __init__(self, config: TrainFlags, saver: Saver, last: int):
+        self.config = config
+        self.saver = saver
+        self.progress = saver.progress
+        self.last = last  # the run ends when this many steps are finished
+        self.stopped = False  # a signal ends the run, or a failure
+
+    @property
+    def evaluate(self) -> bool:
+        """Before the first step, and after a step whose log line waits for its evaluation."""
+        first = self.progress.step == 0 and self.progress.initial is None
+        return (first or self.progress.pending is not None) and not self.stopped
+
+    @property
+    def save(self) -> bool:
+        due = self.stopped or self.every(self.config.save_every)
+        return due and self.progress.step != self.saver.saved_step
+
+    @property
+    def leave(self) -> bool:
+        return self.stopped or self.progress.step >= self.last
+
+    @property
+    def log(self) -> bool:
+        """After a step; steps that are evaluated or saved are always logged."""
+        config = self.config
+        regular = (self.progress.step - 1) % config.log_every == 0
+        return regular or self.every(config.eval_every) or self.every(config.save_every)
+
+    def every(self, steps: int) -> bool:
+        """Whether this is a multiple of `steps` or the end of the run; 0: only the end."""
+        step = self.progress.step
+        return step == self.last or (steps > 0 and step > 0 and step % steps == 0)
+
+
+class StepLog:
+    """The log lines of a run's steps, each completed by its evaluation. Reading numbers waits for the device."""
+
+    def __init__(self, logger: RunLog, meter: Meter, due: Due):
+        self.logger = logger
+        self.meter = meter
+        self.due = due
+        self.progress: Progress = meter.progress
+        self._stats: StepStats | None = None  # of the last step, while no log line has read it
+
+    def add(self, stats: StepStats, tokens: int) -> None:
+        """Count a step of `tokens` tokens over all ranks."""
+        self.meter.add(stats, tokens)
+        self.logger.advance(self.progress.step)
+        self._stats = stats
+
+    def step(self, stats: StepStats, **more: Any) -> None:
+        """Log the last step, or keep its line in `progress.pending` until its evaluation.
+
+        Raises UserError: when three steps in a row were not finite.
+        """
+        line = self.read(stats) | more
+        if self.progress.step == 1:
+            line |= self.progress.initial or {}
+        # A step that is due for evaluation has one line for both: kept here, which makes `due.evaluate` true, it is
+        # completed by `evaluation` at the top of the next turn. If a signal comes first, the line is saved with
+        # `progress`, and the resumed run begins with the evaluation.
+        if self.due.every(self.due.config.eval_every):
+            self.progress.pending = line
+        else:
+            self.logger.step(line)
+            self.meter.restart()
+
+    def evaluation(self, **metrics: float) -> None:
+        """Complete the line that waits for this evaluation, and log it.
+
+        The evaluation before the first step has no line yet: `step` adds its numbers to line 0, as `..._before`.
+
+        Raises UserError: when a validation loss in bits per byte is not finite.
+        """
+        val_bpb = metrics.get("val_bpb")
+        if val_bpb is not None:
+            if not math.isfinite(val_bpb):
+                raise UserError(
+                    f"validation is {val_bpb} at step {self.progress.step}, nothing more was saved: lower the rates"
+                )
+            self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
+        if self.progress.step == 0:
+            self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
+            numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.logger.message(f"before the first step: {numbers or 'nothing to evaluate'}")
+        elif self.progress.pending is not None:
+            self.logger.step(self.progress.pending | metrics)
+            self.progress.pending = None
+        self.meter.restart()
+
+    def message(self, text: str) -> None:
+        self.logger.message(text)
+
+    def read(self, stats: StepStats | None = None) -> dict[str, Any]:
+        """The numbers of the last step that no line has read yet; refuses to continue where training has diverged."""
+        stats = stats or self._stats
+        self._stats = None
+        if stats is None:
+            return {}
+        line = self.meter.read(stats)
+        if self.meter.since_good >= 3:
+            raise self.due.saver.divergence(self.progress.step - self.meter.since_good - 1)
+        return line
+
+
+class Run:
+    """A context manager around a training loop, on all ranks.
+
+    Its parts: `due` says what a turn of the loop does, `log` writes the lines of steps, `saver` holds what a checkpoint
+    says, `stop` hears signals. `progress` and `loader_states` are the checkpoint's with `--resume`. `attendants`
+    accompany the loop; the run enters them and reports its steps and phases to them.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        config: TrainFlags,
+        start: Start,
+        optimizer: Optimizer,
+        steps: int,
+        *,
+        fingerprints: dict[str, Any],
+        tasks: Sequence[Task] = (),
+        token_flops: int | None = None,
+    ):
+        self.stage = stage
+        self.config = config
+        self.start = start
+        self.device = start.device
+        self.last = steps
+        if config.offload_optimizer:
+            size = optimizer.state_bytes()["cpu"] / 2**20
+            print0(f"optimizer state: {size:,.1f} MiB in main memory, copied to the device and back in every step")
+        self.saver = Saver(stage, config, start, optimizer, steps, fingerprints, tasks)
+        self.progress = self.saver.progress
+        self.loader_states = self.saver.loader_states
+        self.first_step = self.progress.step  # of this process: more than 0 if it resumes
+        self.due = Due(config, self.saver, steps)
+        self.meter = Meter(self.progress, start.device, token_flops)
+        self.stop = Stop(start.device, self.progress.step)
+        self.failure = ""  # why the run ends early, where it was no signal
+        self.attendants: list[Attendant] = []
+
+    def compile(
+        self,
+        model: Any,
+        mode: Literal["auto", "on", "off"],
+        step_flops: int,
+        shape: Sequence[int] | None = None,
+        part: str = "step",
+        *,
+        forward_alone: bool = False,
+    ) -> Any:
+        """The model, compiled where that pays over the run's steps (run/compiling.py).
+
+        Where micro-batches differ, `shape` (rows, tokens) is the one that is compiled for; the others stay eager. None:
+        there is one. `forward_alone`: some passes have no backward pass.
+        Raises UserError: when `mode` is "on" and the model cannot be compiled.
+        """
+        compile_model = rooms.find("attendants", "compile")
+        return compile_model(self, model, mode, step_flops, shape, part, forward_alone)
+
+    def __enter__(self) -> "Run":
+        config = self.config
+        device = self.device
+        progress = self.progress
+        folder = self.saver.folder
+        runs = run_dir(self.stage, self.start.tag)
+        if device.is_main:
+            lock(folder)
+        if not config.resume:
+            aside = set_aside(folder, runs, device)
+            if aside is not None:
+                print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
+        logger = RunLog(
+            self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.saver.meta["config"],
+            rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
+        )  # fmt: skip
+        self.log = StepLog(logger, self.meter, self.due)
+        watchdog = rooms.find("attendants", "watchdog")
+        self.attendants.append(watchdog(device, self.stop, progress.step, config.hang_seconds))
+        if config.profile:
+            profiler = rooms.find("attendants", "profile")
+            steps_left = self.last - progress.step
+            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", logger.message))
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(unlock, folder)
+        self._stack.callback(gc.unfreeze)
+        self._stack.enter_context(self.stop)
+        self._stack.enter_context(logger)
+        for attendant in self.attendants:
+            self._stack.enter_context(attendant)
+        if self.first_step == 0:
+            write_facts(runs / "run.json", self.start, self.stage)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if error is not None and self.stop.signal and devices.explain(error):
+            sys.exit(128 + self.stop.signal)  # another rank failed, has printed why, and made torchrun end this one
+
+    def steps(self) -> Iterator[int]:
+        """The number of finished steps, at the top of every turn; the loop leaves where that is due."""
+        self.meter.restart()
+        while True:
+            if self.progress.step - self.first_step == FREEZE_AFTER:
+                # Python's collector of garbage now and then looks through every object that it knows of, 300,000 after
+                # the imports, on each rank at another moment, and all ranks wait for the one that does. What is loaded
+                # now stays, so it need not look there (docs/measurements.md).
+                gc.collect()
+                gc.freeze()
+            yield self.progress.step
+            for attendant in self.attendants:
+                self.meter.clock += attendant.boundary(self.progress.step)
+            # All ranks stop at the same step. The loop then has one more turn, which saves and leaves.
+            self.due.stopped = self.due.stopped or self.stop.boundary(self.progress.step)
+
+    def should_stop(self) -> bool:
+        """Whether a signal requests a stop: long work calls it at every batch. Where the model is sharded, ranks must
+        make equally many forward passes, so that it is a collective there."""
+        stopping = self.stop.should_stop()
+        return self.stop.agree(stopping) if self.start.layout.sharded else stopping
+
+    @contextlib.contextmanager
+    def interruptible(self, phase: str) -> Iterator[None]:
+        """Long work that a signal may end with Interrupted: the run is stopped then, and the block's rest left out. So
+        it is where the work has failed on any rank; `finish` then raises the reason."""
+        try:
+            with self.phase(phase), user_code.failures():
+                yield
+        except Interrupted as reason:
+            self.due.stopped = True
+            self.failure = str(reason)
+            self.stop.exchange()  # the signal may have come to another rank
+
+    @contextlib.contextmanager
+    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        """Report to the attendants that the run does not train but does this, which may stand still for `seconds`."""
+        with contextlib.ExitStack() as stack:
+            for attendant in self.attendants:
+                stack.enter_context(attendant.phase(name, seconds))
+            yield
+
+    def save(self, loader_state: dict[str, Tensor]) -> None:
+        """Write a checkpoint of the present weights; training continues when all ranks have written their part.
+
+        `loader_state` is this rank's position in the data.
+        Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
+        """
+        self.log.read()  # a signal may have stopped the run between two log lines
+        try:
+            with self.phase("saving", SAVE_SECONDS), screen.bar("saving"):
+                saved = self.saver.save(loader_state)
+        except (UserError, OSError) as error:
+            if self.due.leave:
+                raise
+            warn(f"step {self.progress.step} was not saved: {error}")
+        else:
+            self.log.message(f"saved {saved}")
+        self.meter.restart()
+
+    def finish(self, summary: str = "") -> None:
+        """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run.
+
+        Raises UserError: when a failure stopped it.
+        """
+        devices.shutdown(self.device)
+        record(self.stage, self.start.tag, self.start.began, self.device, (self.first_step, self.progress.step))
+        saved = model_folder.step_path(self.saver.folder, self.progress.step)
+        if self.failure:
+            if not self.device.is_main:  # one line for all ranks
+                sys.exit(1)
+            raise UserError(f"{self.failure}; saved {saved}, --resume continues")
+        if self.due.stopped:
+            self.stop.leave(saved)
+        summary = summary or f"{self.progress.seconds:.1f} s of training"
+        print0(f"done: {counted(self.progress.step, 'step')}, {summary}")

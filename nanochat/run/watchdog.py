@@ -1,0 +1,236 @@
+"""The watchdog of a run: names the rank that is dead or hangs, and ends all ranks.
+
+Every rank publishes a `Beat` once a second in the job's TCPStore. It does not use the collective library, which may be
+what hangs. Rank 0 watches all ranks, and all ranks watch rank 0.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from nanochat import store as job_store
+from nanochat.device import Device
+from nanochat.log import print0
+from nanochat.loop import Attendant
+from nanochat.stop import STORE_SECONDS, Stop, end_process
+
+POLL_SECONDS = 0.5  # between two looks at the store
+BEAT_SECONDS = 1.0
+ANSWER_SECONDS = 5.0  # a rank that is silent for this long when the run is to stop is dead
+START_SECONDS = 1800.0  # the first two steps may compile, and wait for all ranks to start
+STILL_SECONDS = 5.0  # longer than this without running: this process itself was stopped (Ctrl-Z), not the others
+
+
+@dataclass
+class Beat:
+    """What a rank publishes about itself once a second."""
+
+    sent: float  # by the rank's own clock
+    host: str
+    step: int  # the last boundary it passed
+    phase: str  # training, evaluation, sampling, saving
+    calls: int  # of `Stop.should_stop`: long work that still moves
+    place: str  # the line of code that its main thread executes
+    patience: float  # seconds that its phase may take without moving
+
+
+class Watchdog(Attendant):
+    """Ends the job when some rank makes no progress for `hang_seconds`, or sends no beat for as long.
+
+    All ranks construct it together, and enter it after `stop`.
+    """
+
+    def __init__(self, device: Device, stop: Stop, step: int, hang_seconds: float = 600.0):
+        self.device = device
+        self.stop = stop
+        self.hang_seconds = hang_seconds
+        # What this rank publishes.
+        self._start = step
+        self._passed = step
+        self._host = socket.gethostname()
+        self._phase = ("training", 0.0)  # and the seconds that it may stand still
+        # What it has seen of the others: the newest value of each thing, and since when it has it.
+        self._seen: dict[str, tuple[Any, float]] = {}
+        # Its own threads, and their clock. The clock does not count time in which this process itself was stopped: the
+        # others would seem silent.
+        self._awake = 0.0
+        self._sent = 0.0
+        self._store_answered = 0.0
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._keep_time, self._watch)]
+        # On one host the run's own store outlives torchrun's: the watchdog changes to it when torchrun's is lost.
+        self._spare: Store | None = None
+        self._store: Store = HashStore()
+        if stop.store is not None:
+            prefix = f"watchdog/{stop.token}"
+            self._store = PrefixStore(prefix, job_store.connect(timedelta(seconds=STORE_SECONDS)))
+            if job_store.is_torchruns() and job_store.on_one_host():
+                self._spare = PrefixStore(prefix, stop.store)
+        for store in filter(None, (self._store, self._spare)):
+            if device.is_main:
+                store.set("verdict", "")
+            self._publish(store)
+        stop.agree(False)  # every key that is read exists now
+
+    def __enter__(self) -> "Watchdog":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(timeout=STORE_SECONDS)
+
+    # ---------------------------------------------------------------------- what the run reports
+
+    def boundary(self, step: int) -> float:
+        self._passed = step
+        return 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        """Name what the run does instead of training. It may stand still for `seconds` where that is longer than
+        `hang_seconds`."""
+        before = self._phase
+        self._phase = (name, seconds)
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    # ---------------------------------------------------------------------- talking to the other ranks
+
+    def _keep_time(self) -> None:
+        """A thread: the clock, and whether the other thread still gets answers from the store."""
+        before = time.monotonic()
+        while not self._closed.wait(POLL_SECONDS / 5):
+            now = time.monotonic()
+            self._awake += min(now - before, STILL_SECONDS)
+            before = now
+            late = self._awake - self._store_answered
+            if late > self.hang_seconds:
+                self._end(f"rank {self.device.rank} on {self._host}: {_store_name()} has not answered for {late:.0f} s")
+
+    def _watch(self) -> None:
+        """A thread: looks at the store every POLL_SECONDS."""
+        while not self._closed.wait(POLL_SECONDS):
+            try:
+                self._look()
+            except (RuntimeError, ValueError) as error:  # torch's DistError among them
+                if not self._closed.wait(2):  # the others may be leaving, and their store with them
+                    self._lose_store(str(error).splitlines()[0])
+
+    def _look(self) -> None:
+        """Obey a verdict, publish that this rank lives, and judge the others."""
+        verdict = self._store.get("verdict").decode()
+        if verdict:
+            self._obey(verdict, print_it=self.device.local_rank == 0)
+        if self._awake - self._sent >= BEAT_SECONDS:
+            self._publish(self._store)
+            self._judge()
+        self._store_answered = self._awake
+
+    def _lose_store(self, reason: str) -> None:
+        """Stop the run, and watch over the spare store where there is one: torchrun was killed. Else end at once."""
+        if self._spare is None:
+            self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({reason})")
+        print0(f"lost {_store_name()}, of torchrun, which was killed or does not run: saving, then leaving")
+        self._store, self._spare = self._spare, None
+        self.stop.request(signal.SIGTERM)
+
+    def _publish(self, store: Store) -> None:
+        self._sent = self._awake
+        phase, seconds = self._phase
+        patience = seconds if self._passed >= self._start + 2 else START_SECONDS
+        beat = Beat(self._sent, self._host, self._passed, phase, self.stop.calls, self._place(), patience)
+        store.set(f"beat/{self.device.rank}", json.dumps(dataclasses.asdict(beat)))
+
+    def _place(self) -> str:
+        """The line that the main thread executes: the innermost one outside of torch, and what it called there."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        innermost = frame.f_code.co_name if frame else ""
+        while frame and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back:
+            frame = frame.f_back
+        if frame is None:
+            return "?"
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} ({innermost})"
+
+    def _judge(self) -> None:
+        """End the job when a rank is silent or does not move."""
+        ranks = list(range(self.device.world_size)) if self.device.is_main else [0]
+        values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
+        beats = {rank: Beat(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+        silent_for = {rank: self._age(f"beat of {rank}", beat.sent) for rank, beat in beats.items()}
+        still_for = [self._age(f"work of {rank}", (beat.step, beat.phase, beat.calls)) for rank, beat in beats.items()]
+        patience = max(self.hang_seconds, *(beat.patience for beat in beats.values()))
+        silent = [rank for rank in ranks if silent_for[rank] > self.hang_seconds]
+        # A run that is to stop waits for no dead rank.
+        unanswering = [rank for rank in ranks if silent_for[rank] > ANSWER_SECONDS]
+        if self._age("signal", self.stop.signal) > ANSWER_SECONDS and self.stop.signal and unanswering:
+            self._condemn(f"{_ranks(unanswering)} did not answer when the run was to stop: nothing more was saved")
+        elif silent:
+            beat = beats[silent[0]]
+            self._condemn(
+                f"{_ranks(silent)} on {beat.host} has been silent for {self.hang_seconds:g} s, last in step "
+                f"{beat.step + 1} ({beat.phase}): stopped, or its host is gone; start again with --resume"
+            )
+        elif self.device.is_main and max(still_for) > patience:
+            self._condemn(
+                f"a rank hangs, nothing moved for {patience:g} s: {_places(beats)}; start again with --resume"
+            )
+
+    def _age(self, what: str, value: Any) -> float:
+        """For how many seconds something has had this value."""
+        if what not in self._seen or self._seen[what][0] != value:
+            self._seen[what] = (value, self._awake)
+        return self._awake - self._seen[what][1]
+
+    # ---------------------------------------------------------------------- ending the job
+
+    def _condemn(self, text: str) -> None:
+        """End all ranks with one reason: the one of the first rank that writes one."""
+        text = self._store.compare_set("verdict", "", text).decode()
+        self._obey(text, print_it=self._store.add("printers", 1) == 1)
+
+    def _obey(self, text: str, print_it: bool) -> NoReturn:
+        if self.device.is_main:  # the store may be in this very process: the others read the verdict first
+            time.sleep(2 * POLL_SECONDS)
+        self._end(text, print_it=print_it)
+
+    def _end(self, text: str, print_it: bool = True) -> NoReturn:
+        end_process(text, 128 + self.stop.signal if self.stop.signal else 1, print_it)
+
+
+def _places(beats: dict[int, Beat]) -> str:
+    """Where the ranks are, first those that hold the others up: in the lowest step, then in the least usual line."""
+    groups: dict[tuple[int, str, str, str], list[int]] = {}
+    for rank, beat in beats.items():
+        groups.setdefault((beat.step, beat.phase, beat.host, beat.place), []).append(rank)
+    lines = []
+    for (step, phase, host, place), ranks in sorted(groups.items(), key=lambda group: (group[0][0], len(group[1]))):
+        lines.append(f"{_ranks(ranks)} on {host} in step {step + 1} ({phase}), in {place}")
+    return "; ".join(lines[:4])
+
+
+def _ranks(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
+def _store_name() -> str:
+    own = "" if job_store.is_torchruns() else ", in the process of rank 0"
+    return f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}{own}"

@@ -1,0 +1,242 @@
+"""The checkpoints of one run: resume from the newest, set an earlier run's aside, and save.
+
+A checkpoint says what made it, in meta.json. A resumed run compares itself with that first: flags that are `Frozen`,
+the source, the tokenizer and the fingerprints of its data have to be the same.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanochat import checkpoint_manager, model_folder, provenance, scaling
+from nanochat.cli import UserError, frozen_flags
+from nanochat.collectives import decide_on_rank_zero
+from nanochat.device import Device
+from nanochat.flags import TrainFlags
+from nanochat.log import print0, warn
+from nanochat.optim import Optimizer
+from nanochat.paths import checkpoint_dir, lock, naming
+from nanochat.stage import Start
+from nanochat.task import Task
+from nanochat.train import Progress
+
+
+class Saver:
+    """What a run's checkpoints say about it. With `--resume` the constructor loads the newest one.
+
+    `steps` is where the run ends. `fingerprints` are what a resumed run must find unchanged and no flag states, by
+    their names in a message. `tasks` are what the model learns in it.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        config: TrainFlags,
+        start: Start,
+        optimizer: Optimizer,
+        steps: int,
+        fingerprints: dict[str, Any],
+        tasks: Sequence[Task],
+    ):
+        self.config = config
+        self.start = start
+        self.optimizer = optimizer
+        self.folder = checkpoint_dir(stage, start.tag)
+        fingerprints = {**fingerprints}
+        fingerprints["the optimizer"] = " and ".join(sorted({group.kind for group in optimizer.groups}))
+        self.meta: dict[str, Any] = {
+            "stage": stage,
+            "config": dataclasses.asdict(config),
+            "fingerprints": fingerprints,
+            "pretraining": start.pretraining,
+            # A server reads how to draw the model's replies, and what to ask it.
+            "sampling": start.sampling,
+            "tasks": list(dict.fromkeys([*start.tasks, *(task.name for task in tasks)])),
+        }
+        if start.adapter is not None:
+            self.meta["adapter"] = start.adapter
+            fingerprints["the base's weights"] = start.adapter["base_sha256"]
+        if start.source is not None:
+            self.meta["source"] = model_folder.short_name(start.source)
+        self.progress = Progress()
+        self.loader_states: list[dict[str, Tensor]] = []  # of every rank that saved
+        if config.resume:
+            self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
+        self.resumed_step = self.progress.step if self.loader_states else None
+        self.saved_step = self.resumed_step  # of the newest checkpoint
+
+    def save(self, loader_state: dict[str, Tensor]) -> Path:
+        """Write a checkpoint of the present weights; returns when all ranks have written their part.
+
+        `loader_state` is this rank's position in the data. Raises UserError, OSError: when it cannot be written.
+        """
+        start = self.start
+        meta = {**self.meta, "progress": self.progress.to_dict()}
+        saved = checkpoint_manager.save(
+            self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer, loader_state,
+            start.device, keep_last=self.config.keep_last, keep_every=self.config.keep_every,
+        )  # fmt: skip
+        self.saved_step = self.progress.step
+        return saved
+
+    def divergence(self, last_good: int) -> UserError:
+        """What to do after three steps in a row that were not finite; `last_good` is the step before them, or -1."""
+        steps = model_folder.steps(self.folder)
+        checkpoint = model_folder.step_path(self.folder, steps[-1]) if steps else "none"
+        hint = ", then --resume" if steps else ""
+        # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
+        # saved none since.
+        earlier = [step for step in steps[:-1] if step <= last_good]
+        if earlier and (steps[-1] > last_good or steps[-1] == self.resumed_step):
+            good = model_folder.step_path(self.folder, earlier[-1])
+            checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
+        return UserError(
+            f"the loss or its gradient was not finite three steps in a row; last good step: "
+            f"{last_good if last_good >= 0 else 'none'}, newest "
+            f"checkpoint: {checkpoint}; lower the learning rates{hint}"
+        )
+
+
+# ---------------------------------------------------------------------- resume, or begin anew
+
+
+def resume(
+    folder: Path, config: TrainFlags, start: Start, optimizer: Optimizer, steps: int, meta: dict[str, Any]
+) -> tuple[Progress, list[dict[str, Tensor]]]:
+    """Load the weights, optimizer and generators of a folder's newest whole checkpoint.
+
+    Returns the run's progress and the loader's state of every rank that saved; a new progress and no state where
+    there is no checkpoint yet. `steps` is where the run is to end, `meta` what it will save about itself.
+    Raises UserError: when anything of this is not as in the checkpoint, or when no checkpoint is whole.
+    """
+
+    def find() -> str | None:
+        lock(folder)
+        checkpoint_manager.clean_up(folder)
+        found = model_folder.newest(folder)
+        if found is None and model_folder.steps(folder):
+            raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to start over")
+        return str(found[0]) if found else None
+
+    found = decide_on_rank_zero(start.device, find)
+    if found is None:
+        print0(f"--resume: nothing in {folder} yet, starting from the beginning")
+        others = [path.name for path in model_folder.tags(folder.parent.name)]
+        if others:  # the tag may be mistyped
+            warn(f"--resume found nothing in {folder}; the tags that could be resumed are {', '.join(others)}")
+        return Progress(), []
+    step_folder = Path(found)
+    saved = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+    meta = {"model": dataclasses.asdict(start.model.config), "tokenizer": start.tokenizer.fingerprint(), **meta}
+    changes = _refuse_changes(saved, meta, frozen_flags(type(config)), step_folder)
+    progress = Progress(**saved["progress"])
+    if progress.step > steps:
+        flag = "--num_iterations" if getattr(config, "num_epochs", None) is None else "--num_epochs"
+        raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")
+    try:
+        checkpoint_manager.load_weights(start.model, step_folder)
+        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, optimizer, start.device)
+    except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
+        raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
+    start.device.set_rng_state(rng_states[start.device.rank % len(rng_states)])
+    print0(f"resumed from {step_folder}")
+    if changes:
+        print0(f"resumed with other settings: {', '.join(changes)}")
+    return progress, loader_states
+
+
+def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[str], step_folder: Path) -> list[str]:
+    """Compare what a run is with its checkpoint; returns `--flag old -> new` of the flags that may change and did.
+
+    Raises UserError: when anything else changed.
+    """
+    free = {f"--{flag}" for flag in meta["config"] if flag not in frozen}
+    before = _facts(saved)
+    changes = []
+    for name, now in _facts(meta).items():
+        if before.get(name, now) == now:
+            continue
+        if name not in free:
+            flag = "--total_batch_size (tokens a step)" if name == "tokens a step" else name
+            was, requested = ("(default)" if value in ("", None) else value for value in (before[name], now))
+            raise UserError(
+                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: use its flags, or another "
+                "--model_tag"
+            )
+        changes.append(f"{name} {before[name]} -> {now}")
+    return changes
+
+
+def _facts(meta: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's meta data say about its run, by the name in a message."""
+    facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
+    # Checkpoints from before these flags existed: every token read its whole row, and so on.
+    if meta.get("stage") == "base":
+        facts.setdefault("--document_mask", "off")
+    facts.setdefault("--lora_rank", 0)
+    facts.setdefault("--optimizer_dtype", "float32")
+    # Steps draw examples by weight, epochs take each example once: another order.
+    facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
+    facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
+    return {**facts, **meta["model"], **meta.get("fingerprints", {})}
+
+
+def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
+    """Move an earlier run's checkpoints and metrics to `<tag>.<n>`, before a run of the same tag begins anew.
+
+    Returns where the checkpoints are now, None if there were none.
+    """
+
+    def move() -> str | None:
+        if not any(folder.glob("step_*")):  # an unfinished step of a killed run counts too
+            return None
+        # A run that cannot start must not move anything: try its folder first.
+        run_folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_folder).close()
+        number = 1
+        while folder.with_name(f"{folder.name}.{number}").exists():
+            number += 1
+        name = f"{folder.name}.{number}"
+        folder.rename(folder.with_name(name))
+        if not run_folder.with_name(name).exists():
+            run_folder.rename(run_folder.with_name(name))
+        return name
+
+    name = decide_on_rank_zero(device, move)
+    return folder.with_name(name) if name else None
+
+
+def write_facts(path: Path, start: Start, stage: str) -> None:
+    """Write to `run.json` what a run trains, on what, with which versions: the report's header. Only rank 0 writes."""
+    device = start.device
+    if not device.is_main:
+        return
+    model = start.model.config
+    facts = {
+        "stage": stage,
+        "tag": start.tag,
+        "started": datetime.datetime.fromtimestamp(start.began, datetime.timezone.utc).isoformat(timespec="seconds"),
+        "parameters": scaling.parameter_counts(start.model)["total"],
+        "adapter": start.adapter,
+        "layers": model.n_layer,
+        "context": model.sequence_len,
+        "vocab_size": model.vocab_size,
+        "data": start.pretraining["data"],
+        "world_size": device.world_size,
+        "device": device.name,
+        "kind": device.kind,
+        "dtype": str(device.dtype).removeprefix("torch."),
+        "system": f"{platform.platform()}, {os.cpu_count()} cores",
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+    }
+    with naming(path):
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
