@@ -20,34 +20,29 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import model_folder, storage
-from nanochat.adapters import lora
-from nanochat.adapters.lora import Lora
+from nanochat import model_folder, rooms, storage
 from nanochat.cli import UserError
 from nanochat.collectives import decide_on_rank_zero, gather_values
 from nanochat.device import Device
-from nanochat.families import hf
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.log import warn
+from nanochat.model_folder import Weights
 from nanochat.optim import Optimizer
-from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout
 from nanochat.scaling import ContextMethod, with_context
-from nanochat.sharding import fill, trained_parameters, whole_weights
-from nanochat.storage import load_whole, require_shapes
+from nanochat.sharding import fill, held_rows, local, trained_parameters, whole_weights
+from nanochat.storage import load_whole
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
-from nanochat.untrusted import read_json
 
 MAX_LAYERS = 1000  # as --depth
 MAX_ROTARY_BYTES = 256 << 20  # half a million tokens of context at a head_dim of 64, however small the model
@@ -269,7 +264,7 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
 
 def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy what a verified checkpoint's run has trained into the same model; of a sharded one, this rank's rows."""
-    path = step_folder / model_folder.weights_name({"adapter": lora.settings_of(model)})
+    path = step_folder / model_folder.weights_name({"adapter": model.extension})
     with model_folder.damage_of(path):
         load_whole(model, path)
 
@@ -310,6 +305,33 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+class Preparation:
+    """What happens to a model between its file and its first use, such as new adapters. The defaults change nothing."""
+
+    def reshape(self, model: GPT, device: Device) -> None:
+        """Change the model while it is on the meta device, before it is sharded."""
+
+    def reading(self, weights: Weights, config: GPTConfig, folder: Path) -> Weights:
+        """What the model's own parameters are read from, instead of `weights`."""
+        return weights
+
+    def fill(self, model: GPT) -> None:
+        """Fill the parameters that `reshape` has added."""
+
+
+class NewScalarHead(Preparation):
+    """Gives a model a scalar head of zeros, where it has none."""
+
+    def reshape(self, model: GPT, device: Device) -> None:
+        self.is_new = model.scalar_head is None
+        model.add_scalar_head()
+
+    def fill(self, model: GPT) -> None:
+        if self.is_new:
+            assert model.scalar_head is not None
+            fill(model.scalar_head.weight, torch.zeros(model.config.width))
+
+
 def load_model(
     source: str | Path,
     device: str | torch.device | Device | None = None,
@@ -321,10 +343,7 @@ def load_model(
     activation_checkpointing: bool = False,
     max_seq_len: int = 0,
     rope_scaling: ContextMethod | None = None,
-    new_adapters: Callable[[GPTConfig], Lora | None] | None = None,
-    with_scalar_head: bool = False,
-    seed: int = 0,
-    adapter: str = "",
+    prepare: Sequence[Preparation] = (),
     without_weights: bool = False,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """`(model, tokenizer, meta)` of a stage, a folder or a repository of a hub, as `find_source` finds it.
@@ -332,14 +351,10 @@ def load_model(
     `device` is "npu:0", "cuda:0", "cpu" or nothing for the best one here. The model is in eval mode, its weights in
     fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
-    has just read; it is not read again. With a `layout` that shards, each rank reads and holds its rows alone
+    has just read; it is not read again. With a `layout` that shards, each rank reads and holds only its rows
     (parallel/fsdp.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
-    trained with needs `rope_scaling`.
-
-    Adapters of a checkpoint are merged into the weights of their base, and then those of `adapter`, as `load_adapters`
-    takes it. Where `new_adapters` returns settings for the model's shape, it gets new ones to train, drawn by `seed`;
-    all else is frozen, and in the dtype of the products. `with_scalar_head` gives the model a scalar head, of zeros if
-    it has none. `without_weights` leaves the model on the meta device.
+    trained with needs `rope_scaling`. `prepare` changes the model on its way, in order. `without_weights` leaves it on
+    the meta device.
 
     Raises UserError: when there is no such checkpoint, or it cannot be used.
     """
@@ -349,43 +364,58 @@ def load_model(
         device = devices.init(str(device) if device else "auto")
     config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling)
     with model_folder.damage_of(folder):
-        described = model_folder.described_by(folder)
-        *tuned, base = model_folder.lineage(folder)
-        _require_agreement(described, base, meta, config, tokenizer)
+        # ---- where the weights are: in this folder, or in the base of its adapters, into which these are merged
+        described = model_folder.format_of(folder).described_by(folder)
+        *adapters, base = model_folder.lineage(folder)
+        weights = model_folder.format_of(base).weights(base, config)
+        _require_agreement(described, weights, meta, config, tokenizer)
         meta |= model_folder.facts_of_use(described, meta)
-        merged = [model_folder.read_adapters(path, config) for path in reversed(tuned)]
-        if adapter:
-            merged.append(model_folder.load_adapters(adapter, config, folder)[0])
-        # Built without memory, then sharded, then allocated: a whole model is never in main memory, nor on the device
-        # of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
-        # A scalar head may be saved with adapters, and be missing in their base.
-        stores_head = config.scalar_head and not hf.is_folder(base) and _holds(base, lora.SCALAR_HEAD)
+        if adapters:
+            weights = rooms.find("adapters", "weights")(weights, adapters, config)
+        for one in prepare:
+            weights = one.reading(weights, config, folder)
+
+        # ---- the model without memory, as its weights are, then as it will be used
+        # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
+        # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
+        # A reward model's head is missing where it was made from another model and never trained.
+        stores_head = config.scalar_head and weights.holds(SCALAR_HEAD)
         with torch.device("meta"):
             model = GPT(replace(config, scalar_head=stores_head), device.kernels)
-        if hf.is_folder(base):
-            hf.require_shapes(model, base)
-        else:
-            require_shapes(model, base / "model.safetensors")
+        weights.require_shapes(model)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        settings = new_adapters(config) if new_adapters is not None else None
-        if settings is not None:
-            model.to(device.dtype)
-        if config.scalar_head or with_scalar_head:
-            model.add_scalar_head()
-        if settings is not None:
-            with torch.device("meta"):
-                lora.attach(model, settings)
-        shard(model, layout or Layout(), device, activation_checkpointing)
+        preparations = [NewScalarHead(), *prepare] if config.scalar_head else list(prepare)
+        with torch.device("meta"):
+            for one in preparations:
+                one.reshape(model, device)
+        if activation_checkpointing or (layout is not None and layout.sharded):
+            rooms.find("layouts", "shard")(model, layout or Layout(), device, activation_checkpointing)
         if without_weights:
             return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+        # ---- memory, and the numbers in it
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
-        lora.load_base(model, shapes, _row_reader(base, config), merged)
-        lora.init_adapters(model, seed)
-        if model.scalar_head is not None and not stores_head:
-            saved = [adapters.tensors[lora.SCALAR_HEAD] for adapters in merged if lora.SCALAR_HEAD in adapters.tensors]
-            fill(model.scalar_head.weight, saved[-1] if saved else torch.zeros(model.config.width))
+        _read_weights(model, shapes, weights)
+        for one in preparations:
+            one.fill(model)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+
+@torch.no_grad()
+def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights) -> None:
+    """Fill the parameters that a model had before it was prepared, with these `shapes`; of a sharded model this rank's
+    rows."""
+    for name, shape in shapes.items():
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(layer, "set_weight") and name.endswith(".weight"):
+            # A layer that stores its matrix in another form (adapters/nf4.py) needs the whole of it.
+            whole = torch.empty(shape)
+            weights.read(name, shape[0], 0, whole)
+            layer.set_weight(whole)
+            continue
+        target = model.get_parameter(name)
+        weights.read(name, shape[0], held_rows(target).start, local(target))
 
 
 def load_config(
@@ -396,14 +426,10 @@ def load_config(
     Raises UserError: when one of them cannot be used.
     """
     with model_folder.damage_of(folder):
-        folder = model_folder.described_by(folder)
-        tokenizer = Tokenizer.load(folder)  # the folder is enough, wherever it was copied to
-        if hf.is_folder(folder):
-            family, config = hf.read_config(folder)
-            meta = {"model": asdict(config), **hf.describe(folder, family, config, tokenizer.fingerprint())}
-        else:
-            meta = read_json(folder / "meta.json")
-            config = GPTConfig(**meta["model"])
+        described = model_folder.format_of(folder).described_by(folder)
+        tokenizer = Tokenizer.load(described)  # the folder is enough, wherever it was copied to
+        config, meta = model_folder.format_of(described).describe(described)
+        meta.setdefault("tokenizer", tokenizer.fingerprint())
         # A stage may have trained with shorter rows than the model can read.
         pretraining = meta.get("pretraining", {})
         context = pretraining.get("context")
@@ -415,26 +441,9 @@ def load_config(
         return config, tokenizer, meta
 
 
-def _holds(folder: Path, name: str) -> bool:
-    """Whether a folder of ours has a parameter of this name."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return name in file.keys()  # noqa: SIM118
-
-
-def _row_reader(folder: Path, config: GPTConfig) -> lora.RowReader:
-    """Reads rows of a folder's weights, one parameter at a time."""
-    if hf.is_folder(folder):
-        stored = hf.index(folder)
-        return lambda name, rows, first, target: hf.read_rows(stored, config, name, rows, first, target)
-
-    def read(name: str, rows: int, first: int, target: Tensor) -> None:
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            target.copy_(file.get_slice(name)[first : first + len(target)])
-
-    return read
-
-
-def _require_agreement(folder: Path, base: Path, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
+def _require_agreement(
+    folder: Path, weights: Weights, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer
+) -> None:
     """Compare meta data with the other files before a model is built: what they ask for could fill the memory.
 
     Raises ValueError: when they do not belong together.
@@ -442,7 +451,7 @@ def _require_agreement(folder: Path, base: Path, meta: dict[str, Any], config: G
     if not isinstance(meta["step"], int) or not isinstance(meta.get("pretraining", {}), dict):
         raise ValueError("meta.json has no step, or pretraining that is not an object")
     # With another tokenizer a model reads and writes nonsense, or its ids are outside of the embedding.
-    if hf.is_folder(folder):
+    if model_folder.is_foreign(folder):
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(
                 f"its tokenizer has {tokenizer.vocab_size:,} tokens and its embedding {config.vocab_size:,} rows: they "
@@ -452,17 +461,11 @@ def _require_agreement(folder: Path, base: Path, meta: dict[str, Any], config: G
         raise ValueError("tokenizer.json is not the tokenizer that meta.json names, or too large for the model")
     # Layers cost time and memory even without weights. The rotary tables, (2, context, head_dim) in fp32, are not in
     # the file: a context whose tables are larger than all weights is not one that was trained.
-    if hf.is_folder(base):
-        stored = hf.index(base)
-        layers = hf.layers(stored)
-        files = {tensor.path for tensor in stored.values()}
-    else:
-        files = {base / "model.safetensors"}
-        layers = storage.layers(base / "model.safetensors")
+    layers = weights.layers()
     if config.n_layer != layers:
         raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
     if not 1 <= layers <= MAX_LAYERS:
         raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")
     rotary_bytes = 8 * config.sequence_len * config.head_dim
-    if rotary_bytes > max(sum(path.stat().st_size for path in files), MAX_ROTARY_BYTES):
+    if rotary_bytes > max(sum(path.stat().st_size for path in weights.files), MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.adapters import lora
 from nanochat.attention import KVCache
 from nanochat.calculator import calculate, can_continue
 from nanochat.cli import Interrupted, UserError, check_ranges
@@ -124,7 +123,8 @@ class Engine:
     """Generates with a snapshot of a model's weights, cast once to the device's dtype.
 
     All ranks of a sharded model make the snapshot together, and update it together. Unless `graphs` is "off" an
-    accelerator records the launches of a decoded token and replays them as one. Rows choose among `adapters` by number.
+    accelerator records the launches of a decoded token and replays them as one. `adapters` is called with the engine's
+    model, hooks several adapters to it, and returns an object whose `chosen` (rows,) numbers the adapter of each row.
     `weights` "fp16" takes half the memory and time of products in fp32, and rounds weights to 11 bits. The model itself
     is packed, so that no copy is there in fp32: it can neither be trained nor saved any more.
     Raises UserError: when graphs are "on" on a CPU, or the device has no products with such weights.
@@ -136,7 +136,7 @@ class Engine:
         tokenizer: Tokenizer,
         device: Device | None = None,
         graphs: Literal["auto", "on", "off"] = "auto",
-        adapters: Sequence[lora.Adapters] = (),
+        adapters: Callable[[GPT, torch.dtype], Any] | None = None,
         weights: WeightFormat = "auto",
     ):
         self.weights: WeightFormat = weights
@@ -144,7 +144,7 @@ class Engine:
         self.graphs = devices.records(self.device.kind, graphs)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
-        self.adapters = lora.ChosenAdapters(self.model, adapters, self.device.dtype) if adapters else None
+        self.adapters = adapters(self.model, self.device.dtype) if adapters else None
         # The marks of calculator calls. Models of other families have none: -1 is no token.
         self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
@@ -159,13 +159,13 @@ class Engine:
         if model.is_packed:  # by another engine
             return model
         if self.weights != "auto":
-            assert lora.settings_of(model) is None and not is_sharded(model), "a model in training is not packed"
+            assert model.extension is None and not is_sharded(model), "a model in training is not packed"
             return model.kernels.pack(model, self.weights).eval()
         # In fp32 the snapshot would be equal to the model, so the engine shares its weights.
         packs = model.kernels.packs(self.device.dtype)
-        # Adapters in training (lora.py) stay apart from their frozen base, which is in the device's dtype already.
-        # Merged in bf16 they would be lost where they change a weight by less than it resolves.
-        adapted = lora.settings_of(model)
+        # Adapters in training stay apart from their frozen base, which is in the device's dtype already. Merged in bf16
+        # they would be lost where they change a weight by less than it resolves.
+        adapted = model.extension
         if adapted is not None and not is_sharded(model):
             return model.eval()
         if self.device.dtype == torch.float32 and not packs and not is_sharded(model):
@@ -175,7 +175,7 @@ class Engine:
         with torch.device("meta"):
             copied = GPT(model.config, model.kernels).to(self.device.dtype)
             if adapted is not None:
-                lora.attach(copied, adapted)
+                adapted.add_to(copied)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
         # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)

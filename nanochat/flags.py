@@ -16,8 +16,6 @@ Epochs = Annotated[float, Range(1e-9, 10**6)]
 Share = Annotated[float, Range(0, 0.9)]
 
 if TYPE_CHECKING:
-    from nanochat.adapters.lora import Lora
-    from nanochat.gpt import GPTConfig
     from nanochat.optim import StateFormat
 
 
@@ -116,15 +114,6 @@ class ChatFlags(StageFlags):
             for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
                 if getattr(self, name) != getattr(ChatFlags, name):
                     raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
-
-    def lora(self, config: "GPTConfig") -> "Lora | None":
-        """The adapters for a model of this shape; None: none. Raises UserError: when it cannot have them."""
-        if not self.lora_rank:
-            return None
-        from nanochat.adapters.lora import Lora, choose_targets  # it imports torch, and --help must answer at once
-
-        targets = choose_targets(self.lora_targets, self.lora_rank, config)
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_dropout, targets, self.lora_rslora, self.lora_base)
 
     @property
     def adamw_rate(self) -> float | None:

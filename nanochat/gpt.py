@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from nanochat.operators import TorchKernels, split_like
 from nanochat.sharding import fill, is_dtensor, is_sharded
 
 CAST_ELEMENTS = 1 << 25  # of weights that are cast at a time
+SCALAR_HEAD = "scalar_head.weight"  # the name of its one parameter
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
 
 
@@ -476,6 +477,27 @@ def read_out(
     return losses if reduction == "sum" else losses.view_as(targets)
 
 
+class Extension(Protocol):
+    """What a room has added to a model's layers to be trained in their place, such as adapters."""
+
+    def add_to(self, model: "GPT") -> None:
+        """Add the same to another model, which may be on the meta device."""
+        ...
+
+    def without(self, model: Any) -> Any:
+        """The model as a function that computes what it was before: the reference of DPO and GRPO. Its `model` is the
+        one inside, and `over(compiled)` is the same over a compiled one."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Its settings, for a checkpoint's meta data."""
+        ...
+
+    def describe(self, model: "GPT") -> str:
+        """One line for the log."""
+        ...
+
+
 class GPT(nn.Module):
     """The whole model. `kernels` are the operators of the device it will run on, `device.kernels`; None: a CPU's."""
 
@@ -505,6 +527,8 @@ class GPT(nn.Module):
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
         # The last part, so that adding it to a model leaves the order of the others.
         self.scalar_head = ScalarHead(config) if config.scalar_head else None
+        # What a room has added to the layers, such as adapters (adapters/lora.py); None: the model is as written here.
+        self.extension: Extension | None = None
         # The rotary tables follow from the config, so that checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
         self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)

@@ -1,28 +1,26 @@
-"""The folder of a model: found by what `--source` and `--adapter` name, verified, and what its small files say.
+"""The folder of a model: found by what `--source` names, verified, and what its small files say.
 
-It is a step of a run (its files: checkpoint_manager.py), or a folder of Hugging Face's or of peft's.
+It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without a manifest of ours is shown to
+the readers of other formats (rooms.py), such as Hugging Face's. A folder that holds only adapters has a base: another
+folder, whose weights they belong to.
 """
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from nanochat import paths, storage
-from nanochat.adapters import lora, peft
-from nanochat.adapters.lora import Adapters
+from nanochat import paths, rooms, storage
 from nanochat.cli import UserError
 from nanochat.collectives import decide_on_rank_zero
-from nanochat.data import hub
 from nanochat.device import Device
-from nanochat.families import hf
-from nanochat.gpt import GPTConfig
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import warn
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
 from nanochat.untrusted import read_json, require_file
@@ -31,7 +29,6 @@ FORMAT_VERSION = 2
 MAX_TASKS = 1000
 MAX_NAME = 4096  # characters of a task's name, or of the path of the pretraining data
 MAX_TIME = 2**40  # seconds since 1970
-MAX_BASES = 16  # adapters of adapters of adapters ...
 
 # What a parser raises for a file that is damaged, or is not ours.
 UNREADABLE = (
@@ -47,11 +44,6 @@ class DamagedCheckpoint(UserError):
         self.what = what
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether a folder is in another program's layout, which has no sums of its files."""
-    return hf.is_folder(path) or peft.is_folder(path)
-
-
 @contextlib.contextmanager
 def damage_of(path: Path) -> Iterator[None]:
     """Raises DamagedCheckpoint, naming the path, for whatever a parser raises in the block."""
@@ -64,6 +56,142 @@ def damage_of(path: Path) -> Iterator[None]:
         if is_foreign(path):
             raise UserError(f"--source {path} cannot be used: {str(error)[:500]}") from error
         raise DamagedCheckpoint(f"{path} is damaged ({str(error)[:500]})") from error
+
+
+# ---------------------------------------------------------------------- formats
+
+
+class Weights(Protocol):
+    """The weights of one model in a folder, under our names, read a part at a time."""
+
+    @property
+    def files(self) -> list[Path]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrices."""
+        ...
+
+    def layers(self) -> int: ...
+
+    def holds(self, name: str) -> bool: ...
+
+    def require_shapes(self, model: GPT) -> None:
+        """Raises ValueError: when the weights are not those of the model, which may be on the meta device."""
+        ...
+
+    def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
+        """Fill `target` with rows of the parameter `name` from row `first` on; the whole parameter has `rows`."""
+        ...
+
+
+class FolderFormat(Protocol):
+    """How a program lays out the folder of a model."""
+
+    def is_folder(self, path: Path) -> bool: ...
+
+    def check(self, folder: Path) -> None:
+        """Read what is quick to read. Raises UserError or ValueError: when it cannot be used."""
+        ...
+
+    def holds_adapters(self, folder: Path) -> bool:
+        """Whether the weights in the folder are only what is added to those of a base."""
+        ...
+
+    def described_by(self, folder: Path) -> Path:
+        """The folder with the model's tokenizer and shape."""
+        ...
+
+    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+        """The model's shape, and meta data as in a checkpoint of ours."""
+        ...
+
+    def weights(self, folder: Path, config: GPTConfig) -> Weights: ...
+
+    def weights_sha256(self, folder: Path) -> str: ...
+
+
+class OurWeights:
+    """model.safetensors of a checkpoint."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "model.safetensors"
+        self.files = [self.path]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        with safe_open(self.path, framework="pt") as file:
+            return storage.torch_dtype(file.get_slice("embedding.weight").get_dtype())
+
+    def layers(self) -> int:
+        return storage.layers(self.path)
+
+    def holds(self, name: str) -> bool:
+        with safe_open(self.path, framework="pt") as file:
+            return name in file.keys()  # noqa: SIM118
+
+    def require_shapes(self, model: GPT) -> None:
+        storage.require_shapes(model, self.path)
+
+    def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
+        with safe_open(self.path, framework="pt") as file:
+            target.copy_(file.get_slice(name)[first : first + len(target)])
+
+
+class OurFormat:
+    """A step of a run, or an export of one, with a manifest of its files."""
+
+    def is_folder(self, path: Path) -> bool:
+        return (path / "manifest.json").is_file()
+
+    def check(self, folder: Path) -> None:
+        verify(folder)
+
+    def holds_adapters(self, folder: Path) -> bool:
+        return read_json(folder / "meta.json").get("adapter") is not None
+
+    def described_by(self, folder: Path) -> Path:
+        return folder
+
+    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+        meta = read_json(folder / "meta.json")
+        return GPTConfig(**meta["model"]), meta
+
+    def weights(self, folder: Path, config: GPTConfig) -> Weights:
+        return OurWeights(folder)
+
+    def weights_sha256(self, folder: Path) -> str:
+        manifest = read_json(folder / "manifest.json")
+        file = manifest.get("model.safetensors") or manifest["adapter.safetensors"]
+        return file["sha256"]
+
+
+OURS = OurFormat()
+
+
+def format_of(folder: Path) -> FolderFormat:
+    """The format of a folder; ours where nobody knows it, so that our reader says what is missing."""
+    if not OURS.is_folder(folder):
+        for name in rooms.names("folders"):
+            known = rooms.find("folders", name)
+            if known.is_folder(folder):
+                return known
+    return OURS
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder is in another program's format, which has no sums of its files."""
+    return format_of(folder) is not OURS
+
+
+def lineage(folder: Path) -> list[Path]:
+    """A checkpoint and, where it holds adapters, what they were trained on, and so on down to whole weights.
+
+    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
+    """
+    if not format_of(folder).holds_adapters(folder):
+        return [folder]
+    return rooms.find("adapters", "lineage")(folder)
 
 
 # ---------------------------------------------------------------------- finding
@@ -92,7 +220,7 @@ def find_source(
     if device is not None:
         found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step, flag=flag)))
         return Path(str(found))
-    found = _find_source(source, model_tag, step, flag)
+    found = find_folder(source, model_tag, step, flag)
     # Adapters are as whole as their base.
     with damage_of(found):
         for base in lineage(found)[1:]:
@@ -101,7 +229,8 @@ def find_source(
     return found
 
 
-def _find_source(source: str, model_tag: str | None, step: int | None, flag: str = "--source ") -> Path:
+def find_folder(source: str, model_tag: str | None, step: int | None, flag: str = "--source ") -> Path:
+    """`find_source` of one folder: what its adapters belong to is not looked at."""
     # A stage, its tag, its step: what is not given is chosen here.
     if source == "auto":
         source = "base"
@@ -116,9 +245,11 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
         step = int(short[3]) if short[3] else None
     if source in paths.SCRIPTS:
         return _find_in_stage(source, model_tag, step, flag)
-    is_of_hub = source.partition(":")[0] in hub.HUBS
-    chosen = hub.fetch_model(source) if is_of_hub else Path(source).expanduser()
-    if not is_foreign(chosen) and not (chosen / "manifest.json").is_file():
+    hub, _, name = source.partition(":")
+    is_of_hub = bool(name) and hub in rooms.names("hubs")
+    chosen = rooms.find("hubs", hub)(source) if is_of_hub else Path(source).expanduser()
+    its_format = format_of(chosen)
+    if not its_format.is_folder(chosen):
         why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
         raise UserError(
             f"{flag}{source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
@@ -129,14 +260,8 @@ def _find_source(source: str, model_tag: str | None, step: int | None, flag: str
         raise UserError(
             f"{flag}{source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
-    if is_foreign(chosen):
-        # Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found.
-        if hf.is_folder(chosen):
-            with damage_of(chosen):
-                hf.read_config(chosen)
-                hf.index(chosen)
-    else:
-        verify(chosen)
+    with damage_of(chosen):
+        its_format.check(chosen)
     return chosen
 
 
@@ -263,26 +388,19 @@ def weights_name(meta: dict[str, Any]) -> str:
     return "model.safetensors" if meta.get("adapter") is None else "adapter.safetensors"
 
 
-def weights_sha256(step_folder: Path) -> str:
-    """The sha256 of the model's weights or adapters, from the manifest of a checkpoint that was verified."""
-    if hf.is_folder(step_folder):  # it has none: all files are read
-        paths = sorted({tensor.path for tensor in hf.index(step_folder).values()})
-        return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
-    if peft.is_folder(step_folder):
-        return storage.sha256(step_folder / peft.WEIGHTS)
-    manifest = read_json(step_folder / "manifest.json")
-    file = manifest.get("model.safetensors") or manifest["adapter.safetensors"]
-    return file["sha256"]
+def weights_sha256(folder: Path) -> str:
+    """The sha256 of the weights or adapters in a folder. A manifest of ours, once verified, names it."""
+    return format_of(folder).weights_sha256(folder)
 
 
 def stored_dtype(step_folder: Path) -> torch.dtype:
     """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
     with damage_of(step_folder):
-        step_folder = lineage(step_folder)[-1]
-    if hf.is_folder(step_folder):
-        return hf.stored_dtype(step_folder)
-    with damage_of(step_folder), safe_open(step_folder / "model.safetensors", framework="pt") as file:
-        return hf.DTYPES[file.get_slice("embedding.weight").get_dtype()]
+        base = lineage(step_folder)[-1]
+    with damage_of(base):
+        its_format = format_of(base)
+        config, _ = its_format.describe(base)
+        return its_format.weights(base, config).dtype
 
 
 def facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
@@ -305,118 +423,3 @@ def facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("trained_at in meta.json is not a time in seconds since 1970")
     sampling = {name: params[name] for name in NEUTRAL}
     return {"stage": stage, "tasks": tasks, "trained_at": trained_at, "sampling": sampling}
-
-
-# ---------------------------------------------------------------------- adapters and their bases
-
-
-def described_by(folder: Path) -> Path:
-    """The folder with a model's tokenizer and shape. Those of peft's have neither: their base has."""
-    return _base_of_peft(folder) if peft.is_folder(folder) else folder
-
-
-def lineage(folder: Path) -> list[Path]:
-    """A checkpoint and, where it holds adapters, what they were trained on, and so on down to whole weights.
-
-    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
-    """
-    folders = [folder]
-    while len(folders) <= MAX_BASES:
-        if peft.is_folder(folder):
-            folder = _base_of_peft(folder)
-        else:
-            entry = _adapter_entry(folder)
-            if entry is None:
-                return folders
-            folder = find_base(folder, entry)
-        folders.append(folder)
-    raise ValueError("its base is adapters, too, and so on without end")
-
-
-def _adapter_entry(folder: Path) -> dict[str, Any] | None:
-    """What meta.json says of a checkpoint's adapters; None: it holds whole weights."""
-    return None if hf.is_folder(folder) else read_json(folder / "meta.json").get("adapter")
-
-
-def find_base(step_folder: Path, entry: dict[str, Any]) -> Path:
-    """The folder of the weights that a checkpoint's adapters belong to: where they were, or wherever below the base
-    folder the same weights are now.
-
-    Raises UserError: when they are missing, or others are in their place.
-    """
-    wanted = str(entry["base_sha256"])
-    checkpoints = paths.base_dir() / "checkpoints"
-    named = checkpoints / str(entry["base"])[:MAX_NAME]  # an absolute path replaces what is before it
-    for folder in (named, *sorted(checkpoints.glob("*/*/step_*"))):
-        with contextlib.suppress(*UNREADABLE):  # not a checkpoint, or a damaged one
-            if weights_sha256(folder) == wanted:
-                return folder
-    why = "has other weights now" if named.is_dir() else "is missing"
-    raise UserError(
-        f"{step_folder} holds adapters, and {named}, which they were trained on, {why}: put the weights of sha256 "
-        f"{wanted[:12]}... back there"
-    )
-
-
-def _base_of_peft(folder: Path) -> Path:
-    """The model that peft's adapters belong to: a path as it is or below our checkpoints, or a repository of a hub."""
-    name = peft.base_of(folder)[:MAX_NAME]
-    for path in (Path(name).expanduser(), paths.base_dir() / "checkpoints" / name):
-        if path.is_dir() and not peft.is_folder(path):
-            return _find_source(str(path), None, None)
-    if name.count("/") != 1:
-        raise UserError(
-            f"{folder} holds adapters for {name}, which is no model here: put the model there, or change "
-            f"base_model_name_or_path in {peft.SETTINGS}"
-        )
-    return _find_source(name if name.partition(":")[0] in hub.HUBS else f"hf:{name}", None, None)
-
-
-def base_of(source: Path) -> dict[str, str]:
-    """What meta.json of adapters says about their base."""
-    folder = source.resolve()
-    checkpoints = (paths.base_dir() / "checkpoints").resolve()
-    where = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else folder
-    return {"base": where.as_posix(), "base_sha256": weights_sha256(source)}
-
-
-def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:
-    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as of `load_model`; of
-    peft's it is "folder" alone.
-
-    Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
-    """
-    folder = _find_source(source, None, None, flag="--adapter ")
-    with damage_of(folder):
-        if peft.is_folder(folder):
-            read = peft.read(folder, config)
-            trained_on = peft.base_of(folder)
-            if base is not None and trained_on.rpartition(":")[2] not in _names_of(base):
-                warn(
-                    f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
-                )
-            return read, {"folder": str(folder)}
-        entry = _adapter_entry(folder)
-        if entry is None:
-            raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
-        if base is not None and weights_sha256(base) != entry["base_sha256"]:
-            raise UserError(
-                f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
-                "other weights: name the first as --source"
-            )
-        meta = read_json(folder / "meta.json")
-        return read_adapters(folder, config), {**meta, **facts_of_use(folder, meta), "folder": str(folder)}
-
-
-def _names_of(folder: Path) -> set[str]:
-    """What the settings of peft can call a model: a path, our short name, or a repository of a hub."""
-    return {str(folder), str(folder.resolve()), short_name(folder), folder.name.replace("--", "/")}
-
-
-def read_adapters(folder: Path, config: GPTConfig) -> Adapters:
-    """Raises UserError: when they are not of a model of this shape."""
-    if peft.is_folder(folder):
-        return peft.read(folder, config)
-    found = lora.read_adapters(folder / "adapter.safetensors", _adapter_entry(folder) or {})
-    found.require_fit(config, str(folder))
-    return found

@@ -7,6 +7,7 @@ that place when somebody asks for the name. A new capability is a file in a room
 """
 
 import importlib
+import operator
 from typing import Any
 
 from nanochat.cli import UserError
@@ -22,6 +23,31 @@ ROOMS: dict[str, dict[str, str]] = {
         "profile": "nanochat.run.profiling:Recorder",
         "compile": "nanochat.run.compiling:compile_model",
         "dry_run": "nanochat.run.memory:begin",
+    },
+    # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py.
+    "folders": {
+        "huggingface": "nanochat.families.hf:FORMAT",
+        "peft": "nanochat.adapters.peft:FORMAT",
+    },
+    # Where --source hf:ORG/NAME is downloaded from: a function from that text to a folder.
+    "hubs": {
+        "hf": "nanochat.data.hub:fetch_model",
+        "modelscope": "nanochat.data.hub:fetch_model",
+    },
+    # Folders that hold only adapters: where their base is, and the weights of both together.
+    "adapters": {
+        "lineage": "nanochat.adapters.folders:lineage",
+        "weights": "nanochat.adapters.folders:with_saved_adapters",
+        "base": "nanochat.adapters.folders:base_of",
+    },
+    # What changes a model while it is loaded: `Preparation` of checkpoint_manager.py.
+    "preparations": {
+        "lora": "nanochat.adapters.lora:NewAdapters.from_flags",
+        "merge": "nanochat.adapters.folders:MergeAdapters",
+    },
+    # A model on several processes.
+    "layouts": {
+        "shard": "nanochat.parallel.fsdp:shard",
     },
 }
 
@@ -43,7 +69,7 @@ def find(seam: str, name: str) -> Any:
     place = ROOMS[seam][name]
     module, _, attribute = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return operator.attrgetter(attribute)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         raise explain_missing(error) from error
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from nanochat import checkpoint_manager, model_folder, rooms
 from nanochat import device as devices
-from nanochat.adapters import lora
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
@@ -88,19 +87,23 @@ def begin(
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
     source = model_folder.find_source(config.source, source_tag, config.source_step, device)
+    prepare: list[checkpoint_manager.Preparation] = []
+    if with_scalar_head:
+        prepare.append(checkpoint_manager.NewScalarHead())
+    if isinstance(config, ChatFlags) and config.lora_rank:
+        prepare.append(rooms.find("preparations", "lora")(config, config.seed))
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
-        max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, seed=config.seed,
-        without_weights=config.dry_run, new_adapters=config.lora if isinstance(config, ChatFlags) else None,
-        with_scalar_head=with_scalar_head,
+        max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, prepare=prepare,
+        without_weights=config.dry_run,
     )  # fmt: skip
-    settings = lora.settings_of(model)
+    adapters = model.extension
     reference: Any = None
     reference_source = source
     if teacher is not None:
         reference_source = model_folder.find_source(teacher, None, None, device, flag="--teacher ")
-    if with_reference and teacher is None and settings is not None:
-        reference = lora.without_adapters(model)
+    if with_reference and teacher is None and adapters is not None:
+        reference = adapters.without(model)
     elif with_reference or teacher is not None:
         reference, its_tokenizer, _ = checkpoint_manager.load_model(
             reference_source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
@@ -126,15 +129,15 @@ def begin(
         scaled = model.config.rope_scaling
         by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
         print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
-    if settings is not None:
-        print0(lora.describe(model, settings))
+    if adapters is not None:
+        print0(adapters.describe(model))
     return Start(
         began, device, layout, model, tokenizer,
         tag=config.model_tag or model_folder.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
         reference=reference, reference_source=reference_source, ledger=ledger,
-        adapter=None if settings is None else {**lora.facts(settings), **model_folder.base_of(source)},
+        adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source)},
     )  # fmt: skip
 
 

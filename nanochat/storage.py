@@ -90,6 +90,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     return write_file(path, parts())
 
 
+def torch_dtype(code: str) -> torch.dtype:
+    """The dtype of a safetensors code, such as torch.float32 of F32. Raises KeyError: for others than DTYPES has."""
+    return {theirs: getattr(torch, ours) for ours, theirs in DTYPES.items()}[code]
+
+
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 

@@ -60,6 +60,7 @@ def main(config: Config) -> None:
 def load(config: Config) -> Any:
     """The model, with a scheduler that runs its replies side by side."""
     from nanochat import device as devices
+    from nanochat.adapters.folders import MergeAdapters
     from nanochat.checkpoint_manager import load_model
     from nanochat.engine import Engine
     from nanochat.model_folder import tag_of
@@ -67,8 +68,9 @@ def load(config: Config) -> Any:
     from nanochat.serve.state import LoadedModel
 
     device = devices.init(config.device, config.dtype)
+    prepare = [MergeAdapters(config.adapter)] if config.adapter else []
     model, tokenizer, meta = load_model(
-        config.source, device, model_tag=config.model_tag, step=config.step, adapter=config.adapter
+        config.source, device, model_tag=config.model_tag, step=config.step, prepare=prepare
     )
     engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from nanochat import rooms
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.flags import DecodingFlags, SamplingFlags
@@ -72,8 +73,9 @@ def main(config: Config) -> None:
         from nanochat.engine import Engine
 
         device = devices.init(config.device, config.dtype)
+        prepare = [rooms.find("preparations", "merge")(config.adapter)] if config.adapter else []
         model, tokenizer, meta = load_model(
-            config.source, device, model_tag=config.model_tag, step=config.step, adapter=config.adapter
+            config.source, device, model_tag=config.model_tag, step=config.step, prepare=prepare
         )
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])

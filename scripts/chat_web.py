@@ -131,8 +131,8 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
 
     Raises UserError: when they are not of this base, or two have one name.
     """
+    from nanochat.adapters.folders import load_adapters
     from nanochat.checkpoint_manager import load_config
-    from nanochat.model_folder import load_adapters
     from nanochat.serve.prompts import ALIAS
 
     found = []
@@ -169,6 +169,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
     def load() -> LoadedModel:
         from nanochat import device as devices
+        from nanochat.adapters.lora import side_by_side
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
@@ -180,7 +181,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             config.source, device, model_tag=config.model_tag, step=config.step, max_seq_len=config.max_seq_len
         )
         adapters = find_adapters(config, Path(meta["folder"]))
-        chosen = [one for _, one, _ in adapters]
+        chosen = side_by_side([one for _, one, _ in adapters]) if adapters else None
         parameters = sum(weight.numel() for weight in model.parameters())
         engine = Engine(model, tokenizer, device, adapters=chosen, **asdict(config.decoding))
         try:

@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import checkpoint_manager, model_folder
-    from nanochat.adapters import peft
+    from nanochat.adapters import folders, peft
     from nanochat.data import hub
     from nanochat.families import hf
 
@@ -77,7 +77,7 @@ def main(config: Config) -> None:
         if config.adapter:
             raise UserError("--to peft writes the adapters of --source alone: leave --adapter out")
         shape, _, meta = checkpoint_manager.load_config(source)
-        adapters, _ = model_folder.load_adapters(str(source), shape)
+        adapters, _ = folders.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
         with new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
@@ -88,7 +88,8 @@ def main(config: Config) -> None:
                 "are a little off; --to hf merges them into the rounded one"
             )
     else:
-        model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, adapter=config.adapter)
+        prepare = [folders.MergeAdapters(config.adapter)] if config.adapter else []
+        model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, prepare=prepare)
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":

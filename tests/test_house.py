@@ -16,18 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What the core still imports from rooms: file -> rooms. The list may only shrink; the aim is an empty one.
 LEAKS: dict[str, set[str]] = {
-    "nanochat/checkpoint_manager.py": {"adapters", "families", "parallel"},
+    "nanochat/checkpoint_manager.py": {"parallel"},
     "nanochat/device.py": {"kernels"},
-    "nanochat/engine.py": {"adapters"},
-    "nanochat/flags.py": {"adapters"},
     "nanochat/gpt.py": {"kernels"},
     "nanochat/loader.py": {"data"},
     "nanochat/losses.py": {"alignment"},
     "nanochat/mixture.py": {"data", "tasks"},
-    "nanochat/model_folder.py": {"adapters", "data", "families"},
     "nanochat/optim.py": {"parallel"},
     "nanochat/rollout.py": {"alignment", "tasks"},
-    "nanochat/stage.py": {"adapters", "parallel"},
+    "nanochat/stage.py": {"parallel"},
     "nanochat/task.py": {"tasks"},
     "nanochat/train.py": {"parallel"},
 }
@@ -35,12 +32,12 @@ LEAKS: dict[str, set[str]] = {
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
-    "base_train": 15693,
-    "mid_train": 15353,
-    "chat_sft": 15032,
-    "chat_dpo": 15191,
-    "chat_rl": 17991,
-    "chat_cli": 11477,
+    "base_train": 13596,
+    "mid_train": 13179,
+    "chat_sft": 12858,
+    "chat_dpo": 13017,
+    "chat_rl": 16877,
+    "chat_cli": 8871,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -8,6 +8,7 @@ the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
     without_adapters(model)  the same model with its adapters switched off: the reference of DPO and GRPO
     merged_weights(model)    the weights of a model without adapters that computes the same: what other samplers get
     Adapters                 the adapters of a model as tensors, to be merged into weights
+    NewAdapters              what gives a model new adapters while it is loaded
 
 The matrices that can have an adapter are those of GPTConfig.parts, by the names that Hugging Face and peft give them.
 Where several of them are stacked in one of ours, each has an A and a B of its own, as it has there. The frozen weights
@@ -31,11 +32,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanochat.adapters.nf4 import NF4Linear, dequantize, quantize
+from nanochat.checkpoint_manager import Preparation
 from nanochat.cli import UserError
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.sharding import fill, held_rows, local, unwrapped, whole
-
-SCALAR_HEAD = "scalar_head.weight"
+from nanochat.device import Device
+from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
+from nanochat.sharding import fill, local, unwrapped, whole
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ def _add_adapters(linear: Any, inputs: tuple[Tensor], y: Any) -> Any:
 
 
 def attach(model: GPT, lora: Lora) -> None:
-    """Freeze a model and put adapters into its blocks, in place. The model may still be on the meta device: then
-    `load_base` and `init_adapters` fill it."""
+    """Freeze a model and put adapters into its blocks, in place. On the meta device they are filled later, by
+    `init_adapters`."""
     model.requires_grad_(False)
+    model.extension = Attached(lora)
     if model.scalar_head is not None:
         # It has nothing to adapt: it is trained, and saved, with the adapters.
         model.scalar_head.float().requires_grad_(True)
@@ -147,10 +149,9 @@ def adapters_in(model: nn.Module) -> list[LinearAdapters]:
     return [module for module in model.modules() if isinstance(module, LinearAdapters)]
 
 
-def settings_of(model: nn.Module) -> Lora | None:
+def settings_of(model: GPT) -> Lora | None:
     """The settings of a model's adapters; None: it has none."""
-    found = adapters_in(model)
-    return found[0].lora if found else None
+    return model.extension.lora if isinstance(model.extension, Attached) else None
 
 
 @torch.no_grad()
@@ -170,6 +171,10 @@ class without_adapters:  # noqa: N801 (called as a function)
 
     def __init__(self, model: Any):
         self.model = model
+
+    def over(self, model: Any) -> "without_adapters":
+        """The same over another form of the model, such as a compiled one."""
+        return without_adapters(model)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         found = adapters_in(unwrapped(self.model))
@@ -194,7 +199,7 @@ class Adapters:
 
     def merged(self, name: str, weight: Tensor, config: GPTConfig) -> Tensor:
         """A weight (O, I) of the base, with what its adapters add to it: W + scale B A, in fp32."""
-        parts = _parts_of(name, config)
+        parts = parts_of(name, config)
         # Merged into what they were trained over: a base of 4 bits is rounded first.
         if parts and self.lora.base_format == "nf4":
             weight = dequantize(*quantize(weight), weight.shape, torch.float32)
@@ -245,7 +250,7 @@ def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.weight", adapters.merged(f"{path}.weight", layer.dequantized(), model.config)
 
 
-def _parts_of(name: str, config: GPTConfig) -> dict[str, int]:
+def parts_of(name: str, config: GPTConfig) -> dict[str, int]:
     """The matrices that a parameter is stacked from; none where it can have no adapters."""
     matrix = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
     return config.parts.get(matrix[1], {}) if matrix else {}
@@ -270,30 +275,54 @@ def facts(lora: Lora) -> dict[str, Any]:
     return {**asdict(lora), "targets": list(lora.targets)}
 
 
-# Fills a tensor with rows of a parameter: its name, how many rows it has, and the first one to read.
-RowReader = Callable[[str, int, int, Tensor], None]
+class Attached:
+    """The adapters of a model, for those who know only its `extension`."""
+
+    def __init__(self, lora: Lora):
+        self.lora = lora
+
+    def add_to(self, model: GPT) -> None:
+        attach(model, self.lora)
+
+    def without(self, model: Any) -> "without_adapters":
+        return without_adapters(model)
+
+    def facts(self) -> dict[str, Any]:
+        return facts(self.lora)
+
+    def describe(self, model: GPT) -> str:
+        return describe(model, self.lora)
 
 
-@torch.no_grad()
-def load_base(model: GPT, shapes: dict[str, torch.Size], read: RowReader, sources: Sequence[Adapters] = ()) -> None:
-    """Fill a model's own parameters, which have these `shapes`, with the adapters of `sources` merged into them one
-    after the other. Of a sharded model this rank's rows."""
-    for name, shape in shapes.items():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        is_matrix = bool(_parts_of(name, model.config))
-        if not is_matrix or not (sources or isinstance(layer, NF4Linear)):
-            target = model.get_parameter(name)
-            read(name, shape[0], held_rows(target).start, local(target))
-            continue
-        # Blocks of 64 weights and products of adapters need the whole matrix: one is in main memory at a time.
-        weight = torch.empty(shape)
-        read(name, shape[0], 0, weight)
-        for adapters in sources:
-            weight = adapters.merged(name, weight, model.config)
-        if isinstance(layer, NF4Linear):
-            layer.set_weight(weight)
-        else:
-            fill(model.get_parameter(name), weight)
+class NewAdapters(Preparation):
+    """Gives a model that is loaded new adapters to train, drawn by a seed. All else is frozen, in the dtype of the
+    products. `choose` makes their settings for the model's shape."""
+
+    def __init__(self, choose: Callable[[GPTConfig], Lora], seed: int = 0):
+        self.choose = choose
+        self.seed = seed
+
+    @classmethod
+    def from_flags(cls, flags: Any, seed: int) -> "NewAdapters":
+        """The adapters that the --lora flags describe.
+
+        Raises UserError: when the model is loaded and cannot have them.
+        """
+
+        def choose(config: GPTConfig) -> Lora:
+            targets = choose_targets(flags.lora_targets, flags.lora_rank, config)
+            return Lora(
+                flags.lora_rank, flags.lora_alpha, flags.lora_dropout, targets, flags.lora_rslora, flags.lora_base
+            )
+
+        return cls(choose, seed)
+
+    def reshape(self, model: GPT, device: Device) -> None:
+        model.to(device.dtype)
+        attach(model, self.choose(model.config))
+
+    def fill(self, model: GPT) -> None:
+        init_adapters(model, self.seed)
 
 
 # ---------------------------------------------------------------------- several adapters side by side
@@ -305,7 +334,7 @@ class ChosenAdapters:
     It hooks itself to the model's layers, packed ones too. Adapter 0 is the model as it is.
     """
 
-    def __init__(self, model: GPT, adapters: Sequence[Adapters], dtype: torch.dtype):
+    def __init__(self, model: GPT, dtype: torch.dtype, adapters: Sequence[Adapters]):
         self.chosen = torch.zeros(1, dtype=torch.long, device=model.device)  # (rows,) set before each forward pass
         for i, block in enumerate(model.blocks):
             for path, parts in model.config.parts.items():
@@ -337,6 +366,11 @@ class ChosenAdapters:
             q, k, v = added.chunk(3, dim=-1)
             return y[0] + torch.stack((q, k)), y[1] + v
         return y + added
+
+
+def side_by_side(adapters: Sequence[Adapters]) -> Callable[[GPT, torch.dtype], ChosenAdapters]:
+    """What the engine calls with its model and the dtype of the products, to run rows with these adapters."""
+    return partial(ChosenAdapters, adapters=adapters)
 
 
 def describe(model: GPT, lora: Lora) -> str:

@@ -7,15 +7,17 @@ Source: the format of peft 0.21, which is the oracle of tests/adapters/test_peft
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from nanochat import storage
+from nanochat import paths, rooms, storage
 from nanochat.adapters.lora import Adapters, Lora
 from nanochat.cli import UserError
 from nanochat.families.hf import theirs_of
 from nanochat.gpt import GPTConfig
+from nanochat.model_folder import MAX_NAME, Weights, find_folder, format_of
 from nanochat.untrusted import read_json, require_file
 
 SETTINGS = "adapter_config.json"
@@ -30,6 +32,20 @@ def is_folder(path: Path) -> bool:
 def base_of(folder: Path) -> str:
     """Where the model is that a folder's adapters belong to: a path, or the name of a hub's repository."""
     return str(read_json(folder / SETTINGS).get("base_model_name_or_path"))
+
+
+def find_base(folder: Path) -> Path:
+    """The model that peft's adapters belong to: a path as it is or below our checkpoints, or a repository of a hub."""
+    name = base_of(folder)[:MAX_NAME]
+    for path in (Path(name).expanduser(), paths.base_dir() / "checkpoints" / name):
+        if path.is_dir() and not is_folder(path):
+            return find_folder(str(path), None, None)
+    if name.count("/") != 1:
+        raise UserError(
+            f"{folder} holds adapters for {name}, which is no model here: put the model there, or change "
+            f"base_model_name_or_path in {SETTINGS}"
+        )
+    return find_folder(name if name.partition(":")[0] in rooms.names("hubs") else f"hf:{name}", None, None)
 
 
 def names(config: GPTConfig) -> dict[str, tuple[str, str]]:
@@ -100,3 +116,32 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     adapters = Adapters(lora, tensors)
     adapters.require_fit(config, str(folder))
     return adapters
+
+
+class FolderFormat:
+    """A folder of peft's, for model_folder.py. What a model is, its base says."""
+
+    def is_folder(self, path: Path) -> bool:
+        return is_folder(path)
+
+    def check(self, folder: Path) -> None:
+        """Its adapters are read when they are loaded."""
+
+    def holds_adapters(self, folder: Path) -> bool:
+        return True
+
+    def described_by(self, folder: Path) -> Path:
+        return find_base(folder)
+
+    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+        base = find_base(folder)
+        return format_of(base).describe(base)
+
+    def weights(self, folder: Path, config: GPTConfig) -> Weights:
+        raise NotImplementedError("adapters have no weights without their base")
+
+    def weights_sha256(self, folder: Path) -> str:
+        return storage.sha256(folder / WEIGHTS)
+
+
+FORMAT = FolderFormat()

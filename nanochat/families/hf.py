@@ -12,10 +12,11 @@ asks for is compared with the headers of the weights before anything is built.
 Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/families/test_hf.py.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat import storage
-from nanochat.gpt import GPT, GPTConfig, RopeScaling
+from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig, RopeScaling
 from nanochat.log import warn
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
 from nanochat.untrusted import read_json, require_file
@@ -316,13 +317,12 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- a folder's facts
 
 
-def describe(folder: Path, family: str, config: GPTConfig, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint's meta.json holds, of a folder that has none; the config is added by the caller."""
+def describe(folder: Path, family: str, config: GPTConfig) -> dict[str, Any]:
+    """What a checkpoint's meta.json holds, of a folder that has none: without the config and the tokenizer."""
     # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
     # after stages that may have shortened the context.
     pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family, "context": config.sequence_len}
     return {
-        "tokenizer": fingerprint,
         "step": 0,
         "stage": "hf",
         "tasks": [],
@@ -416,46 +416,55 @@ def _what_is_there(folder: Path) -> str:
     return "it has no model.safetensors: download it again"
 
 
-def require_shapes(model: GPT, folder: Path) -> dict[str, Stored]:
-    """The folder's tensors, all of which are those of the model, which may be on the meta device.
+class FamilyWeights:
+    """The weights of a folder, for model_folder.py."""
 
-    Raises ValueError: naming the first that is missing, has another shape, or does not belong there.
-    """
-    stored = index(folder)
-    unknown = set(stored)
-    for name, parameter in model.state_dict().items():
-        for theirs, rows in theirs_of(name, model.config, parameter.shape[0]):
-            shape = [rows, *parameter.shape[1:]]
-            if theirs not in stored:
-                raise ValueError(f"the weights have no {theirs}, which config.json asks for")
-            if stored[theirs].shape != shape:
-                raise ValueError(f"{theirs} is {stored[theirs].shape}, config.json asks for {shape}")
-            if stored[theirs].dtype not in DTYPES:
-                raise ValueError(f"{theirs} is stored as {stored[theirs].dtype}: one of {', '.join(DTYPES)}")
-            unknown.discard(theirs)
-    unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
-    if unknown:
-        raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
-    return stored
+    def __init__(self, folder: Path, config: GPTConfig):
+        self.stored = index(folder)
+        self.config = config
+        self.files = sorted({tensor.path for tensor in self.stored.values()})
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most matrices."""
+        dtypes = [tensor.dtype for tensor in self.stored.values() if len(tensor.shape) > 1]
+        return DTYPES[max(set(dtypes), key=dtypes.count)]
 
-def layers(stored: dict[str, Stored]) -> int:
-    """How many blocks the weights have."""
-    return len({name.split(".")[2] for name in stored if name.startswith("model.layers.")})
+    def layers(self) -> int:
+        return len({name.split(".")[2] for name in self.stored if name.startswith("model.layers.")})
 
+    def holds(self, name: str) -> bool:
+        return name != SCALAR_HEAD
 
-def read_rows(stored: dict[str, Stored], config: GPTConfig, name: str, rows: int, first: int, target: Tensor) -> None:
-    """Fill `target` with rows of our parameter `name`, from row `first` on; the whole parameter has so many `rows`."""
-    start = 0  # of the next of theirs, counted in the parameter's rows
-    end = first + len(target)
-    for theirs, count in theirs_of(name, config, rows):
-        begin = max(start, first)
-        stop = min(start + count, end)
-        if begin < stop:
-            _read_part(stored[theirs].path, theirs, begin - start, target[begin - first : stop - first])
-        start += count
-    # What is left are rows of the padded vocabulary. Nothing reads them; they are zero, not what was in memory.
-    target[max(start - first, 0) :].zero_()
+    def require_shapes(self, model: GPT) -> None:
+        """Raises ValueError: naming the first tensor that is missing, has another shape, or does not belong there."""
+        unknown = set(self.stored)
+        for name, parameter in model.state_dict().items():
+            for theirs, rows in theirs_of(name, model.config, parameter.shape[0]):
+                shape = [rows, *parameter.shape[1:]]
+                if theirs not in self.stored:
+                    raise ValueError(f"the weights have no {theirs}, which config.json asks for")
+                if self.stored[theirs].shape != shape:
+                    raise ValueError(f"{theirs} is {self.stored[theirs].shape}, config.json asks for {shape}")
+                if self.stored[theirs].dtype not in DTYPES:
+                    raise ValueError(f"{theirs} is stored as {self.stored[theirs].dtype}: one of {', '.join(DTYPES)}")
+                unknown.discard(theirs)
+        unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
+        if unknown:
+            raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
+
+    def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
+        """Fill `target` with rows of our parameter `name` from row `first` on; the whole parameter has `rows`."""
+        start = 0  # of the next of theirs, counted in the parameter's rows
+        end = first + len(target)
+        for theirs, count in theirs_of(name, self.config, rows):
+            begin = max(start, first)
+            stop = min(start + count, end)
+            if begin < stop:
+                _read_part(self.stored[theirs].path, theirs, begin - start, target[begin - first : stop - first])
+            start += count
+        # What is left are rows of the padded vocabulary. Nothing reads them; they are zero, not what was in memory.
+        target[max(start - first, 0) :].zero_()
 
 
 def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
@@ -469,13 +478,38 @@ def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
             part.copy_(file.get_slice(name)[first + row : first + row + len(part)])
 
 
+class FolderFormat:
+    """Hugging Face's layout, for model_folder.py."""
+
+    def is_folder(self, path: Path) -> bool:
+        return is_folder(path)
+
+    def check(self, folder: Path) -> None:
+        """Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found."""
+        read_config(folder)
+        index(folder)
+
+    def holds_adapters(self, folder: Path) -> bool:
+        return False
+
+    def described_by(self, folder: Path) -> Path:
+        return folder
+
+    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+        family, config = read_config(folder)
+        return config, {"model": asdict(config), **describe(folder, family, config)}
+
+    def weights(self, folder: Path, config: GPTConfig) -> FamilyWeights:
+        return FamilyWeights(folder, config)
+
+    def weights_sha256(self, folder: Path) -> str:
+        paths = sorted({tensor.path for tensor in index(folder).values()})
+        return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
+
+
+FORMAT = FolderFormat()
+
 # ---------------------------------------------------------------------- weights out
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of a folder's matrices."""
-    dtypes = [tensor.dtype for tensor in index(folder).values() if len(tensor.shape) > 1]
-    return DTYPES[max(set(dtypes), key=dtypes.count)]
 
 
 def write_weights(

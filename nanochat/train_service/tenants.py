@@ -27,6 +27,7 @@ from torch import Tensor
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import model_folder
 from nanochat.adapters import lora
+from nanochat.adapters.folders import base_of
 from nanochat.adapters.lora import Lora
 from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE, soft_cap
@@ -72,9 +73,9 @@ class Base:
         # Adapters of rank 1 that are never trained: they add exact zeros. So the base is loaded, and later sampled
         # from, as the models over it are.
         self.model, self.tokenizer, self.meta = checkpoints.load_model(
-            source, device, verified=True, new_adapters=lambda config: Lora(1)
+            source, device, verified=True, prepare=[lora.NewAdapters(lambda config: Lora(1))]
         )
-        self.about = model_folder.base_of(source)  # for the checkpoints of adapters
+        self.about = base_of(source)  # for the checkpoints of adapters
 
     def adapted(self, trained: Trained) -> GPT:
         """A GPT to train, on the device: with new adapters over the base's weights, or with a copy of them in fp32."""
@@ -328,7 +329,7 @@ class TrainedModel:
 
 def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy a checkpoint's weights or adapters into the same model."""
-    name = "adapter.safetensors" if lora.settings_of(model) else "model.safetensors"
+    name = "adapter.safetensors" if model.extension else "model.safetensors"
     try:
         load_whole(model, step_folder / name)
     except (ValueError, OSError) as error:

@@ -32,6 +32,7 @@ from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_co
 from torch import Tensor
 
 from nanochat.adapters import lora
+from nanochat.adapters.folders import MergeAdapters
 from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
@@ -369,7 +370,7 @@ def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
     for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
         expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
     assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
-    engine = engine_of(adapters=adapters, weights=weights)
+    engine = engine_of(adapters=lora.side_by_side(adapters), weights=weights)
     chosen = list(enumerate((1, 0, 2, 1), start=4))
     for found in (
         decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),
@@ -466,7 +467,7 @@ def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
     strong = ("--lora_rank=4", "--lora_alpha=64", "--learning_rate=0.05")
     call("chat_sft", *SFT, *strong, "--source=base", "--num_iterations=3")
     call("export", "--source=sft", "--to=peft", f"--out={tmp_path / 'peft'}")
-    assert same_weights(load_model("base", "cpu", adapter="sft")[0], load_model("sft", "cpu")[0])
+    assert same_weights(load_model("base", "cpu", prepare=[MergeAdapters("sft")])[0], load_model("sft", "cpu")[0])
     expected = {}
     for stage in ("base", "sft"):
         model, tokenizer, _ = load_model(stage, "cpu")
@@ -582,4 +583,4 @@ def test_ddp_and_fsdp_train_adapters_as_one_process_does():
 
 
 def test_the_flags_have_no_adapters_by_default():
-    assert ChatFlags().lora(tiny_config()) is None
+    assert ChatFlags().lora_rank == 0

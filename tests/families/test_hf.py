@@ -146,7 +146,7 @@ def test_a_bf16_folder_keeps_its_bits(folders, tmp_path):
     folder = save(oracle_of(folders["qwen2"]).bfloat16(), tmp_path / "bf16")
     original = load_file(folder / "model.safetensors")
     model, _, meta = load_model(str(folder), "cpu")
-    assert model.embedding.weight.dtype == torch.float32 and hf.stored_dtype(folder) == torch.bfloat16
+    assert model.embedding.weight.dtype == torch.float32 and model_folder.stored_dtype(folder) == torch.bfloat16
     (tmp_path / "out").mkdir()
     hf.write_weights(tmp_path / "out", model.config, whole_weights(model), torch.bfloat16)
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -24,9 +24,9 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from nanochat.adapters.folders import load_adapters
 from nanochat.engine import Engine, SamplingParams
 from nanochat.losses import clipped_objective, weighted_log_objective
-from nanochat.model_folder import load_adapters
 from nanochat.serve.listener import listening, make_server
 from nanochat.train_service import app as service_app
 from nanochat.train_service import service as service_module

@@ -1,0 +1,178 @@
+"""Folders that hold adapters: their bases, and the adapters themselves, in our layout or in peft's."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat import paths
+from nanochat.adapters import lora, peft
+from nanochat.adapters.lora import SCALAR_HEAD, Adapters
+from nanochat.checkpoint_manager import Preparation
+from nanochat.cli import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.log import warn
+from nanochat.model_folder import (
+    MAX_NAME,
+    UNREADABLE,
+    Weights,
+    damage_of,
+    facts_of_use,
+    find_folder,
+    format_of,
+    short_name,
+    weights_sha256,
+)
+from nanochat.untrusted import read_json
+
+MAX_BASES = 16  # adapters of adapters of adapters ...
+
+
+def lineage(folder: Path) -> list[Path]:
+    """A folder of adapters, what they were trained on, and so on down to whole weights.
+
+    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
+    """
+    folders = [folder]
+    while format_of(folder).holds_adapters(folder):
+        if len(folders) > MAX_BASES:
+            raise ValueError("its base is adapters, too, and so on without end")
+        if peft.is_folder(folder):
+            folder = peft.find_base(folder)
+        else:
+            folder = find_base(folder, read_json(folder / "meta.json")["adapter"])
+        folders.append(folder)
+    return folders
+
+
+def find_base(step_folder: Path, entry: dict[str, Any]) -> Path:
+    """The folder of the weights that a checkpoint's adapters belong to: where they were, or wherever below the base
+    folder the same weights are now.
+
+    Raises UserError: when they are missing, or others are in their place.
+    """
+    wanted = str(entry["base_sha256"])
+    checkpoints = paths.base_dir() / "checkpoints"
+    named = checkpoints / str(entry["base"])[:MAX_NAME]  # an absolute path replaces what is before it
+    for folder in (named, *sorted(checkpoints.glob("*/*/step_*"))):
+        with contextlib.suppress(*UNREADABLE):  # not a checkpoint, or a damaged one
+            if weights_sha256(folder) == wanted:
+                return folder
+    why = "has other weights now" if named.is_dir() else "is missing"
+    raise UserError(
+        f"{step_folder} holds adapters, and {named}, which they were trained on, {why}: put the weights of sha256 "
+        f"{wanted[:12]}... back there"
+    )
+
+
+def base_of(source: Path) -> dict[str, str]:
+    """What meta.json of adapters says about their base."""
+    folder = source.resolve()
+    checkpoints = (paths.base_dir() / "checkpoints").resolve()
+    where = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else folder
+    return {"base": where.as_posix(), "base_sha256": weights_sha256(source)}
+
+
+def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:
+    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as of `load_model`; of
+    peft's it is "folder" alone.
+
+    Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
+    """
+    folder = find_folder(source, None, None, flag="--adapter ")
+    with damage_of(folder):
+        if peft.is_folder(folder):
+            read = peft.read(folder, config)
+            trained_on = peft.base_of(folder)
+            if base is not None and trained_on.rpartition(":")[2] not in _names_of(base):
+                warn(
+                    f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
+                )
+            return read, {"folder": str(folder)}
+        entry = read_json(folder / "meta.json").get("adapter") if format_of(folder).is_folder(folder) else None
+        if entry is None:
+            raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
+        if base is not None and weights_sha256(base) != entry["base_sha256"]:
+            raise UserError(
+                f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
+                "other weights: name the first as --source"
+            )
+        meta = read_json(folder / "meta.json")
+        return read_adapters(folder, config), {**meta, **facts_of_use(folder, meta), "folder": str(folder)}
+
+
+def _names_of(folder: Path) -> set[str]:
+    """What the settings of peft can call a model: a path, our short name, or a repository of a hub."""
+    return {str(folder), str(folder.resolve()), short_name(folder), folder.name.replace("--", "/")}
+
+
+def read_adapters(folder: Path, config: GPTConfig) -> Adapters:
+    """Raises UserError: when they are not of a model of this shape."""
+    if peft.is_folder(folder):
+        return peft.read(folder, config)
+    found = lora.read_adapters(folder / "adapter.safetensors", read_json(folder / "meta.json")["adapter"])
+    found.require_fit(config, str(folder))
+    return found
+
+
+# ---------------------------------------------------------------------- merged while a model is loaded
+
+
+class MergedWeights:
+    """The weights of a base with adapters merged into them, one after the other, as they are read."""
+
+    def __init__(self, base: Weights, merged: list[Adapters], config: GPTConfig):
+        self.base = base
+        self.merged = merged
+        self.config = config
+        self.files = base.files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def layers(self) -> int:
+        return self.base.layers()
+
+    def holds(self, name: str) -> bool:
+        return self.base.holds(name) or any(name in adapters.tensors for adapters in self.merged)
+
+    def require_shapes(self, model: GPT) -> None:
+        if model.scalar_head is not None and not self.base.holds(SCALAR_HEAD):
+            with torch.device("meta"):
+                model = GPT(replace(model.config, scalar_head=False))  # the head is among the adapters
+        self.base.require_shapes(model)
+
+    def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
+        for adapters in reversed(self.merged):
+            if name in adapters.tensors:  # the scalar head of a reward model, which is saved with its adapters
+                target.copy_(adapters.tensors[name][first : first + len(target)])
+                return
+        if not lora.parts_of(name, self.config):
+            self.base.read(name, rows, first, target)
+            return
+        # The product of adapters needs the whole matrix: one is in main memory at a time.
+        weight = torch.empty(rows, *target.shape[1:])
+        self.base.read(name, rows, 0, weight)
+        for adapters in self.merged:
+            weight = adapters.merged(name, weight, self.config)
+        target.copy_(weight[first : first + len(target)])
+
+
+def with_saved_adapters(base: Weights, folders: list[Path], config: GPTConfig) -> Weights:
+    """The weights of a checkpoint of adapters: those of its base with the adapters of `folders`, the first one last."""
+    return MergedWeights(base, [read_adapters(folder, config) for folder in reversed(folders)], config)
+
+
+class MergeAdapters(Preparation):
+    """Merges the adapters of a further folder, `--adapter`, into a model that is loaded."""
+
+    def __init__(self, source: str):
+        self.source = source
+
+    def reading(self, weights: Weights, config: GPTConfig, folder: Path) -> Weights:
+        adapters, _ = load_adapters(self.source, config, folder)
+        return MergedWeights(weights, [adapters], config)
