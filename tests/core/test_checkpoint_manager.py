@@ -19,7 +19,7 @@ import pytest
 import torch
 from tiny import Momentum, cpu_device, save_checkpoint, smallest_model
 
-from nanochat import checkpoint_manager, model_folder, paths, stage
+from nanochat import checkpoint_manager, model_folder, paths, saver
 from nanochat.checkpoint_manager import load_model, load_training
 from nanochat.cli import UserError
 from nanochat.gpt import GPT, GPTConfig
@@ -165,10 +165,10 @@ def test_a_default_that_changed_has_a_name_in_the_message():
     about = {"model": {}, "tokenizer": "", "fingerprints": {"tokens a step": 256}}
     saved = {**about, "config": {"tasks": ""}}
     with pytest.raises(UserError, match=r"with --tasks \(default\), not addition: use its flags"):
-        stage._refuse_changes(saved, {**about, "config": {"tasks": "addition"}}, ["tasks"], Path("step"))
+        saver._refuse_changes(saved, {**about, "config": {"tasks": "addition"}}, ["tasks"], Path("step"))
     now = {**saved, "fingerprints": {"tokens a step": 512}}
     with pytest.raises(UserError, match=r"with --total_batch_size \(tokens a step\) 256, not 512"):
-        stage._refuse_changes(saved, now, ["tasks"], Path("step"))
+        saver._refuse_changes(saved, now, ["tasks"], Path("step"))
 
 
 def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):

@@ -13,7 +13,7 @@ from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensor
 from tiny import Momentum, smallest_model
 
 from nanochat import device as devices
-from nanochat import model_folder, paths, stage, storage
+from nanochat import model_folder, paths, saver, storage
 from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
@@ -185,7 +185,7 @@ def test_all_ranks_take_what_rank_0_finds(folder, monkeypatch):
     """This rank's file system lists nothing; it gets rank 0's answer."""
     save_step(folder, 1)
     answers = [str(folder / "step_000002"), "tiny.1"]
-    for module in (model_folder, stage):
+    for module in (model_folder, saver):
         monkeypatch.setattr(module, "decide_on_rank_zero", lambda device, decide: answers.pop(0))
     assert model_folder.find_source("base", "tiny", device=DEVICE).name == "step_000002"
     assert set_aside(folder, paths.run_dir("base", "tiny"), DEVICE) == folder.with_name("tiny.1")
