@@ -13,10 +13,10 @@ from fractions import Fraction
 
 MAX_LENGTH = 400  # characters of an expression
 MAX_DEPTH = 100  # nested nodes; a sum of N terms is N deep
-MAX_DIGITS = 100  # of every intermediate number, and so of the answer
-MAX_POWER_BITS = 2000  # of a power that is computed exactly
+MAX_DIGITS = 100  # in every intermediate number, and so in the answer
+MAX_POWER_BITS = 2000  # in a power that is computed exactly
 ROUNDED_DIGITS = 40  # significant digits of a number whose exact fraction would be too long
-ROOT_DIGITS = 25  # of other powers: roots take 0.04 ms, with 40 digits 0.07 ms
+ROOT_DIGITS = 25  # for other powers: roots take 0.04 ms, with 40 digits 0.07 ms
 PRINTED_DIGITS = 15  # the precision of a double: rounding errors of the digits above never show
 
 # Text has no backslash: Python warns about unknown escapes, and counting letters needs none.
@@ -33,7 +33,7 @@ TOKEN = re.compile(
 )
 
 
-# What may stand at the end of an expression that is still being written, where it is no token of its own yet.
+# What may end an expression that is still being written, before it is a complete token.
 UNFINISHED = re.compile(
     r"""(?: "[^"\\\n]* | '[^'\\\n]* | \.c?o?u?n?t? | (?:,[0-9]{3})*,[0-9]{0,2} | [eE][+-]? | = )[ \t]*\Z""",
     re.VERBOSE,

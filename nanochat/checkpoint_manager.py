@@ -7,8 +7,8 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
                                                      optimizer, loader and random generators (storage.py)
     manifest.json                                    size and sha256 of every other file
 
-A run that trains adapters alone (lora.py) saves adapter.safetensors in place of model.safetensors: a few MB, and in
-meta.json where the weights are that they belong to, with their sha256.
+A run that trains only adapters saves adapter.safetensors in place of model.safetensors: a few MB. Its meta.json says
+which weights they belong to, with their sha256.
 
 A save is atomic: a folder named `step_<n>` is complete, at whatever moment a process was killed. model_folder.py finds
 and verifies it: it compares every file with the manifest, so it also notices what a disk damaged later.
@@ -168,7 +168,7 @@ def _retire(saved: Path, keep_last: int, keep_every: int) -> None:
         warn(f"{saved} is damaged as soon as it is saved: older steps are all kept, look at the disk")
         return
     # With keep_last 2 and keep_every 1000, steps 900, 1000, 1100, 1200 and 1300 become 1000, 1200 and 1300.
-    # A step after the one just saved is from before a resume that fell back; it is left alone.
+    # A step after the one just saved is from before a resume that fell back; it stays.
     older = [step for step in model_folder.steps(saved.parent) if step < model_folder.step_of(saved)]
     older.reverse()  # the newest first
     for step in older[keep_last - 1 :]:
@@ -276,7 +276,7 @@ def load_training(
 
     The number of ranks may have changed.
 
-    Raises UserError: for weights alone. Raises ValueError: when the state is of another model or optimizer;
+    Raises UserError: when there are only weights. Raises ValueError: when the state is of another model or optimizer;
     DamagedCheckpoint: when the files cannot be read.
     """
     if not meta["world_size"]:

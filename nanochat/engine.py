@@ -9,7 +9,7 @@ releases rows while others run. A step:
     3. hand out  the one wait for the device: which rows have ended, and which called the tool
     4. release   rows that have ended leave, and the others close the gaps
 
-A reply depends on its prompt, its settings and its seed alone, not on the rows next to it. In fp32 on a CPU that is
+A reply depends only on its prompt, its settings and its seed, not on the rows next to it. In fp32 on a CPU this is
 exact. Elsewhere, and with weights in fp16, the number of rows changes the shapes of the products, and with them their
 rounding.
 
@@ -45,11 +45,11 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "se
 
 NO_ANSWER = "error"  # what the model reads after a call that the calculator cannot answer
 
-CACHE_STEP = 64  # attended_len grows by so many tokens, so that shapes repeat
+CACHE_STEP = 64  # attended_len grows in steps of this many tokens, so that shapes repeat
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
-PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and is no faster a token
+PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
-PREFILL_TOKENS = 8192  # of all prompts read at once: bounds the memory of their activations
+PREFILL_TOKENS = 8192  # read at once over all prompts: bounds the memory of their activations
 
 
 # A reply is complete with the assistant's end token, cut off by its length or the context, and broken by any other
@@ -60,7 +60,7 @@ Ending = Literal["complete", "cut off", "broken"]
 def ending(
     tokens: Sequence[int], mask: Sequence[int], stop_ids: Collection[int], reply_ends: Collection[int]
 ) -> Ending:
-    """How a reply has ended, from its tokens with the one that ended it; `mask` has 1 under those of the model."""
+    """How a reply has ended, by all its tokens, the last included; `mask` has 1 where the model chose the token."""
     # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
     if not tokens or not mask[-1] or tokens[-1] not in stop_ids:
         return "cut off"
@@ -145,7 +145,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.adapters = adapters(self.model, self.device.dtype) if adapters else None
-        # The marks of calculator calls. Models of other families have none: -1 is no token.
+        # The marks of calculator calls. Models of other families have none: no token has the id -1.
         self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
         self.answer_start = tokenizer.special_ids.get("<|output_start|>", -1)
@@ -208,7 +208,7 @@ class Engine:
 
         `sampling` holds for all prompts, or is a list with one for each. At most `max_rows` prompts run at once; the
         others begin as rows end. A row ends with a stop token, which is yielded too, after `max_tokens`, or at the end
-        of the context; whoever sets `row.max_tokens` to 0 ends it with its next one. `should_stop` is called before
+        of the context; setting `row.max_tokens` to 0 ends it with its next token. `should_stop` is called before
         each step. `adapter` is the number of one of the engine's adapters; `logprobs` as in `Slots.decode`.
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
@@ -296,8 +296,8 @@ class Engine:
         #
         # A call that the model does not close itself is closed for it: where it ends its turn inside the call (see
         # `Slots.decode`), and where what it has written can no longer become an expression. Otherwise 4 to 7% of
-        # the demo's replies would be an open call and no text. The model reads the mark, but has not chosen it: it is
-        # of the kind of the answer.
+        # the demo's replies would be an open call and no text. The model reads the mark but has not
+        # chosen it, so it counts as part of the answer.
         kind = "text"
         if forced:
             kind = "python_output"
@@ -349,7 +349,7 @@ def _copy_weights(copied: GPT, model: GPT) -> None:
 #      3                                       free: the next prompt is read here
 #
 # The step feeds y, e and s, stores their keys and values at positions 4, 3 and 5, and samples one new token for each
-# row. If row 0 ends with its token, row 2 moves to slot 0, and the next step computes slots 0 and 1 alone.
+# row. If row 0 ends with its token, row 2 moves to slot 0, and the next step computes only slots 0 and 1.
 
 
 class Slots:
@@ -388,7 +388,7 @@ class Slots:
         # For settings that few requests have: allocated with the first row that needs them, read while one is running.
         self.counts: Tensor | None = None  # (size, V) how often a token is in the reply
         self.bias: Tensor | None = None  # (size, V) what is added to the logits
-        # Of the running rows, made by `decode`: their settings (None: rows came or left since) and part of the cache.
+        # Made by `decode` for the running rows: their settings (None: rows came or left since) and part of the cache.
         self._settings: RowSettings | None = None
         self._running = self.cache.view(0, 0)
         self._recorded: dict[int, Recorded] = {}  # by the number of rows, see `_step`
@@ -425,7 +425,7 @@ class Slots:
         while start < len(prompts):
             sizes = [_round_up(len(prompt) - 1, CHUNK_STEP).bit_length() for prompt in prompts[start : start + group]]
             together = prompts[start : start + sizes.count(sizes[0])]
-            # A prompt's last token is not read with the rest: it is the first one decoded, and its logits are those of
+            # A prompt's last token is not read with the rest: it is the first one decoded, and its logits predict
             # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
             for filled in range(0, len(together[0]) - 1, self.prefill_chunk):
                 pieces = [prompt[filled:-1][: self.prefill_chunk] for prompt in together if len(prompt) - 1 > filled]
@@ -579,8 +579,8 @@ class Slots:
     def decode(self, logprobs: int = -1) -> list[NewToken]:
         """One new token for every running row, in the order of `rows`.
 
-        With `logprobs` n >= 0, `NewToken.logprobs` has 1 + 2n numbers: the token's logprob, those of the n likeliest
-        tokens, and their ids.
+        With `logprobs` n >= 0, `NewToken.logprobs` has 1 + 2n numbers: the token's logprob, the n largest
+        logprobs, and their ids.
         """
         B = len(self.rows)
         if self._settings is None:
@@ -692,7 +692,7 @@ class Slots:
 
 
 def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
-    """For each row of logits (B, V) the logprob of its token, those of the n likeliest, and their ids: (B, 1 + 2n)."""
+    """For each row of logits (B, V): the logprob of its token, the n largest logprobs, and their ids, (B, 1 + 2n)."""
     logprob = logits.log_softmax(dim=-1)
     best = logprob.topk(min(alternatives, logprob.size(-1)), dim=-1)
     return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)

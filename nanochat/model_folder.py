@@ -77,7 +77,7 @@ class Weights(Protocol):
     def holds(self, name: str) -> bool: ...
 
     def require_shapes(self, model: GPT) -> None:
-        """Raises ValueError: when the weights are not those of the model, which may be on the meta device."""
+        """Raises ValueError: when the weights belong to another model; this one may be on the meta device."""
         ...
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
@@ -95,7 +95,7 @@ class FolderFormat(Protocol):
         ...
 
     def holds_adapters(self, folder: Path) -> bool:
-        """Whether the weights in the folder are only what is added to those of a base."""
+        """Whether the folder holds only what is added to the weights of a base."""
         ...
 
     def described_by(self, folder: Path) -> Path:
@@ -211,11 +211,11 @@ def find_source(
     checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
     modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
-    `flag` stands before the source in the messages.
+    `flag` precedes the source in the messages.
 
     Raises UserError: when there is none.
     """
-    # Rank 0 decides for all: ranks that looked by themselves could find different steps while a run still saves, and
+    # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
     # each would read every file.
     if device is not None:
         found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step, flag=flag)))
@@ -250,7 +250,7 @@ def find_folder(source: str, model_tag: str | None, step: int | None, flag: str 
     chosen = rooms.find("hubs", hub)(source) if is_of_hub else Path(source).expanduser()
     its_format = format_of(chosen)
     if not its_format.is_folder(chosen):
-        why = ", there is no manifest.json in it, and no config.json" if chosen.is_dir() else ""
+        why = ", it has neither manifest.json nor config.json" if chosen.is_dir() else ""
         raise UserError(
             f"{flag}{source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
             f"checkpoint's folder (.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or "
@@ -309,14 +309,14 @@ def step_of(path: Path) -> int:
 
 
 def short_name(step_folder: Path) -> str:
-    """`<stage>/<tag>/step_<n>`: the same wherever the base folder is. A model from elsewhere has a name alone."""
+    """`<stage>/<tag>/step_<n>`: the same wherever the base folder is. A model from elsewhere has only a name."""
     if is_foreign(step_folder):
         return step_folder.resolve().name
     return "/".join(step_folder.resolve().parts[-3:])
 
 
 def tag_of(step_folder: Path) -> str:
-    """The tag that a checkpoint's folder belongs to; that of a model from elsewhere is the folder's name."""
+    """The tag that a checkpoint's folder belongs to; for a model from elsewhere, the folder's name."""
     if is_foreign(step_folder):
         name = re.sub(r"[^A-Za-z0-9_.=+-]", "-", step_folder.resolve().name)
         return name.lstrip(".=+-")[:100] or "model"
@@ -341,7 +341,7 @@ def verify(step_folder: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{path} is damaged (there is no such file)")
         with damage_of(path):
             require_file(path)
-            # The size first: it finds a file cut short without reading it. A changed byte shows in the hash alone.
+            # The size first: it finds a file cut short without reading it. Only the hash shows a changed byte.
             if path.stat().st_size != size or storage.sha256(path) != sha256:
                 raise DamagedCheckpoint(f"{path} is damaged, or its line in manifest.json")
     with damage_of(step_folder / "meta.json"):

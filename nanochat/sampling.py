@@ -29,7 +29,7 @@ GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp3
 #     token                   a     b     c     d
 #     softmax of the logits  0.50  0.30  0.15  0.05
 #     after top_k = 3        0.53  0.32  0.16  0        the logit of d is -inf, so the others sum to 1 again
-#     after top_p = 0.7      0.53  0.32  0     0        a alone does not reach 0.7, a and b do
+#     after top_p = 0.7      0.53  0.32  0     0        only a and b together reach 0.7
 #     cumulative sum         0.53  0.84  0.84  0.84
 #     0.7 x 0.84 = 0.59      it falls after 0.53 and before 0.84: the row draws b
 
@@ -52,13 +52,13 @@ class SamplingParams:
         return self.temperature <= GREEDY_BELOW
 
 
-# Rows of one batch have settings of their own: one is greedy, the next uses top_p. `sample` computes all rows together,
+# Each row of a batch has its own settings: one is greedy, the next uses top_p. `sample` computes all rows together,
 # so it reads a table with a row for each sequence and a column for each of these settings. A row with the neutral value
 # keeps its logits.
 NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if field.name != "seed"}
 
 # How replies are drawn where nobody says otherwise. Training saves it with the checkpoint ("sampling" in meta.json),
-# where the API, the page, the terminal chat and the evaluation read it. A temperature alone keeps the long tail of
+# where the API, the page, the terminal chat and the evaluation read it. A temperature without it keeps the long tail of
 # unlikely tokens: at 1.0 one sum in three is wrong, with these settings one in twenty (docs/measurements.md).
 CHAT_SAMPLING = SamplingParams(temperature=0.8, min_p=0.05)
 
@@ -170,7 +170,7 @@ def sample(
         logits = logits.masked_fill((logits < last_kept) & (top_k > 0), -math.inf)
     probabilities = logits.softmax(dim=-1)
 
-    # top_p and min_p each drop the tokens below a probability of their own; the greater of the two decides.
+    # top_p and min_p each drop the tokens below some probability; the greater of the two decides.
     # Sources: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p).
     # top_p cuts the unreliable tail, which is long where the model is unsure. min_p scales with the likeliest token: at
     # 0.1 a token needs 9% where the likeliest has 90%, and 1% where it has 10%.
@@ -233,15 +233,15 @@ def _running_sums(rows: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------- seeds and noise
 
-# SplitMix64 is a counter and a hash: number i is the hash of start + i x GAMMA. There is no state to carry from number
-# to number, so any of them can be computed alone. GAMMA is 2^64 divided by the golden ratio, made odd: the counter
-# passes through all 2^64 values before it repeats.
-MASK = 2**64 - 1  # arithmetic below is that of 64-bit unsigned integers
+# SplitMix64 is a counter and a hash: number i is the hash of start + i x GAMMA. It carries no state from number to
+# number, so any of them can be computed without the others. GAMMA is 2^64 divided by the golden ratio, made odd: the
+# counter passes through all 2^64 values before it repeats.
+MASK = 2**64 - 1  # the arithmetic below is on 64-bit unsigned integers
 GAMMA = 0x9E3779B97F4A7C15  # the step of SplitMix64's counter
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """`count` fp32 numbers in [0, 1): number i depends on the seed and i alone, on any machine.
+    """`count` fp32 numbers in [0, 1): number i depends only on the seed and i, on any machine.
 
     A row that draws by its own numbers gets the same reply in any batch, which a generator shared by a batch would not
     give. numpy's Philox has counters too; this is six lines, and replies stay what they have been.

@@ -28,7 +28,7 @@ DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-MAX_HEADER_BYTES = 16 << 20  # of safetensors: a tensor takes 100 bytes
+MAX_HEADER_BYTES = 16 << 20  # in a safetensors file: a tensor takes 100 bytes
 PIECE_BYTES = 1 << 23  # hashed and written at once: still in the processor's cache when it is written
 
 # ---------------------------------------------------------------------- files
@@ -130,7 +130,7 @@ def require_header(path: Path) -> None:
 
 
 def layers(path: Path) -> int:
-    """How many blocks a file of weights has, from its header alone.
+    """How many blocks a file of weights has, by its header.
 
     Raises ValueError: when the header is too large to be one.
     """
@@ -151,7 +151,7 @@ def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
     if is_dtensor(tensor):  # a shard that several replicas hold: the first replica's
         copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
         return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in copies)
-    if name.startswith("rank"):  # of one rank alone: its generators, its loader
+    if name.startswith("rank"):  # what one rank holds: its generators, its loader
         return name.startswith(f"rank{rank}/")
     return rank == 0  # the same on all ranks
 
@@ -175,7 +175,7 @@ def share_of(state: dict[str, Tensor], rank: int) -> tuple[dict[str, Tensor], di
 def merge(shares: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Join the entries of all ranks into the index.
 
-    Raises ValueError: when they are not those of one state.
+    Raises ValueError: when they do not belong to one state.
     """
     index: dict[str, Any] = {}
     for entries in shares:
@@ -197,7 +197,7 @@ def check(index: dict[str, Any]) -> None:
             offset, size = chunk["offset"], chunk["size"]
             numbers = [*shape, *offset, *size, chunk["rank"]]
             if not len(shape) == len(offset) == len(size) or not all(isinstance(n, int) and n >= 0 for n in numbers):
-                raise ValueError(f"a part of {name} is no box")
+                raise ValueError(f"a part of {name} is not a box")
             if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
                 raise ValueError(f"a part of {name} lies outside of it")
             filled += math.prod(size)
@@ -206,7 +206,7 @@ def check(index: dict[str, Any]) -> None:
 
 
 def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Fill a state in place. Each rank reads by itself: of a DTensor its shard, of any other tensor the whole.
+    """Fill a state in place. Each rank reads what it holds: its shard of a DTensor, and any other tensor whole.
 
     Raises ValueError: when the index has no such tensor, or the files are not what it describes.
     """
