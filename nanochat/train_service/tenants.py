@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,8 @@ class Base:
         if not trained.rank:
             return checkpoints.load_model(self.source, self.device, verified=True)[0]
         with torch.device("meta"):
-            model = GPT(self.model.config, self.model.kernels)
+            kind = HeadAdaptedGPT if trained.head else GPT
+            model = kind(self.model.config, self.model.kernels)
             lora.attach(model, trained.lora)
         # `assign` puts the base's own tensors in place of those without memory; adapters are not among them.
         frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
@@ -92,37 +92,39 @@ class Base:
             if isinstance(module, lora.Adapter):
                 module.to_empty(device=self.device.torch_device)
         lora.init_adapters(model, trained.seed)
-        if trained.head:
-            _attach_to_head(model, trained)
+        if isinstance(model, HeadAdaptedGPT):
+            model.add_head_adapter(trained)
         return model.eval()
 
 
-def _attach_to_head(model: GPT, trained: Trained) -> None:
-    """Put an adapter on the output head, which nanochat/adapters/lora.py does not do. Drawn as the others are."""
-    settings = Lora(trained.rank)
-    c = model.config
-    adapter = lora.Adapter(c.vocab_size, c.width, settings, model.device)
-    generator = torch.Generator().manual_seed(trained.seed)
-    bound = 1 / math.sqrt(c.width)
-    with torch.no_grad():
-        adapter.lora_A.copy_((torch.rand(adapter.lora_A.shape, generator=generator) * 2 - 1) * bound)
-        adapter.lora_B.zero_()
-    model.head_adapter = adapter
-    # All logits and losses of a model pass through this method.
-    model._read_out = partial(_read_out, model)  # pyright: ignore[reportAttributeAccessIssue]
+class HeadAdaptedGPT(GPT):
+    """A GPT whose output head has an adapter too, which nanochat/adapters/lora.py leaves out."""
 
+    head_adapter: lora.Adapter
 
-def _read_out(model: GPT, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
-    """`GPT._read_out` with the head's adapter."""
-    adapter: Any = model.head_adapter
-    head = model.head_weight().to(hidden.dtype)
-    if targets is None:
-        logits = nn.functional.linear(hidden, head) + adapter(hidden)
-        return soft_cap(logits.float(), model.config.logit_cap)
-    # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss takes it as a head.
-    inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
-    weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
-    return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, model.config, model.kernels)
+    def add_head_adapter(self, trained: Trained) -> None:
+        """Draw the head's adapter as the others are drawn."""
+        c = self.config
+        self.head_adapter = lora.Adapter(c.vocab_size, c.width, Lora(trained.rank), self.device)
+        generator = torch.Generator().manual_seed(trained.seed)
+        bound = 1 / math.sqrt(c.width)
+        with torch.no_grad():
+            shape = self.head_adapter.lora_A.shape
+            self.head_adapter.lora_A.copy_((torch.rand(shape, generator=generator) * 2 - 1) * bound)
+            self.head_adapter.lora_B.zero_()
+
+    def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+        """All logits and losses of a model pass through this method."""
+        adapter = self.head_adapter
+        head = self.head_weight().to(hidden.dtype)
+        if targets is None:
+            logits = nn.functional.linear(hidden, head) + adapter(hidden)
+            return soft_cap(logits.float(), self.config.logit_cap)
+        # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss takes it as a
+        # head.
+        inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
+        weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
+        return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, self.config, self.kernels)
 
 
 # ---------------------------------------------------------------------- a model in training
