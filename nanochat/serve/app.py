@@ -9,7 +9,7 @@
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
       scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
       engine.py       decodes one token for all slots at once
-      sampling.py     chooses each slot's token by the settings of its own request
+      sampling.py     chooses each slot's token by the settings of its request
       scheduler.py    token -> `Chunk` with text, put into the request's `Stream`
       replies.py      chunks -> the event loop -> OpenAI's JSON, whole or as server-sent events
     bytes on a socket
@@ -99,7 +99,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # Starlette's own: there is no such route, or not with this method
+        if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
             error = ApiError(error.status_code, error.detail, headers=error.headers)
         return error_response(error)
 
@@ -174,7 +174,7 @@ def create_app(
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str]:
-        """vLLM's, as far as lm-eval needs it: it then tokenizes with this server, and needs no tokenizer of its own."""
+        """vLLM's, as far as lm-eval needs it: it then tokenizes with this server, and needs no other tokenizer."""
         model = state.ready_model()
         tokenizer = model.tokenizer
         bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))

@@ -6,7 +6,7 @@ A line of the input file is one of these, and becomes the line with its reply in
     {"messages": [...], ...}                                            the same, and the reply among the messages
     {"prompt": "...", ...} or a JSON text                               {"prompt": "...", "completion": "...", ...}
 
-The first form is that of OpenAI's batches; its body may have all fields of the API, and its `response` is the API's.
+The first form is a line of OpenAI's batches: its body may have all fields of the API, its `response` is the API's.
 The others draw by the command's settings, and what they become is training data. In a file that is no .jsonl every
 line is a prompt. A line that gets no reply has an `error` instead, and the others are answered.
 """
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> list[Line]:
         if text.strip():
             lines.append(Line(number, _parsed(text) if path.suffix == ".jsonl" else text.rstrip("\r")))
     if not lines:
-        raise UserError(f"--in {path}: there is no line in it")
+        raise UserError(f"--in {path}: it has no lines")
     return lines
 
 
@@ -102,8 +102,8 @@ class Batch:
 
     def __init__(self, model: LoadedModel, max_tokens: int, system: str = ""):
         self.model = model
-        self.max_tokens = max_tokens  # of a reply, where its line has no limit of its own
-        self.system = system  # of conversations without a system message; bodies stay as they are
+        self.max_tokens = max_tokens  # tokens of a reply whose line sets no limit
+        self.system = system  # for conversations without a system message; bodies stay as they are
         self.failed = 0  # lines without a reply
         self.running: dict[int, Running] = {}  # by the line's place among all
         self.chunks: SimpleQueue[tuple[int, int, Chunk]] = SimpleQueue()  # (place, number of the choice, chunk)
@@ -113,7 +113,7 @@ class Batch:
 
         Raises UserError: when the device fails, or `out` cannot be written. Whole lines stay in it.
         """
-        place = answered(out, lines)  # of the next line to write
+        place = answered(out, lines)  # the next line to write
         waiting = deque(range(place, len(lines)))
         results: dict[int, dict[str, Any]] = {}  # that wait for an earlier one
         with out.open("a", encoding="utf-8", errors="replace") as file, bar("replies", len(lines)) as progress:

@@ -1,7 +1,7 @@
 """Clients that put load on a server, and what they measure; for `python -m scripts.bench serve`.
 
 Each client streams completions over plain HTTP/1.1 and sends its next request when its reply is complete. Run them in a
-process of their own, so that they do not share the server's Python lock.
+separate process, so that they do not share the server's Python lock.
 """
 
 import asyncio

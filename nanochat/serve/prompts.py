@@ -86,7 +86,7 @@ def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
     for one in (model, *model.adapted):
         if one.name == name:
             return one
-    message = f"there is no such model: this server has {model.name}, which is also called {ALIAS}"
+    message = f"the model does not exist: this server has {model.name}, which is also called {ALIAS}"
     message += "".join(f", {one.name}" for one in model.adapted)
     raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -222,7 +222,7 @@ def check_logprobs(requests: Sequence[Request]) -> None:
 
 
 def _strips_space(model: LoadedModel, body: ChatBody | CompletionBody) -> bool:
-    """Whether the text is a reply of its own, and no continuation, by a tokenizer that puts a space before a text."""
+    """Whether the text is a whole reply, not a continuation, and the tokenizer puts a space before a text."""
     return isinstance(body, ChatBody) and model.tokenizer.strips_space and body.messages[-1].role != "assistant"
 
 

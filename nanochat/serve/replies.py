@@ -60,7 +60,7 @@ class ChunkQueue:
         Neighbours of one kind are merged: a slow reader gets larger chunks, not more of them.
         """
         if self._chunks:
-            await asyncio.sleep(0)  # those of the last call were not all: the other clients' turn
+            await asyncio.sleep(0)  # more are waiting: now it is the other clients' turn
         else:
             timer = self._loop.call_later(seconds, self._arrived.set)
             await self._arrived.wait()
@@ -72,7 +72,7 @@ class ChunkQueue:
             number, chunk = self._chunks.popleft()
             taken[number].append(chunk)
         for number, chunks in taken.items():
-            if len(chunks) > 1:  # of a reader that keeps up each token comes alone
+            if len(chunks) > 1:  # a reader that keeps up gets each token in its own event
                 taken[number] = _merged(chunks)
         return taken
 
@@ -93,7 +93,7 @@ def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 class Serializer(Protocol):
-    """How a route of OpenAI's API writes its replies; `number` is that of a stream. responses.py has one more."""
+    """How a route of OpenAI's API writes its replies; `number` identifies a stream. responses.py has one more."""
 
     # A reply in one piece, which `whole` yields in pieces, so that nothing large is copied at every join.
     def add(self, number: int, chunk: Chunk) -> object: ...
@@ -120,8 +120,8 @@ class WholeChoice:
 class _ChoicesSerializer:
     """What the two routes share whose replies are a list of choices."""
 
-    prefix = ""  # of the response's id
-    object = ""  # of a reply in one piece
+    prefix = ""  # how the response's id begins
+    object = ""  # what a reply in one piece calls itself
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
@@ -135,9 +135,9 @@ class _ChoicesSerializer:
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # Of an event, up to its choices. A stream has one for every token, which differ in their choices alone.
+        # An event up to its choices. A stream has one for every token, and they differ only in their choices.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
-        self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # of a reply in one piece
+        self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         """Lists with an entry per token. None for one that OpenAI has, and of which there is nothing here."""
@@ -295,7 +295,7 @@ class ChatSerializer(_ChoicesSerializer):
         return {"message": message, "finish_reason": finish_reason}
 
     def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
-        # The tokens of `logprobs.content` are those of the message's content: a call is not in it.
+        # `logprobs.content` has the tokens of the message's content: a call is not in it.
         return chunk.logprobs if chunk.kind == "text" and self.calls != "schema" else ()
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -375,7 +375,7 @@ class Reply(Response):
     serializer: Serializer
     queue: ChunkQueue
     streams: Sequence[Stream]
-    prompt_tokens: Sequence[int]  # of each prompt, whose choices are neighbours in `streams`
+    prompt_tokens: Sequence[int]  # for each prompt, whose choices are neighbours in `streams`
     as_events: bool
     stall_seconds: float
     background: BackgroundTask | None = None  # Starlette's
@@ -391,7 +391,7 @@ class Reply(Response):
         try:
             await asyncio.wait({worker, listener}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            worker.cancel()  # of no effect on a task that has ended
+            worker.cancel()  # does nothing to a task that has ended
             listener.cancel()
             await asyncio.wait({worker, listener})
             for stream in self.streams:

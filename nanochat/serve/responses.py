@@ -166,7 +166,7 @@ class ResponsesBody(SamplingFields):
 
 
 def _joined_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several calls of one turn are items of their own here, and one message of the chat route."""
+    """Several calls of one turn are separate items here, and one message of the chat route."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if "tool_calls" in message and joined and "tool_calls" in joined[-1]:
@@ -185,7 +185,7 @@ class ResponsesSerializer:
     def __init__(self, model: LoadedModel, body: ResponsesBody, chat: ChatBody | CompletionBody):
         self.output: list[dict[str, Any]] = []
         self.incomplete = False
-        self._texts: list[str] = []  # of the last item
+        self._texts: list[str] = []  # the parts of the last item
         self._call = CallWriter(chat.calls)
         self._sequence = itertools.count()
         settings = chat.sampling(model.sampling)

@@ -32,7 +32,7 @@ from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
-STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as so many of them
+STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as this many steps
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
 
@@ -48,12 +48,12 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     logprobs: int = -1  # -1: none; n: of the token and n alternatives
-    echo: int = 0  # so many of the prompt's last tokens come before the reply, with `logprobs` as well
+    echo: int = 0  # this many of the prompt's last tokens precede the reply, with `logprobs` as well
     strips_space: bool = False  # its text begins without the space before its first word
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
-    grammar: Grammar | None = None  # what the reply must follow; of this request alone
+    grammar: Grammar | None = None  # what the reply must follow; only this request uses it
     calls: Calls = "own"  # see serve/tools.py
     adapter: int = 0  # see Row
     every_token: bool = False  # chunks have every token with its logprob, the one that ends the reply among them
@@ -80,7 +80,7 @@ class Chunk:
     # On the last chunk only: "stop", "tool_calls", "length", "cancelled" or "error".
     finish_reason: str | None = None
     error: str = ""
-    limit: str = ""  # of a reply that ended with "length": what it reached, "max_tokens" or "context"
+    limit: str = ""  # what a reply that ended with "length" reached, "max_tokens" or "context"
     is_clients_error: bool = False  # the request was wrong, not the server
 
 
@@ -96,7 +96,7 @@ class Stream:
 
     def __init__(self, wake: Callable[[], None], on_chunk: Callable[[Chunk], None] | None = None):
         self.completion_tokens = 0
-        self.cached_tokens = 0  # of the prompt, copied from an equal one instead of read
+        self.cached_tokens = 0  # tokens of the prompt that were copied from an equal one instead of read
         self.cancelled = False
         self._wake = wake
         self._chunks: SimpleQueue[Chunk] = SimpleQueue()
@@ -155,7 +155,7 @@ class TextOut:
         return text
 
     def cut(self, text: str) -> str:
-        """Of further text, what may be shown."""
+        """What may be shown of further text."""
         if self.stopped:
             return ""
         text = self.held + text
@@ -198,14 +198,14 @@ class _RequestRow(Row):
         self.stream = stream
         self.group = group
         self.filled = 0  # tokens of the prompt in the cache
-        self.kind = "text"  # of its last token
-        self.echoed: list[TokenLogprob] = []  # of the prompt, as far as it is read
+        self.kind = "text"  # the kind of its last token
+        self.echoed: list[TokenLogprob] = []  # logprobs of the prompt, as far as it is read
         self.held: list[tuple[TokenLogprob, str]] = []  # with their text, of tokens that are not shown yet
         self.shown = 0  # characters of the first of these tokens that are shown
         self.open_call: list[Chunk] = []  # held back until it is closed; see `_hand_out`
         self.out = TextOut(tokens, request.stop, request.strips_space)
         self.submitted = time.monotonic()
-        self.last_time = self.submitted  # of its last token
+        self.last_time = self.submitted  # when it got its last token
 
     def hand_out_call(self, kind: str) -> None:
         """Put the tokens of a call into the stream: as the call that it is, or as text where it was never closed."""
@@ -241,9 +241,9 @@ class Scheduler:
         self.killed = False  # ends those that it has
 
         # Running means in seconds, and what /metrics reports.
-        self.step_seconds = 0.0  # of a turn that reads no prompt
+        self.step_seconds = 0.0  # the time of a turn that reads no prompt
         self.prompt_token_seconds = 0.0  # per token of a prompt
-        self.request_seconds = 0.0  # of a request, from `submit` to its end
+        self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
         self.metrics.slots.set(slots)
         self.metrics.running.set_function(lambda: len(self._with_slot()))
@@ -333,7 +333,7 @@ class Scheduler:
                     failed = self._with_slot()
                     self.slots.reset()
                     self._finish(failed, "error", f"generation failed: {type(error).__name__}")
-        except Exception as error:  # of `reset`
+        except Exception as error:  # whatever `reset` raises
             log_failure("the device takes no more work: serving ends", error)
         finally:
             with self.changed:
@@ -402,7 +402,7 @@ class Scheduler:
             row.stream.put(Chunk(logprobs=(TokenLogprob(echoed[0], None),)))
 
     def _score(self, row: _RequestRow, count: int) -> int:
-        """Read so many tokens of the prompt, and put the logprobs of those after them into the stream.
+        """Read this many tokens of the prompt, and put the logprobs of the tokens after them into the stream.
 
         Returns the number of tokens computed.
         """
@@ -419,8 +419,8 @@ class Scheduler:
         """The row to read next, with a slot; None when no row waits, or no slot is free."""
         for row in self._rows("reading"):
             return row
-        # Clients take turns: next is the one whose last turn is the longest ago. By age alone, the many choices of one
-        # client would keep out whoever comes after it.
+        # Clients take turns: next is the one whose last turn is the longest ago. By age only, the many choices of one
+        # client would keep out the clients after it.
         row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
         if row is None or not self._take_slot(row):
             return None
@@ -516,7 +516,7 @@ class Scheduler:
             logprobs = self._shown(row, text, is_end=False)
         chunk = Chunk((new.id,), text, new.kind, logprobs)
         # A call is handed out when it is complete. Where the reply ends before, what there is of it is text: a client
-        # that shows a reply's text alone would show nothing.
+        # that shows only a reply's text would show nothing.
         if new.kind == "python" and row.answers_calls:
             row.open_call.append(chunk)
         else:
@@ -526,7 +526,7 @@ class Scheduler:
         return "stop" if row.out.stopped else new.finish_reason
 
     def _shown(self, row: _RequestRow, text: str, is_end: bool) -> tuple[TokenLogprob, ...]:
-        """The logprobs that go with a text: those of the tokens which it completes. At the end of a text they are all
+        """The logprobs that go with a text: one for each token that it completes. At the end of a text they are all
         that are left, but for the tokens that a stop string has cut off."""
         row.shown += len(text)
         count = 0
@@ -536,7 +536,7 @@ class Scheduler:
             row.shown -= len(own_text)
             count += 1
         if row.out.stopped and row.shown:
-            count += 1  # of this one a part is shown
+            count += 1  # a part of this one is shown
         elif is_end and not row.out.stopped:
             count = len(row.held)
         logprobs = tuple(one for one, _ in row.held[:count])

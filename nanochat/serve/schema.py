@@ -35,7 +35,7 @@ MAX_STOP_IDS = 64
 SEED_BITS = 64  # the sampler's seeds are whole numbers below 2**64
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
-# pydantic holds Python's lock while it reads a body, so a thread of its own would not keep the event loop free: what
+# pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free: what
 # the body contains must be bounded. A body of 1 MiB then takes 60 ms at most; 350,000 empty lists took 0.4 s, 10,000
 # items of /v1/responses 0.12 s (docs/measurements.md).
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
@@ -120,15 +120,15 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a streamed call; ignored
+    index: int | None = None  # in a streamed call; ignored
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: whose result it is
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # from an assistant
+    tool_call_id: str | None = None  # from a tool: whose result it is
     # Refused.
     name: Unsupported = None
     function_call: Unsupported = None
@@ -143,12 +143,12 @@ class ChatMessage(Strict):
         return text_of(_joined(self.groups()))
 
     def groups(self) -> list[list[Part]]:
-        """The content: texts, each a group of its own, or a reply as it was sent. See `_joined`."""
+        """The content: texts, each a group, or a reply as it was sent. See `_joined`."""
         if self.role == "assistant" and self.nanochat is not None and self.nanochat.parts is not None:
             return [[part.model_dump() for part in self.nanochat.parts]]
         if isinstance(self.content, list):
             return [[part.model_dump()] for part in self.content]
-        if not self.content and self.role == "tool":  # of an empty part there would be nothing in the prompt
+        if not self.content and self.role == "tool":  # an empty part would leave nothing in the prompt
             return [[{"type": "text", "text": "no result"}]]
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"a message of the {self.role} has no content", param="messages")
@@ -177,7 +177,7 @@ class NamedTool(Strict):
 
 
 def _known_choice(value: Any) -> Any:
-    # pydantic would name the texts alone.
+    # pydantic would name only the texts.
     if not isinstance(value, dict | NamedTool) and value not in (None, "none", "auto", "required"):
         raise ValueError('none, auto, required, or {"type": "function", "function": {"name": ...}}')
     return value
@@ -450,7 +450,7 @@ class CompletionBody(RequestBody):
     max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
-    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read as they are, and the reply is that of RL's
+    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read as they are, and the reply is RL's
     # own engine, with the token that ends it and with the calculator's answers, whose logprob is null.
     return_token_ids: bool | None = None
     best_of: Literal[1] | None = None

@@ -32,12 +32,12 @@ class LoadedModel:
     context: int  # tokens of prompt and reply together
     chats: bool  # False: a base model, which continues text
     created: int = 0  # seconds since 1970
-    fingerprint: str = ""  # of the weights; every reply names it
+    fingerprint: str = ""  # identifies the weights; every reply names it
     sampling: SamplingParams = SamplingParams()  # what a request's missing settings are
     # What the page shows of it: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
     adapter: int = 0  # its number in the engine; 0: the base itself
-    adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under names of their own
+    adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under other names
     read_update: ReadUpdate | None = None  # None: its weights stay
 
     @cached_property
@@ -78,9 +78,9 @@ class ServerState:
         self._on_failure = on_failure
 
     def load(self) -> None:
-        """Load the model; runs on a thread of its own.
+        """Load the model; runs on a separate thread.
 
-        That thread must end. Its OpenMP workers and those of the thread that decodes would together be more than the
+        That thread must end. Its OpenMP workers and the workers of the decoding thread would together be more than the
         cores; they would fall asleep between two matrix products, and decoding would take twice as long.
         """
         try:
@@ -110,7 +110,7 @@ class ServerState:
         if not self._updates.acquire(blocking=False):
             raise ApiError(503, "another update is under way", code="not_ready", headers={"retry-after": "1"})
         try:
-            with ThreadPoolExecutor(1) as thread:  # one that ends, as that of `load`
+            with ThreadPoolExecutor(1) as thread:  # one that ends, as in `load`
                 return thread.submit(self._update, model, model.read_update, path).result()
         finally:
             self._updates.release()

@@ -33,7 +33,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str,
         # A reference such as "#/$defs/City" is relative to the nearest "$id": each tool keeps its own definitions.
         arguments: dict[str, Any] = {"type": "object", **(parameters or {}), "$id": f"tool:{number}"}
         if arguments.get("properties"):
-            # A model that does not read the schema would go on with arguments of its own, to the end of its reply.
+            # A model that does not read the schema would write other arguments, to the end of its reply.
             arguments.setdefault("additionalProperties", False)
         branches.append(
             {
@@ -70,7 +70,7 @@ class CallWriter:
         self._text = ""  # not handed out yet
 
     def add(self, text: str, finish_reason: str | None) -> dict[str, Any] | None:
-        """The next fragment; None: there is nothing yet. `finish_reason` is that of the reply, where it ends here."""
+        """The next fragment; None: nothing yet. `finish_reason` is why the reply ends, where it ends here."""
         arguments = self._arguments(text) if self.kind == "text" else self._expression(text, finish_reason)
         if arguments is None or (self.has_begun and not arguments):
             return None
@@ -81,7 +81,7 @@ class CallWriter:
         return {"index": 0, "id": self.id, "type": "function", "function": function}
 
     def _expression(self, text: str, finish_reason: str | None) -> str | None:
-        """Of a call of the calculator, `2+3`, the next piece of `{"expression":"2+3"}`."""
+        """The next piece of `{"expression":"2+3"}` for a call of the calculator, `2+3`."""
         if not self.has_begun and not text and finish_reason != "tool_calls":  # that is a call of nothing
             return None
         opening = "" if self.has_begun else '{"expression":"'
@@ -89,7 +89,7 @@ class CallWriter:
         return opening + json.dumps(text, ensure_ascii=False)[1:-1] + closing
 
     def _arguments(self, text: str) -> str | None:
-        """Of `{"name":"f","arguments":{...}}` the inner braces. The last character is held back: it may be the end."""
+        """The inner braces of `{"name":"f","arguments":{...}}`. The last character is held back: it may be the end."""
         self._text += text
         if not self.has_begun:
             head = re.match(r'\{"name":"([^"]*)","arguments":', self._text)

@@ -13,7 +13,7 @@ from nanochat.serve.state import ReadUpdate
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Of a checkpoint's weights: every reply names it as its `system_fingerprint`."""
+    """What identifies a checkpoint's weights: every reply names it as its `system_fingerprint`."""
     return f"fp_{weights_sha256(folder)[:12]}"
 
 

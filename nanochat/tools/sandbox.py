@@ -1,6 +1,6 @@
 """Untrusted Python in a jail: runs a program that a model wrote against trusted checks, and reports whether it passed.
 
-The program and its checks run in two processes of their own, both in jail. The program's process never sees the checks,
+The program and its checks run in two separate processes, both in jail. The program's process never sees the checks,
 and the verdict is written by the checks' process, on a line that the program has no access to: `exit(0)`, a printed
 "ok" and objects that equal everything do not help. Right answers are the only way to pass.
 
@@ -106,7 +106,7 @@ def run_program(program: str, *, timeout_seconds: float = 5.0, memory_bytes: int
 
     Raises UserError: when this machine cannot isolate; nothing has been run then.
     """
-    # The program answers a call once it has ended, with an error when it has no such function: that is no failure here.
+    # The program answers a call once it has ended, with an error when it has no such function: not a failure here.
     checks = "try:\n    is_there_no_such_function()\nexcept RuntimeError:\n    pass"
     return run_checks(program, checks, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
 

@@ -45,7 +45,7 @@ CLIENT_CONFIG = {
 
 
 class _Access(AccessMiddleware):
-    """The chat server's checks, with the key where the tinker client sends it. Each key is an owner of its own."""
+    """The chat server's checks, with the key where the tinker client sends it. Each key is a separate owner."""
 
     keys: tuple[str, ...] = ()  # () for any
 
@@ -93,7 +93,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # Starlette's own: there is no such route, or not with this method
+        if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
             error = ApiError(error.status_code, f"{error.detail}: {request.url.path[:100]}", headers=error.headers)
         return error_response(error)
 

@@ -30,7 +30,7 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 Number = Annotated[int, Field(ge=0, lt=10**9)]
 Rate = Annotated[float, Field(ge=0)]
 Metadata = dict[str, Any] | None
-MAX_SAMPLES = 1024  # of one request
+MAX_SAMPLES = 1024  # in one request
 
 
 class ClientConfigBody(Strict):
@@ -74,7 +74,7 @@ class CreateModelBody(Strict):
 
 
 class LoadWeightsBody(Strict):
-    """Of a model that is there, by its id, or of a new one, by its session and number."""
+    """The name of a model: its id, or for a new one its session and number."""
 
     path: str
     optimizer: bool
@@ -90,10 +90,10 @@ class LoadWeightsBody(Strict):
 
 
 def trained_of(body: LoraBody) -> Trained:
-    """Raises ApiError: 400 for the head alone."""
+    """Raises ApiError: 400 for only the head."""
     if not body.train_attn and not body.train_mlp:
-        raise ApiError(400, "train_unembed: not alone, set train_attn or train_mlp, too", param="lora_config")
-    # Without a seed each model has adapters of its own.
+        raise ApiError(400, "train_unembed: set train_attn or train_mlp as well", param="lora_config")
+    # Without a seed each model has other adapters.
     seed = secrets.randbits(61) if body.seed is None else body.seed
     return Trained(body.rank, seed, body.train_attn, body.train_mlp, body.train_unembed)
 
@@ -240,7 +240,7 @@ def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None
     if not request.data:
         raise ApiError(400, "the request has no data", param="data")
     needed = {"target_tokens", *loss.inputs}
-    several: tuple[int, ...] = ()  # of each token, in all data alike
+    several: tuple[int, ...] = ()  # for each token, the same in all data
     for place, datum in enumerate(request.data):
         length = len(datum.tokens)
         where = f"datum {place}: "
@@ -264,5 +264,5 @@ def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None
         require_tokens(datum.tokens, vocab_size, f"{where}model_input")
         targets = datum.inputs["target_tokens"].ravel()
         if not (targets == np.floor(targets)).all():
-            raise ApiError(400, f"{where}target_tokens are no whole numbers", param="target_tokens")
+            raise ApiError(400, f"{where}target_tokens are not whole numbers", param="target_tokens")
         require_tokens(targets, vocab_size, f"{where}target_tokens")

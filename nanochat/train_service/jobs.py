@@ -27,7 +27,7 @@ class Limits:
 
     queue: int = 1024  # requests that wait
     slots: int = 16  # sequences sampled at once
-    batch_tokens: int = 8192  # of a micro-batch
+    batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
     snapshot_steps: int = 20  # optimizer steps between two snapshots
 
@@ -45,18 +45,18 @@ class Job:
     id: str
     run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
     result: "Future[bytes]" = field(default_factory=_started_future)
-    sampler: Path | None = None  # of a sample: its weights; others of the same weights run with it
+    sampler: Path | None = None  # the weights of a sample; samples of the same weights run together
     sample: SampleJob | None = None
 
 
 @dataclass(eq=False)
 class Model:
-    """A client's model; `live` is its part in memory, which the worker alone touches."""
+    """A client's model; `live` is its part in memory, which only the worker touches."""
 
     id: str
     owner: str
     settings: Trained
-    facts: dict[str, Any]  # of model.json
+    facts: dict[str, Any]  # what model.json says
     log: RequestLog
     next: int = 1  # the number of the request that is queued next
     parked: dict[int, Job] = field(default_factory=dict)  # those that came before their turn

@@ -60,7 +60,7 @@ class RequestLog:
 
     @property
     def covered(self) -> int:
-        """The number of the last request that the snapshot covers; 0: there is no snapshot."""
+        """The number of the last request that the snapshot covers; 0: no snapshot."""
         return max((int(path.name) for path in self._snapshots()), default=0)
 
     def snapshot(self) -> Path | None:

@@ -12,7 +12,7 @@ r = p / q, A its advantage and s the geometric mean of r over a sample:
     ppo                    -min(r A, clip(r) A)
     cispo                  -clip(r) A log p, with no gradient through r
     dro                    -(A log p - beta / 2 (log p - log q)^2)
-    gspo                   -min(s A, clip(s) A), with the gradient of s that of the token's own r
+    gspo                   -min(s A, clip(s) A), where s has the gradient of the token's r
 
 cross_entropy takes several targets a token as well, (N, T, K): with a teacher's probabilities as their weights it is
 distillation from its K likeliest tokens.
@@ -36,8 +36,8 @@ class TokenLoss:
     """A row of the table."""
 
     function: Callable[..., Tensor]  # (logp, *inputs, **settings) -> (N, T)
-    inputs: tuple[str, ...]  # of loss_fn_inputs, in the order of the function's parameters
-    settings: Mapping[str, float]  # of loss_fn_config, with their defaults
+    inputs: tuple[str, ...]  # names in loss_fn_inputs, in the order of the function's parameters
+    settings: Mapping[str, float]  # names in loss_fn_config, with their defaults
     source: str  # authors, year, title
 
 
@@ -46,7 +46,7 @@ def cross_entropy(logp: Tensor) -> Tensor:
 
 
 def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> Tensor:
-    # r corrects for samples that another policy has drawn. Where that was this one, r is 1 and its gradient that of
+    # r corrects for samples that another policy has drawn. Where it was this one, r is 1 and has the gradient of
     # log p: REINFORCE.
     return -torch.exp(logp - old_logp) * advantages
 
@@ -62,7 +62,7 @@ def ppo(
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
-    # Where PPO's clip wins, a token has no gradient. Here every token has one: the clip bounds its weight alone.
+    # Where PPO's clip wins, a token has no gradient. Here every token has one: the clip bounds only its weight.
     ratio = torch.exp(logp - old_logp)
     return -weighted_log_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
 

@@ -1,6 +1,6 @@
-"""Samples for clients: requests for one model are decoded together, each as if it were alone.
+"""Samples for clients: requests for one model are decoded together, each as if it were the only one.
 
-The logprobs are those of the model as it is, at temperature 1 and before top_k and top_p: the ones that `forward`
+The logprobs belong to the model as it is, at temperature 1 and before top_k and top_p: the ones that `forward`
 computes for the same tokens, which the losses of RL compare with.
 """
 
@@ -42,7 +42,7 @@ class SampleJob:
 
 
 def make_engine(model: GPT, tokenizer: Tokenizer, device: Device) -> Engine:
-    """An engine that ends a sequence where its request says so alone, and answers no tool calls."""
+    """An engine that ends a sequence only where its request says so, and answers no tool calls."""
     engine = Engine(model, tokenizer, device)
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1

@@ -1,6 +1,6 @@
 """Sessions, models, samplers and futures: what the routes call, and the one thread that computes.
 
-    a route             checks a request, and calls `Service.submit` or `Service.sample` on a thread of its own
+    a route             checks a request, and calls `Service.submit` or `Service.sample` on a separate thread
     RequestLog          the request is on the disk
     the queue           a model's requests in the order of their numbers, models in the order of arrival
     the worker          runs them one at a time; samples of one model together
@@ -35,7 +35,7 @@ from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedM
 
 KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched,
 KEPT_BYTES = 1 << 28  # and how large these are together
-LOG_FACTOR = 16  # so many requests a step of `snapshot_steps`, and there is a snapshot, too
+LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
@@ -55,7 +55,7 @@ class Service:
         self.wake = threading.Condition(self.lock)
         self.queue: deque[Job] = deque()
         self.promises: OrderedDict[str, Job] = OrderedDict()
-        self.kept_bytes = 0  # of the promises' results
+        self.kept_bytes = 0  # held by the promises' results
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
@@ -97,7 +97,9 @@ class Service:
         """Raises ApiError: 404, also for a session of another key."""
         facts = self.sessions.get(session)
         if facts is None or facts["owner"] != owner:
-            raise ApiError(404, f"there is no session {session[:100]!r}", param="session_id", code="session_not_found")
+            raise ApiError(
+                404, f"session {session[:100]!r} does not exist", param="session_id", code="session_not_found"
+            )
         return facts
 
     # ------------------------------------------------------------------ models
@@ -158,7 +160,7 @@ class Service:
         """Raises ApiError: 404, also for a model of another key."""
         model = self.models.get(model_id)
         if model is None or model.owner != owner:
-            raise ApiError(404, f"there is no model {model_id[:100]!r}", param="model_id", code="model_not_found")
+            raise ApiError(404, f"model {model_id[:100]!r} does not exist", param="model_id", code="model_not_found")
         return model
 
     def submit(self, owner: str, model_id: str, number: int | None, kind: str, content: bytes) -> str:
@@ -247,7 +249,7 @@ class Service:
                 if found:
                     return model_folder.step_path(folder, found[-1]), model
         form = f"{SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
-        message = f"there is no checkpoint {uri[:200]!r}: name one as {form}"
+        message = f"checkpoint {uri[:200]!r} does not exist: name one as {form}"
         raise ApiError(404, message, param="path", code="not_found")
 
     def list_checkpoints(self, model: Model) -> list[dict[str, Any]]:
@@ -322,7 +324,7 @@ class Service:
                 continue
             try:
                 result = first.run()
-            except Exception as error:  # of whatever kind: this thread serves all clients
+            except Exception as error:  # any kind: this thread serves all clients
                 result = failure(error)
             self._settle(first, result)
 
@@ -331,7 +333,7 @@ class Service:
         wanted = [job.sample for job in jobs if job.sample is not None]
         try:
             results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
-        except Exception as error:  # of whatever kind, it must end neither this thread nor a request of someone else
+        except Exception as error:  # any kind: it must end neither this thread nor a request of someone else
             if len(jobs) > 1:
                 for job in jobs:
                     self._sample([job])
@@ -378,7 +380,7 @@ class Service:
         """Run a request of the log."""
         try:
             result = self._compute(model, entry)
-        except Exception as error:  # of whatever kind: a number whose request failed is used up all the same
+        except Exception as error:  # any kind: a number whose request failed is used up all the same
             result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
@@ -469,7 +471,7 @@ class Service:
         storage.flush(path.parent)
 
     def _read(self, part: str, name: str, owner: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when there is no such file, or it belongs to another key."""
+        """Raises ApiError: 404 when the file is missing or belongs to another key."""
         kind = part.removesuffix("s")
         path = self.folder / part / f"{name}.json"
         if re.fullmatch(r"[0-9a-f]{16}(:sample:\d{1,9})?", name) and path.is_file():

@@ -1,7 +1,7 @@
-"""The models of the clients. Each is a GPT of its own whose frozen weights are those of the one base in memory.
+"""The models of the clients. Each is a GPT whose frozen weights are the one base in memory.
 
     Base               the model that all clients start from
-    Base.adapted       a GPT that shares the base's weights and has adapters of its own, or a whole copy to train
+    Base.adapted       a GPT that shares the base's weights and has its own adapters, or a whole copy to train
     TrainedModel       such a GPT with its gradients and its optimizer: what a training client talks to
 
 Nothing is swapped in or out: two clients' models differ in their adapters' tensors, and the tensors of the base are the
@@ -144,13 +144,13 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A micro-batch: sequences of about one length, each in a row of its own."""
+    """A micro-batch: sequences of about one length, each in its own row."""
 
-    places: list[int]  # of each row's datum in the request
+    places: list[int]  # the place of each row's datum in the request
     tokens: Tensor  # (N, T)
     targets: Tensor  # (N, T, K), IGNORE after a sequence's end; K is 1 but for the distillation of several
     weights: Tensor  # (N, T, K), 0 after a sequence's end
-    inputs: list[Tensor]  # of the loss, (N, T, K) each, 0 after a sequence's end
+    inputs: list[Tensor]  # what the loss reads, (N, T, K) each, 0 after a sequence's end
 
 
 class TrainedModel:
@@ -160,7 +160,7 @@ class TrainedModel:
         self.base = base
         self.trained = trained
         self.device = base.device
-        self.batch_tokens = batch_tokens  # of a micro-batch, padding included
+        self.batch_tokens = batch_tokens  # tokens of a micro-batch, padding included
         self.model = base.adapted(trained)
         self.steps = 0
         self.has_gradients = False
@@ -257,7 +257,7 @@ class TrainedModel:
             self._drop_gradients()
             raise UserError("optim_step: a forward_backward since the last one failed, so all gradients are dropped")
         if not self.has_gradients:
-            raise UserError("optim_step: there are no gradients since the last one; call forward_backward first")
+            raise UserError("optim_step: no gradients were computed since the last one; call forward_backward first")
         self.has_gradients = False
         squares = self.optimizer.reduce()
         norm = squares.sqrt()

@@ -2,7 +2,7 @@
 
 The client sends forward_backward in this form and accepts results with tensors in no other. The table below has the
 messages that it uses, as `number type name`. Messages are made from it when the module's first function is called, in a
-pool of their own, so that they are apart from the client's where a process has both.
+separate pool, so that they are apart from the client's where a process has both.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from nanochat.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
-MASKED_LOGPROB = -99999.0  # of a place without a token in a table of the likeliest ones
+MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the likeliest ones
 MAX_TOPK = 100  # likeliest tokens of a place, as targets and in results
 
 # A star marks a repeated field. Enumerations and sizes are `int` here: they look the same on the wire.
@@ -78,7 +78,7 @@ class Datum:
     """One sequence of a batch, with T tokens."""
 
     tokens: np.ndarray  # (T,)
-    inputs: dict[str, np.ndarray]  # of the loss, by their names, in the shapes that the client gave
+    inputs: dict[str, np.ndarray]  # what the loss reads, by name, in the shapes that the client sent
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class ForwardBackward:
 
 
 def read_forward_backward(content: bytes) -> ForwardBackward:
-    """Raises UserError: when the bytes are no such request, or hold what is not text."""
+    """Raises UserError: when the bytes are not such a request, or hold what is not text."""
     from google.protobuf.message import DecodeError
 
     try:
         message = _messages()["ForwardBackwardRequest"].FromString(content)
     except DecodeError:
-        raise UserError("the body is no forward_backward request in the form of protocol buffers") from None
+        raise UserError("the body is not a forward_backward request in the form of protocol buffers") from None
     settings = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         if entry.value.text:
@@ -116,7 +116,7 @@ def _read_datum(message: Any, place: int) -> Datum:
     pieces = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
-            raise UserError(f"datum {place}: this model reads text alone, and its input has an image or sound")
+            raise UserError(f"datum {place}: this model reads only text, and its input has an image or sound")
         pieces.append(_array(chunk.encoded_text.tokens, "<i4", f"datum {place}: model_input"))
     inputs = {entry.key: _tensor(entry.value, f"datum {place}: {entry.key[:50]!r}") for entry in message.loss_fn_inputs}
     return Datum(np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, np.int64), inputs)
@@ -145,7 +145,7 @@ def _dense(message: Any, shape: tuple[int, ...], dtype: str, what: str) -> np.nd
     counts = np.diff(starts)
     is_whole = len(columns) == len(values) and starts[0] == 0 and (counts >= 0).all() and starts[-1] == len(values)
     if not is_whole or not ((columns >= 0) & (columns < shape[1])).all():
-        raise UserError(f"{what} is no sparse matrix: its rows and columns do not fit its values")
+        raise UserError(f"{what} is not a sparse matrix: its rows and columns do not fit its values")
     matrix = np.zeros(shape, dtype)
     matrix[np.repeat(np.arange(shape[0]), counts), columns] = values
     return matrix
@@ -192,7 +192,7 @@ class Sampled:
     """One sampled sequence."""
 
     tokens: list[int]
-    logprobs: list[float]  # of each token, in nats, under the model as it is: at temperature 1
+    logprobs: list[float]  # for each token, in nats, under the model as it is: at temperature 1
     is_stopped: bool  # by a stop token or text; False: it was cut off
     likeliest: Likeliest | None = None
 
