@@ -116,15 +116,12 @@ def is_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / "manifest.json").is_file()
 
 
-def read_config(folder: Path) -> tuple[str, GPTConfig]:
-    """The family of a folder's model, and its config.
-
-    Raises ValueError: for a model that this one does not compute; names what it is.
-    """
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ValueError("config.json is not an object")
-    return str(config.get("model_type")), to_config(config)
+def model_type(folder: Path) -> str:
+    """What config.json calls the family; empty where it cannot be read."""
+    try:
+        return str(read_json(folder / "config.json").get("model_type", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def to_config(theirs: dict[str, Any]) -> GPTConfig:
@@ -430,6 +427,10 @@ class FamilyWeights:
         dtypes = [tensor.dtype for tensor in self.stored.values() if len(tensor.shape) > 1]
         return DTYPES[max(set(dtypes), key=dtypes.count)]
 
+    def theirs_of(self, name: str, rows: int) -> list[tuple[str, int]]:
+        """The folder's tensors that are stacked in our parameter `name`, with their rows; a family may override it."""
+        return theirs_of(name, self.config, rows)
+
     def layers(self) -> int:
         return len({name.split(".")[2] for name in self.stored if name.startswith("model.layers.")})
 
@@ -440,7 +441,7 @@ class FamilyWeights:
         """Raises ValueError: naming the first tensor that is missing, has another shape, or does not belong there."""
         unknown = set(self.stored)
         for name, parameter in model.state_dict().items():
-            for theirs, rows in theirs_of(name, model.config, parameter.shape[0]):
+            for theirs, rows in self.theirs_of(name, parameter.shape[0]):
                 shape = [rows, *parameter.shape[1:]]
                 if theirs not in self.stored:
                     raise ValueError(f"the weights have no {theirs}, which config.json asks for")
@@ -457,7 +458,7 @@ class FamilyWeights:
         """Fill `target` with rows of our parameter `name` from row `first` on; the whole parameter has `rows`."""
         start = 0  # of the next of theirs, counted in the parameter's rows
         end = first + len(target)
-        for theirs, count in theirs_of(name, self.config, rows):
+        for theirs, count in self.theirs_of(name, rows):
             begin = max(start, first)
             stop = min(start + count, end)
             if begin < stop:
@@ -479,14 +480,21 @@ def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
 
 
 class FolderFormat:
-    """Hugging Face's layout, for model_folder.py."""
+    """Hugging Face's layout, for model_folder.py. A family with other names derives from it."""
 
     def is_folder(self, path: Path) -> bool:
         return is_folder(path)
 
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """config.json, as `to_config` takes it."""
+        settings = read_json(folder / "config.json")
+        if not isinstance(settings, dict):
+            raise ValueError("config.json is not an object")
+        return settings
+
     def check(self, folder: Path) -> None:
         """Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found."""
-        read_config(folder)
+        to_config(self.settings(folder))
         index(folder)
 
     def holds_adapters(self, folder: Path) -> bool:
@@ -496,8 +504,9 @@ class FolderFormat:
         return folder
 
     def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
-        family, config = read_config(folder)
-        return config, {"model": asdict(config), **describe(folder, family, config)}
+        settings = self.settings(folder)
+        config = to_config(settings)
+        return config, {"model": asdict(config), **describe(folder, str(settings.get("model_type")), config)}
 
     def weights(self, folder: Path, config: GPTConfig) -> FamilyWeights:
         return FamilyWeights(folder, config)

@@ -162,7 +162,7 @@ def test_what_load_model_cannot_find_is_named(base_folder, folder):
     for source in ("pretrain", str(base_folder), str(folder), "", "../base"):
         with pytest.raises(UserError, match="neither a stage .*base, mid, sft, rm, dpo, rl.* nor a checkpoint"):
             load_model(source, DEVICE)
-    with pytest.raises(UserError, match="there is no manifest.json in it"):
+    with pytest.raises(UserError, match="it has neither manifest.json"):
         load_model(str(folder), DEVICE)
     for missing, name in (("base/huge", "--source base/tiny"), ("base/tiny/step_000003", r"no step 3 .*\[2, 4\]")):
         with pytest.raises(UserError, match=name):

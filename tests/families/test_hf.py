@@ -212,7 +212,7 @@ def test_an_extended_context_is_transformers(folders, tmp_path, case):
     tokens = torch.randint(0, 300, (1, 500), generator=torch.Generator().manual_seed(4))
     expected = logits_of(oracle_of(tmp_path), tokens)
     assert (logits_of(model, tokens) - expected).abs().max() < 1e-4
-    assert hf.read_config(tmp_path)[1] == model.config
+    assert hf.FORMAT.describe(tmp_path)[0] == model.config
     # It is not what the original computes.
     assert (logits_of(oracle_of(folders[case]), tokens) - expected)[:, 400:].abs().max() > 0.01
 
