@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks are applied to a copy of the code, and the five examples run there."""
+"""docs/extending.md: its blocks are applied to a copy of the code, and the six examples run there."""
 
 import os
 import re
@@ -43,6 +43,21 @@ from nanochat.checkpoint_manager import load_model
 model, _, meta = load_model("anchor", "cpu")
 assert model.config.parallel_blocks and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
 
+sys.path.insert(0, TESTS)
+import pathlib
+import transformers
+from tiny_families import save_family
+from nanochat import device as devices
+folder = save_family(pathlib.Path("phi3"), "llama3")
+sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+theirs = transformers.Phi3ForCausalLM(transformers.Phi3Config(
+    vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None, **sizes))
+theirs.save_pretrained(folder)
+ours, _, _ = load_model(str(folder), devices.init("cpu", "float32"))
+ids = torch.randint(300, (2, 40))
+with torch.no_grad():
+    assert torch.allclose(ours.logits(ours.hidden(ids))[..., :600], theirs(ids).logits, atol=1e-5)
+
 logits = torch.tensor([[3.0, 2.9, 0.0, -1.0, -2.0]])
 def drawn(n):
     params = [SamplingParams(top_n_sigma=n)]
@@ -77,5 +92,11 @@ def test_every_example_of_the_page_runs(tmp_path):
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     assert apply(page, tmp_path) == page.count("```python")
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", TRIAL], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"TESTS = {str(ROOT / 'tests')!r}\n{TRIAL}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
