@@ -18,14 +18,15 @@ from torch import Tensor
 
 from nanochat.cli import Interrupted
 from nanochat.collectives import sum_over_ranks
+from nanochat.corpus import Corpus
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, Documents, segments_of, take_best_fit, tokenize
+from nanochat.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, segments_of, take_best_fit, tokenize
 from nanochat.screen import track
 from nanochat.tokenizer import Tokenizer
 
 
-def validation_rows(corpus: Documents, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
+def validation_rows(corpus: Corpus, tokenizer: Tokenizer, row_tokens: int, max_tokens: int) -> Tensor:
     """The first documents of a corpus, packed by best fit into rows (N, T + 1) of int64: as many rows as hold
     `max_tokens` targets, or all of a shorter corpus, and then IGNORE fills up the last one."""
     count = max(1, math.ceil(max_tokens / row_tokens))

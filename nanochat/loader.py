@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from nanochat.attention import Segments
 from nanochat.cli import UserError
-from nanochat.data.sources import Part, WeightedCorpora
+from nanochat.corpus import Corpus, Part, WeightedCorpora
 from nanochat.device import Device
 from nanochat.tokenizer import Tokenizer
 
@@ -47,16 +46,6 @@ TOKENIZE_DOCUMENTS = 32  # documents per call of the tokenizer, whose threads sh
 PREFETCH_BATCHES = 4  # micro-batches that are ready before the device needs them
 
 Document = str | np.ndarray  # a text, or its int32 tokens
-
-
-class Documents(Protocol):
-    """What a loader reads: a `sources.Corpus`, or a source of documents that are tokens already."""
-
-    name: str
-
-    def block_count(self) -> int | None: ...
-
-    def read_block(self, index: int) -> Sequence[Document]: ...
 
 
 @dataclass
@@ -147,7 +136,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Documents | WeightedCorpora,
+        corpus: Corpus | WeightedCorpora,
         tokenizer: Tokenizer,
         batch_rows: int,
         row_tokens: int,

@@ -8,74 +8,27 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 
+from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
-from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.log import warn
 from nanochat.task import Example, GeneratedTask, Split, Task
-from nanochat.tasks.registry import open_task, parse_tasks
+from nanochat.task_flag import BadRecords, FileForm, open_task, parse_tasks
 from nanochat.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanochat.tasks.conversations import BadRecords
-    from nanochat.tasks.registry import FileForm
 
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
 FIRST_EXAMPLES = 100  # if the model can learn nothing from any of them, it will not from others
 
-# For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
-BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
-HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
-# Rewarded for stories alone, a model draws more wrong sums, 1 in 5 where it was 1 in 17, and forgets small talk. With
-# a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
-# (docs/measurements.md).
-BUILT_IN_RL_TASKS = "stories:3,arithmetic:1"
-CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 
-
-def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """The mixture for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
-    if not _from_hub(pretraining_data):
-        return BUILT_IN_TASKS
-    is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
-    here = []
-    for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
-        name = entry.partition(":")[0]
-        if name in TASKS and hub not in TASKS[name].sources:
-            warn(f"no copy of {name} is known on {hub}: it is left out; --tasks {name}=PATH names your own")
-        else:
-            here.append(entry)
-    return ",".join(here)
-
-
-def default_rl_tasks(pretraining_data: str) -> str:
-    """What such a model is rewarded for."""
-    return "gsm8k" if _from_hub(pretraining_data) else BUILT_IN_RL_TASKS
-
-
-def default_dpo_tasks(pretraining_data: str) -> str:
-    """What such a model learns to prefer."""
-    return "ultrafeedback" if _from_hub(pretraining_data) else "stories"
-
-
-def _from_hub(data: str) -> bool:
-    """Whether any of the data that a model has read are from a hub."""
-    # "web" is what models from elsewhere have read (families/hf.py).
-    return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
-
-
-def _names(data: str) -> list[str]:
-    """The names and paths in `--data NAME:WEIGHT,...`, which may be gone by now."""
-    if "," not in data or Path(data).exists():
-        return [data]
-    return [entry.rpartition(":")[0] or entry for entry in data.split(",")]
+def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
+    """What --tasks is by default for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
+    return rooms.find("default tasks", stage)(pretraining_data, hub)
 
 
 def open_mixture(
@@ -83,8 +36,8 @@ def open_mixture(
     split: Split,
     hub: str = "hf",
     seed: int = 0,
-    files: "FileForm" = "conversations",
-    bad_records: "BadRecords" = "skip",
+    files: FileForm = "conversations",
+    bad_records: BadRecords = "skip",
     val_share: float | None = None,
     by_epoch: bool = False,
 ) -> "Mixture":
@@ -123,7 +76,7 @@ class Mixture:
     """Examples of several tasks, in an order that is a function of (seed, index)."""
 
     def __init__(
-        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: "BadRecords" = "skip"
+        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: BadRecords = "skip"
     ):
         self.tasks = list(tasks)
         self.seed = seed

@@ -26,13 +26,13 @@ from nanochat.conversation import Message, parse_reply, render_continuation, ren
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
+from nanochat.environment import Environment
 from nanochat.losses import PolicyBatch, token_logp
 from nanochat.mixture import Mixture
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import bar
 from nanochat.task import Example, Task
-from nanochat.tasks.environment import Environment
 from nanochat.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------- the sampler

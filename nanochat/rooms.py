@@ -49,6 +49,62 @@ ROOMS: dict[str, dict[str, str]] = {
     "layouts": {
         "shard": "nanochat.parallel.fsdp:shard",
     },
+    # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.
+    "file formats": {
+        ".jsonl.gz": "nanochat.data.formats:GzipFile",
+        ".csv": "nanochat.data.formats:CsvFile",
+        ".json": "nanochat.data.formats:JsonFile",
+    },
+    # Text that --data names and that this machine has: "train" or "val" -> a Corpus.
+    "corpora": {"demo": "nanochat.demo.corpus:DemoCorpus", "pydoc": "nanochat.data.python_docs:PydocCorpus"},
+    # Text that --data names on a hub: (name, hub, shards) -> its files here, of which the last one is validation.
+    "hub corpora": {
+        "climbmix": "nanochat.data.hub:fetch",
+        "fineweb-edu": "nanochat.data.hub:fetch",
+        "fineweb-edu-chinese": "nanochat.data.hub:fetch",
+        "ORG/NAME": "nanochat.data.hub:fetch",
+    },
+    # Keeps the tokens of a corpus for the next epoch: (corpus, tokenizer, size in GiB, threads) -> a Corpus of tokens.
+    "token caches": {"disk": "nanochat.data.token_cache:cached"},
+    # The names of --tasks -> a Task. A program writes the examples of these ...
+    "tasks": {
+        "stories": "nanochat.tasks.stories:Stories",
+        "questions": "nanochat.tasks.stories:StoryQuestions",
+        "addition": "nanochat.tasks.arithmetic:Addition",
+        "arithmetic": "nanochat.tasks.arithmetic:Arithmetic",
+        "spelling": "nanochat.tasks.spelling:Spelling",
+        "letters": "nanochat.tasks.spelling:LetterCount",
+        "identity": "nanochat.tasks.identity:Identity",
+        "unknown": "nanochat.tasks.identity:Unknown",
+    },
+    # ... these are episodes of several turns with a reward (an Environment): for RL, and for SFT before it ...
+    "environments": {"nim": "nanochat.tasks.nim:Nim", "tool_use": "nanochat.tasks.tool_use:ToolUse"},
+    # ... these come from a hub or from NAME=PATH ...
+    "task datasets": {
+        "gsm8k": "nanochat.tasks.gsm8k:Gsm8k",
+        "mmlu": "nanochat.tasks.mmlu:Mmlu",
+        "arc_easy": "nanochat.tasks.arc:ArcEasy",
+        "arc_challenge": "nanochat.tasks.arc:ArcChallenge",
+        "humaneval": "nanochat.tasks.humaneval:HumanEval",
+        "smoltalk": "nanochat.tasks.smoltalk:SmolTalk",
+        "smoltalk_zh": "nanochat.tasks.smoltalk:SmolTalkChinese",
+        "ultrafeedback": "nanochat.tasks.ultrafeedback:UltraFeedback",
+    },
+    # ... and these only from NAME=PATH, to evaluate.
+    "task files": {"first_questions": "nanochat.tasks.first_questions:FirstQuestions"},
+    # What a PATH without a task's name holds -> a Task.
+    "file forms": {
+        "conversations": "nanochat.tasks.conversations:Conversations",
+        "prompts": "nanochat.tasks.conversations:Prompts",
+        "pairs": "nanochat.tasks.preferences:Preferences",
+        "labelled": "nanochat.tasks.preferences:Labelled",
+    },
+    # The default of --tasks, by stage: (--data of the pretraining, hub) -> the flag's text.
+    "default tasks": {
+        "sft": "nanochat.tasks.defaults:default_tasks",
+        "rl": "nanochat.tasks.defaults:default_rl_tasks",
+        "dpo": "nanochat.tasks.defaults:default_dpo_tasks",
+    },
 }
 
 # Packages that only rooms import, and the extra of pyproject.toml that installs each.

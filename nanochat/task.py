@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.tasks.environment import Environment, Step
+from nanochat.environment import Environment, Step
 
 MAX_TURNS = 100  # of an episode by reference replies
 
@@ -181,21 +181,6 @@ def reply_alone(messages: Sequence[Message]) -> list[Message]:
 def turn(question: str, answer: str | list[Part]) -> list[Message]:
     """One question with its answer, as messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
-    """A multiple-choice question as one text; its answer is a letter alone.
-
-    Raises ValueError: when there is not a text for each letter, or the answer is no letter.
-    """
-    are_lists = isinstance(choices, Sequence) and isinstance(letters, Sequence) and len(choices) == len(letters)
-    if not are_lists or not all(isinstance(text, str) for text in [*choices, *letters]):
-        raise ValueError("its choices are not as many texts as letters")
-    if answer not in letters or any(len(letter) != 1 for letter in letters):
-        raise ValueError(f"its answer {answer!r} is not one of the letters {', '.join(letters)}")
-    lines = [f"- {letter}: {choice}" for letter, choice in zip(letters, choices, strict=True)]
-    text = "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
-    return Example(turn(text, answer), answer, tuple(letters))
 
 
 def chosen_letter(reply: Sequence[Part]) -> str:

@@ -1,48 +1,42 @@
-"""Rows of files: one reader for each format that text and records come in, and `Records` over several files.
+"""Rows of files: one reader for each format of text and records, and `Records` over several files.
 
 A file is a list of rows, cut into blocks of neighbouring rows: the unit in which training shuffles and reads a corpus.
-Blocks are the same at every opening, and any order of reading them gives the same rows. In memory is only where the
-rows are. A damaged or hostile file is a UserError with its name and line.
+Blocks are the same at every opening, and any order of reading them gives the same rows. Only the places of the rows are
+in memory. A damaged or hostile file is a UserError with its name and line.
 
     .txt        documents between lines `<|endoftext|>`, or else pieces of about 4 KiB: nothing lost, nothing twice
-    .jsonl[.gz] one JSON value a line; a .gz is unpacked into a temporary file when it is opened
-    .json       a list, of which each item is a row; or one JSON value a line
-    .csv        UTF-8 with a header; each row is an object of texts
+    .jsonl      one JSON value a line
     .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
+
+Other formats are rows of nanochat/rooms.py ("file formats").
 """
 
 import array
 import bisect
 import contextlib
-import csv
 import functools
-import gzip
-import io
 import itertools
 import json
 import mmap
 import os
 import re
-import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.log import warn
-from nanochat.paths import base_dir
 
 DOCUMENT_BYTES = 4096  # of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
-MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is no row
-MAX_CSV_ROW_BYTES = 16 << 20  # after a quote that nothing closes all the rest is one row, of four bytes a character
+MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is not a row
 MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
 MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
-MIN_BOMB_BYTES = 64 << 20  # ... which is looked at from this size on
+MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
 BATCH_ROWS = 4  # of a .parquet, decoded at once
 CACHE_BYTES = 128 << 20  # of one parquet file's blocks, for rows in any order
 COPY_BYTES = 1 << 20
@@ -52,9 +46,6 @@ SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
-STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # of JSON: a text up to its end or its first \, or a mark
-IN_TEXT = re.compile(rb'["\\]')
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # what each record must have, and of which type
@@ -183,7 +174,7 @@ def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
 
 
 def open_file(path: Path, columns: Columns = None) -> DataFile:
-    """A file of any known format. `columns` of a .parquet: only these are read; None: all.
+    """A file of any known format. Of a .parquet only the `columns` are read; None: all.
 
     Raises UserError: when the file cannot be read.
     """
@@ -194,15 +185,14 @@ def open_file(path: Path, columns: Columns = None) -> DataFile:
         return TextFile(path)
     if name.endswith(".parquet"):
         return ParquetFile(path, columns)
-    if name.endswith(".csv"):
-        return CsvFile(path)
-    if name.endswith(".json"):
-        return JsonFile(path)
+    for suffix in rooms.names("file formats"):
+        if name.endswith(suffix):
+            return rooms.find("file formats", suffix)(path)
     return JsonLinesFile(path)
 
 
 @contextlib.contextmanager
-def _damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
+def damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
     """Turn what a library raises on a damaged file into one line with the file's name."""
     try:
         yield
@@ -269,7 +259,7 @@ class TextFile(SpanFile):
         stop = size if stop is None else stop
         if not size:
             return  # an empty file cannot be mapped
-        with _mapped(self.path) as data:
+        with mapped(self.path) as data:
             if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
             if data[:3] == BYTE_ORDER_MARK:
@@ -295,14 +285,14 @@ def text_cut(path: Path) -> int:
     size = path.stat().st_size
     if size < 2:
         return 0
-    with _mapped(path) as data:
+    with mapped(path) as data:
         cut = _character_start(data, size * 9 // 10)
         separator = SEPARATOR_LINE.search(data, cut)
         return separator.end() if separator and separator.end() < size else cut
 
 
 @contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def mapped(path: Path) -> Iterator[mmap.mmap]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
@@ -329,7 +319,7 @@ def _character_start(data: mmap.mmap, position: int) -> int:
     return position
 
 
-# ---------------------------------------------------------------------- .jsonl, .jsonl.gz
+# ---------------------------------------------------------------------- .jsonl
 
 
 class JsonLinesFile(SpanFile):
@@ -337,8 +327,6 @@ class JsonLinesFile(SpanFile):
 
     def __init__(self, path: Path):
         self.path = path
-        if path.name.lower().endswith(".gz"):
-            self.unpacked = _unpack(path)
         self._index(self._lines())
 
     def where(self, row: int) -> str:
@@ -370,141 +358,12 @@ class JsonLinesFile(SpanFile):
                 begin = end
 
 
-class JsonFile(JsonLinesFile):
-    """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with path.open("rb") as file:
-            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
-        self.is_list = start.startswith(b"[")
-        self._index(self._items() if self.is_list else self._lines())
-
-    def where(self, row: int) -> str:
-        return f"{self.path} item {row + 1}" if self.is_list else super().where(row)
-
-    def _items(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each item of the list."""
-        # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
-        # would hold the whole list as objects, which take ten times the bytes of the file.
-        with _mapped(self.path) as data:
-            depth = 0
-            begin = 0  # of the item
-            place = 0  # where to look on
-            while match := STRUCTURE.search(data, place):
-                place = match.end()
-                mark = data[place - 1 : place]
-                if mark == b"\\":
-                    place = self._end_of_text(data, place + 1)
-                elif mark in b"[{":
-                    depth += 1
-                    if depth == 1:
-                        begin = place
-                elif mark in b",]}":
-                    depth -= mark != b","
-                    is_end_of_item = depth == 0 or (depth == 1 and mark == b",")
-                    if is_end_of_item and data[begin : place - 1].strip():
-                        yield begin, place - 1
-                    if is_end_of_item:
-                        begin = place
-                if place - begin > MAX_LINE_BYTES:
-                    raise UserError(
-                        f"{self.path}: the item at byte {begin:,} is longer than {MAX_LINE_BYTES >> 20} MiB"
-                    )
-                if depth == 0:
-                    break
-            if depth:
-                raise UserError(f"{self.path} is a damaged .json: the list does not end; fetch or write it again")
-            if data[place : place + COPY_BYTES].strip():
-                raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
-
-    def _end_of_text(self, data: mmap.mmap, place: int) -> int:
-        """The end of the JSON text that `place` is in."""
-        while match := IN_TEXT.search(data, place):
-            place = match.end()
-            if match[0] == b'"':
-                return place
-            place += 1  # what follows a backslash ends nothing
-        return len(data)
+# ---------------------------------------------------------------------- .parquet
 
 
-class CsvFile(SpanFile):
-    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
-        self.header: list[str] = []
-        self._index(self._rows())
-
-    where = JsonLinesFile.where
-
-    def _parse(self, row: int, data: bytes) -> dict[str, str]:
-        [values] = csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True)
-        if len(values) != len(self.header):
-            problem = f"has {len(values)} values, and the header names {len(self.header)}"
-            raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
-        return dict(zip(self.header, values, strict=True))
-
-    def _rows(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each row after the header."""
-        end = 0  # of the lines that the parser has taken; those of a row, as it takes no more
-
-        def lines(file: IO[bytes]) -> Iterator[str]:
-            nonlocal end
-            while line := file.readline(MAX_CSV_ROW_BYTES):
-                end += len(line)
-                if end - begin >= MAX_CSV_ROW_BYTES:
-                    limit = f"longer than {MAX_CSV_ROW_BYTES >> 20} MiB"
-                    raise UserError(f"{self.path}: the row at byte {begin:,} is {limit}: is a quote not closed?")
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    advice = "convert it, for example iconv -f gb18030 -t utf-8"
-                    raise UserError(
-                        f"{self.path} is not UTF-8 (byte {end - len(line) + error.start:,}): {advice}"
-                    ) from error
-                yield text.removeprefix("\ufeff") if begin == 0 else text
-
-        begin = 0
-        with _damage_in_one_line(self.path, ".csv", csv.Error), self.path.open("rb") as file:
-            for values in csv.reader(lines(file), strict=True):
-                if not self.header:
-                    self.header = [name.strip() for name in values]
-                    if values and (not all(self.header) or len(set(self.header)) < len(self.header)):
-                        raise UserError(
-                            f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
-                        )
-                elif values:
-                    yield begin, end
-                begin = end
-
-
-def _refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
+def refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
     if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
         raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
-
-
-def _unpack(path: Path) -> IO[bytes]:
-    """The text of a .gz in a temporary file, which vanishes with this process.
-
-    gzip can only be read forwards from its beginning, and training reads blocks in shuffled order.
-    Raises UserError: when the file is damaged or a bomb.
-    """
-    base_dir().mkdir(parents=True, exist_ok=True)
-    unpacked = tempfile.TemporaryFile(dir=base_dir())  # noqa: SIM115 (lives as long as its reader)
-    size = 0
-    damage = _damage_in_one_line(path, "gzip file", gzip.BadGzipFile, EOFError, zlib.error)
-    with damage, path.open("rb") as packed, gzip.GzipFile(fileobj=packed) as text:
-        while chunk := text.read(COPY_BYTES):
-            size += len(chunk)
-            _refuse_bomb(path, size, packed.tell())
-            unpacked.write(chunk)
-    unpacked.seek(0)
-    return unpacked
-
-
-# ---------------------------------------------------------------------- .parquet
 
 
 def _packed_bytes(group: Any) -> int:
@@ -525,7 +384,7 @@ class ParquetFile(DataFile):
         self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
         self.rows: Iterator[Any] = iter(())  # of the row group that is being read
         self.place = (-1, 0)  # that row group, and the row that comes next
-        with _damage_in_one_line(path, "parquet file", *self.damage_errors):
+        with damage_in_one_line(path, "parquet file", *self.damage_errors):
             # Buffered, not pre-buffered: 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
             names = self.file.schema_arrow.names
@@ -537,7 +396,7 @@ class ParquetFile(DataFile):
         self.packed_bytes = [_packed_bytes(group) for group in groups]
         for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
             values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
-            _refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
+            refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
         # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
         group_bytes = [group.total_byte_size for group in groups]
         is_flat = len(self.file.schema.names) == len(names)
@@ -558,7 +417,7 @@ class ParquetFile(DataFile):
 
     def read(self, first: int, end: int) -> list[Any]:
         group = bisect.bisect_right(self.group_ends, first)
-        with self.lock, _damage_in_one_line(self.path, "parquet file", *self.damage_errors):
+        with self.lock, damage_in_one_line(self.path, "parquet file", *self.damage_errors):
             if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
                 self.rows = self._rows_of(group)
                 self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
@@ -574,7 +433,7 @@ class ParquetFile(DataFile):
         decoded_bytes = 0
         for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
             decoded_bytes += batch.nbytes
-            _refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
+            refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
             yield from batch.to_pylist()
 
     def row(self, row: int) -> Any:

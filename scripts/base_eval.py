@@ -59,7 +59,7 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.checkpoint_manager import load_model
-    from nanochat.data.sources import by_part, mean_by_weight, open_corpus, parts_of
+    from nanochat.corpus import by_part, mean_by_weight, open_corpus, parts_of
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine

@@ -120,10 +120,9 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import scaling
+    from nanochat import rooms, scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
-    from nanochat.data.token_cache import cached
+    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
     from nanochat.gpt import GPT
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
@@ -229,9 +228,12 @@ def main(config: Config) -> None:
         "base", config, start, optimizer, steps, token_flops=token_flops,
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
+    token_source = train_corpus
+    if config.token_cache_gib:
+        cache = rooms.find("token caches", "disk")
+        token_source = cache(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers)
     loader = Loader(
-        cached(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers),
-        tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
+        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,

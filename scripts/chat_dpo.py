@@ -57,11 +57,11 @@ def main(config: Config) -> None:
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
     from nanochat.loop import Run
-    from nanochat.mixture import Mixture, default_dpo_tasks, open_mixture
+    from nanochat.mixture import Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run.memory import full_rows
     from nanochat.stage import Horizon, begin, open_optimizer
-    from nanochat.tasks.registry import parse_tasks, require_pairs
+    from nanochat.task_flag import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
-    tasks = config.tasks or default_dpo_tasks(start.pretraining["data"])
+    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="dpo")
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
     files = {"bad_records": config.bad_records, "val_share": config.val_share}

@@ -51,7 +51,7 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine
     from nanochat.evals.chat import CHAT, Graded, chat_core, converse, evaluate, graded_choices, readable
     from nanochat.model_folder import tag_of
-    from nanochat.tasks.registry import open_task
+    from nanochat.task_flag import open_task
 
     # ------------------------------------------------------------------ load
     tasks = {choice.name: open_task(choice, "test", config.hub) for choice in graded_choices(config.tasks)}

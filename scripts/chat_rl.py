@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     from nanochat.alignment import rewards, value
     from nanochat.alignment.advantages import overlong_penalty
     from nanochat.loop import Run
-    from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_rl_tasks, open_mixture
+    from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.run import rl
     from nanochat.samplers.ahead import Ahead
@@ -118,7 +118,7 @@ def main(config: Config) -> None:
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
-    tasks = config.tasks or default_rl_tasks(start.pretraining["data"])
+    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
     reward_parts = rewards.load_models(reward_parts, device)
     train, held_out = (
         open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)

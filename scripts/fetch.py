@@ -18,11 +18,11 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.mixture import default_rl_tasks, default_tasks
-    from nanochat.tasks.registry import open_task, parse_tasks
+    from nanochat.mixture import default_tasks
+    from nanochat.task_flag import open_task, parse_tasks
 
     learned = config.tasks or default_tasks(config.data, config.hub)
-    rewarded = default_rl_tasks(config.data)
+    rewarded = default_tasks(config.data, stage="rl")
     for spec in parse_tasks(f"{learned},{rewarded}"):
         open_task(spec, "train", config.hub)
         open_task(spec, "test", config.hub)

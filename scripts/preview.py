@@ -46,11 +46,11 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_config
     from nanochat.cross_entropy import IGNORE
     from nanochat.log import counted, print0, print_table
-    from nanochat.mixture import default_dpo_tasks, default_tasks, is_learned, open_mixture
+    from nanochat.mixture import default_tasks, is_learned, open_mixture
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
-    from nanochat.tasks.registry import FileForm, parse_tasks, require_pairs
+    from nanochat.task_flag import FileForm, parse_tasks, require_pairs
 
     # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
     folder = find_source(config.source, config.source_tag, config.source_step)
@@ -63,7 +63,7 @@ def main(config: Config) -> None:
         files = "labelled" if config.stage == "kto" else "pairs"
     tasks = config.tasks
     if not tasks:
-        tasks = default_tasks(pretraining["data"], config.hub) if is_sft else default_dpo_tasks(pretraining["data"])
+        tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
     if not is_sft:
         require_pairs(parse_tasks(tasks))
     mixture = open_mixture(tasks, config.split, config.hub, config.seed, files, config.bad_records)

@@ -38,7 +38,7 @@ class Config:
 def main(config: Config) -> None:
     import argparse  # a module of the running Python, as an example of code
 
-    from nanochat.data.sources import open_corpus, read_texts
+    from nanochat.corpus import open_corpus, read_texts
     from nanochat.tokenizer import Tokenizer, bytes_per_token
 
     tokenizer = Tokenizer.load(tokenizer_dir())

@@ -37,7 +37,7 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
-    from nanochat.data.sources import fingerprint, open_corpus, read_texts  # here: --help stays quick
+    from nanochat.corpus import fingerprint, open_corpus, read_texts  # here: --help stays quick
     from nanochat.tokenizer import Tokenizer, bytes_per_token
 
     # ---------------------------------------------------------------------- may it be saved?

@@ -19,13 +19,10 @@ LEAKS: dict[str, set[str]] = {
     "nanochat/checkpoint_manager.py": {"parallel"},
     "nanochat/device.py": {"kernels"},
     "nanochat/gpt.py": {"kernels"},
-    "nanochat/loader.py": {"data"},
     "nanochat/losses.py": {"alignment"},
-    "nanochat/mixture.py": {"data", "tasks"},
     "nanochat/optim.py": {"parallel"},
-    "nanochat/rollout.py": {"alignment", "tasks"},
+    "nanochat/rollout.py": {"alignment"},
     "nanochat/stage.py": {"parallel"},
-    "nanochat/task.py": {"tasks"},
     "nanochat/train.py": {"parallel"},
 }
 
@@ -37,7 +34,7 @@ CLOSURES = {
     "chat_sft": 12858,
     "chat_dpo": 13017,
     "chat_rl": 16877,
-    "chat_cli": 8871,
+    "chat_cli": 8927,  # 58 lines of the table of names
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -1,8 +1,8 @@
 """Records of tasks by number: a question with its answer, a conversation, a preference pair.
 
-`open_records(paths)` opens files or folders of any format of files.py, `open_split(name, split, path, hub)` one split
-of a task's dataset, from a local path or from the hub, and `open_part(source, part, hub)` the training part or the
-held-out part of anybody's. Any order of records is cheap to read.
+`open_records(paths)` opens files or folders of any format. `open_split(name, split, path, hub)` opens one split of a
+task's dataset, from a local path or from the hub. `open_part(source, part, hub)` opens the training part or the
+held-out part of any other dataset. Any order of records is cheap to read.
 """
 
 import itertools
@@ -15,9 +15,12 @@ from typing import Literal
 
 from nanochat.cli import UserError
 from nanochat.data import hub as hubs
-from nanochat.data.catalog import HUB_NAME, TASKS
+from nanochat.data.catalog import TASKS
 from nanochat.data.splits import choose_files
-from nanochat.text_files import RECORD_SUFFIXES, Columns, Fields, Records, list_files, open_file, refuse_links_out
+from nanochat.task_flag import HUB_NAME
+from nanochat.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
+
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.data.sources import FileCorpus, WeightedCorpora, fingerprint
-from nanochat.loader import Document, Documents, tokenize
+from nanochat.corpus import Corpus, FileCorpus, WeightedCorpora, fingerprint
+from nanochat.loader import Document, tokenize
 from nanochat.log import warn
 from nanochat.paths import base_dir
 from nanochat.tokenizer import Tokenizer
@@ -42,8 +42,8 @@ RECOUNT_BYTES = 64 << 20  # what a process writes between two looks at what all 
 
 
 def cached(
-    corpus: Documents | WeightedCorpora, tokenizer: Tokenizer, gib: float, workers: int = 1
-) -> Documents | WeightedCorpora:
+    corpus: Corpus | WeightedCorpora, tokenizer: Tokenizer, gib: float, workers: int = 1
+) -> Corpus | WeightedCorpora:
     """The corpus with the tokens of its files on the disk, where all of them take no more than so many GiB.
 
     Each process may go beyond by `RECOUNT_BYTES`, as it looks at what the others have written only now and then.

@@ -189,3 +189,21 @@ def prompts(count: int, seed: int = 0) -> list[str]:
         words = story(rng, "val").text.split()
         openings.append(" ".join(words[: 6 + int(rng.random() * 7)]))
     return openings
+
+
+# ---------------------------------------------------------------------- as --data reads it
+
+
+class DemoCorpus:
+    """Stories without end, written by the grammar as they are read."""
+
+    name = "demo"
+
+    def __init__(self, split: Split):
+        self.split: Split = split
+
+    def block_count(self) -> None:
+        return None
+
+    def read_block(self, index: int) -> list[str]:
+        return block(index, self.split)

@@ -31,7 +31,7 @@ from nanochat.rollout import engine_sampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import track
 from nanochat.task import Example, Kind, Task
-from nanochat.tasks.registry import BUILT_IN, TaskSpec, parse_tasks, require_grades
+from nanochat.task_flag import GENERATED, TaskSpec, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # of the examples: the first N are the same N for every model, and of every subject
@@ -71,7 +71,7 @@ def graded_choices(text: str) -> list[TaskSpec]:
 
     Raises UserError: for what has nothing to grade, or a weight, or a task named twice.
     """
-    choices = parse_tasks(text or ",".join(BUILT_IN))
+    choices = parse_tasks(text or ",".join(GENERATED))
     require_grades(choices)
     names = [choice.name for choice in choices]
     for choice in choices:

@@ -18,7 +18,7 @@ from nanochat.samplers.agreement import LARGEST_DIFFERENCE
 from nanochat.samplers.kinds import require_sampler
 from nanochat.stage import Start
 from nanochat.task import Example, Task
-from nanochat.tasks.registry import parse_tasks, require_grades
+from nanochat.task_flag import parse_tasks, require_grades
 
 
 def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) -> None:

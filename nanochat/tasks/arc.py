@@ -7,8 +7,8 @@ Source: Clark et al. 2018, Think you have Solved Question Answering? Try ARC (ar
 
 from typing import Any
 
-from nanochat.task import Example, choice_example
-from nanochat.tasks.recorded import RecordTask
+from nanochat.task import Example
+from nanochat.tasks.recorded import RecordTask, choice_example
 
 
 class ArcEasy(RecordTask):

@@ -24,7 +24,7 @@ Where rewards need no right answer (chat_rl --reward) a question is enough, unde
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from nanochat.data.records import open_part
 from nanochat.log import warn
 from nanochat.screen import track
 from nanochat.task import Example, Split
+from nanochat.task_flag import BadRecords
 from nanochat.tasks.recorded import RecordTask
 
 LISTS = ("messages", "conversations", "conversation")
@@ -46,7 +47,6 @@ KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
     '{"prompt", "completion"}'
 )
-BadRecords = Literal["skip", "fail"]
 
 
 class UnknownForm(ValueError):

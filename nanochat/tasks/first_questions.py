@@ -35,7 +35,7 @@ class FirstQuestions(RecordTask):
     has_pairs = False
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        assert path is not None  # registry.py has refused it
+        assert path is not None  # task_flag.py has refused it
         if split == "train":
             raise UserError("first_questions is for chat_eval: a model that has learned the answers proves nothing")
         self.records = open_records([path])

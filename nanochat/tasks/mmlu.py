@@ -7,8 +7,8 @@ Source: Hendrycks et al. 2021, Measuring Massive Multitask Language Understandin
 
 from typing import Any
 
-from nanochat.task import Example, choice_example
-from nanochat.tasks.recorded import RecordTask
+from nanochat.task import Example
+from nanochat.tasks.recorded import RecordTask, choice_example
 
 LETTERS = ("A", "B", "C", "D")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from nanochat.conversation import Message, Part, text_of
-from nanochat.tasks.environment import Environment, Step
+from nanochat.environment import Environment, Step
 
 MOVES = (1, 2, 3)
 STONES = range(4, 10)  # at the beginning

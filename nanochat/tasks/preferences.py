@@ -23,9 +23,9 @@ import numpy as np
 
 from nanochat.conversation import Message, check_messages
 from nanochat.task import Example, Pair, reply_alone
+from nanochat.task_flag import BadRecords
 from nanochat.tasks.conversations import (
     QUESTIONS,
-    BadRecords,
     Conversations,
     UnknownForm,
     answered,

@@ -1,10 +1,11 @@
 """Tasks whose examples are the records of a dataset: from a hub, or from a local file or folder."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanochat.data.records import Fields, open_split
-from nanochat.task import Example, Split, Task
+from nanochat.task import Example, Split, Task, turn
 
 
 class RecordTask(Task):
@@ -33,3 +34,18 @@ class RecordTask(Task):
 
     def __len__(self) -> int:
         return len(self.records)
+
+
+def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
+    """A multiple-choice question as one text; its answer is a letter alone.
+
+    Raises ValueError: when there is not a text for each letter, or the answer is no letter.
+    """
+    are_lists = isinstance(choices, Sequence) and isinstance(letters, Sequence) and len(choices) == len(letters)
+    if not are_lists or not all(isinstance(text, str) for text in [*choices, *letters]):
+        raise ValueError("its choices are not as many texts as letters")
+    if answer not in letters or any(len(letter) != 1 for letter in letters):
+        raise ValueError(f"its answer {answer!r} is not one of the letters {', '.join(letters)}")
+    lines = [f"- {letter}: {choice}" for letter, choice in zip(letters, choices, strict=True)]
+    text = "\n".join([f"Multiple choice: {question}", *lines, "Answer with the letter alone."])
+    return Example(turn(text, answer), answer, tuple(letters))

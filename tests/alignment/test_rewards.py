@@ -19,8 +19,8 @@ from nanochat.alignment import rewards
 from nanochat.alignment.rewards import Episode, Reward, load_models, parse_rewards, score
 from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
+from nanochat.environment import Environment
 from nanochat.mixture import open_mixture
-from nanochat.tasks.environment import Environment
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time

@@ -17,7 +17,7 @@ from tiny import cpu_device
 
 from nanochat import loader as loading
 from nanochat.cli import UserError
-from nanochat.data.sources import Part, WeightedCorpora, open_corpus
+from nanochat.corpus import Part, WeightedCorpora, open_corpus
 from nanochat.loader import Loader, LoaderState
 from nanochat.tokenizer import Tokenizer
 

@@ -22,20 +22,15 @@ from nanochat.families.chat_format import TemplateFormat
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.loader import segments_of
 from nanochat.mixture import (
-    BUILT_IN_RL_TASKS,
-    BUILT_IN_TASKS,
-    CHINESE_TASKS,
-    HUB_TASKS,
     EpochMixture,
     Mixture,
     MixtureCorpus,
-    default_dpo_tasks,
-    default_rl_tasks,
     default_tasks,
     open_mixture,
 )
 from nanochat.task import Example, Task
-from nanochat.tasks.registry import BUILT_IN, FROM_HUB, TaskSpec, open_task, parse_tasks, require_pairs, task_class
+from nanochat.task_flag import FROM_HUB, GENERATED, TaskSpec, open_task, parse_tasks, require_pairs, task_class
+from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS
 
 
 class Numbers(Task):
@@ -199,22 +194,22 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks("climbmix") == default_tasks("some-org/some-text") == HUB_TASKS
     assert default_tasks(f"{tmp_path}:0.9,climbmix:0.1") == HUB_TASKS
     assert default_tasks(f"{tmp_path}:0.9,demo:0.1") == BUILT_IN_TASKS
-    assert (default_rl_tasks("demo"), default_rl_tasks("climbmix")) == (BUILT_IN_RL_TASKS, "gsm8k")
-    assert (default_dpo_tasks("demo"), default_dpo_tasks("climbmix")) == ("stories", "ultrafeedback")
+    assert (default_tasks("demo", stage="rl"), default_tasks("climbmix", stage="rl")) == (BUILT_IN_RL_TASKS, "gsm8k")
+    assert (default_tasks("demo", stage="dpo"), default_tasks("climbmix", stage="dpo")) == ("stories", "ultrafeedback")
     # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.
     assert default_tasks("fineweb-edu-chinese") == default_tasks("fineweb-edu-chinese", "modelscope") == CHINESE_TASKS
     here = {spec.name for spec in parse_tasks(default_tasks("fineweb-edu", "modelscope"))}
     assert {spec.name for spec in parse_tasks(HUB_TASKS)} - here == {"smoltalk"}
     for hub, tasks in (("hf", HUB_TASKS), ("hf", CHINESE_TASKS), ("modelscope", CHINESE_TASKS)):
         assert all(hub in TASKS[spec.name].sources for spec in parse_tasks(tasks) if spec.name in TASKS)
-    assert "modelscope" in TASKS[default_rl_tasks("fineweb-edu-chinese")].sources
+    assert "modelscope" in TASKS[default_tasks("fineweb-edu-chinese", stage="rl")].sources
     for data in ("demo", "climbmix"):
-        require_pairs(parse_tasks(default_dpo_tasks(data)))
+        require_pairs(parse_tasks(default_tasks(data, stage="dpo")))
     for names in (BUILT_IN_TASKS, HUB_TASKS, CHINESE_TASKS):
-        assert all(spec.name in {**BUILT_IN, **FROM_HUB} for spec in parse_tasks(names))
+        assert all(spec.name in {*GENERATED, *FROM_HUB} for spec in parse_tasks(names))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
@@ -232,7 +227,7 @@ def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(nam
             assert not task.grade(example, [])
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
@@ -322,10 +317,9 @@ def test_a_task_is_imported_when_it_is_requested():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
     loaded = [name for name in done.stdout.split() if name.startswith(("nanochat.tasks.", "nanochat.data."))]
-    rooms = {"nanochat.tasks.registry", "nanochat.data.catalog"}
-    assert set(loaded) == {*rooms, *(f"nanochat.tasks.{name}" for name in ("environment", "stories", "typed"))}
+    assert set(loaded) == {"nanochat.tasks.stories", "nanochat.tasks.typed"}
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, *FROM_HUB])
+@pytest.mark.parametrize("name", [*GENERATED, *FROM_HUB])
 def test_every_entry_of_the_registry_is_the_class_of_its_name(name):
     assert task_class(name).name == name and task_class(name).kind in ("generative", "choice", "dialogue")

@@ -13,11 +13,11 @@ from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
+from nanochat.environment import Environment, Step
 from nanochat.losses import POLICY_LOSSES
 from nanochat.packing import pack_sequences
 from nanochat.sampling import seed_of
 from nanochat.task import Example, Task
-from nanochat.tasks.environment import Environment, Step
 
 
 class Length(Task):

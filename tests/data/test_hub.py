@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
+from nanochat import rooms
 from nanochat.data import catalog, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
 from nanochat.data.splits import choose_config, choose_files
-from nanochat.tasks.registry import open_task, parse_tasks
+from nanochat.task_flag import open_task, parse_tasks
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 COMMIT = "c0ffee" + "0" * 34
@@ -150,6 +151,10 @@ def data_files(folder: Path) -> list[str]:
 
 def shards(count: int) -> dict[str, bytes]:
     return {f"data/shard_{n:02d}.parquet": b"%d" % n * 10 for n in range(count)} | {"README.md": b"hello"}
+
+
+def test_every_dataset_of_the_catalog_has_a_name():
+    assert [*catalog.DATASETS, "ORG/NAME"] == rooms.names("hub corpora")
 
 
 def test_fetch_takes_the_first_shards_and_the_last(fake, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from tiny import complaint
 
 from nanochat import text_files as files
-from nanochat.data import hub
+from nanochat.data import formats, hub
 from nanochat.data.records import find_split, open_records, open_split
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
@@ -158,7 +158,7 @@ def test_a_damaged_json_list_is_named(tmp_path, monkeypatch):
     assert opened[0] == {"a": 1}
     for place in (1, 2):
         assert complaint(lambda place=place: opened[place]).startswith(f"{path} item {place + 1} is not JSON")
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1 << 20)
     path.write_text('["' + "x" * (1 << 20) + '"]')
     assert "the item at byte 1 is longer than 1 MiB" in complaint(lambda: open_records([path]))
 
@@ -177,7 +177,7 @@ def test_the_rows_of_a_csv_are_records(tmp_path):
 
 
 def test_a_damaged_csv_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_CSV_ROW_BYTES", 1000)
+    monkeypatch.setattr(formats, "MAX_CSV_ROW_BYTES", 1000)
     path = tmp_path / "a.csv"
     for data, problem in (
         (b"a,b\n1\n", f"{path} line 2 has 1 values, and the header names 2"),

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from test_loader import rows_of, take, through_tensors
 
+from nanochat.corpus import Part, WeightedCorpora, open_corpus
 from nanochat.data import token_cache
-from nanochat.data.sources import DemoCorpus, Part, WeightedCorpora, open_corpus
 from nanochat.data.token_cache import CachedCorpus, cached, read
+from nanochat.demo.corpus import DemoCorpus
 from nanochat.loader import Loader
 from nanochat.tokenizer import Tokenizer
 

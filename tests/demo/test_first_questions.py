@@ -9,9 +9,9 @@ import pytest
 from tiny import complaint
 
 from nanochat.demo.corpus import story
+from nanochat.task_flag import TaskSpec, open_task, parse_tasks
 from nanochat.tasks.first_questions import FirstQuestions
 from nanochat.tasks.identity import SLOT, groups
-from nanochat.tasks.registry import TaskSpec, open_task, parse_tasks
 from nanochat.tasks.stories import ORDERS
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"

@@ -31,8 +31,9 @@ from nanochat.evals.chat import (
 )
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
-from nanochat.task import Example, Task, choice_example, chosen_letter
-from nanochat.tasks.registry import BUILT_IN, task_class
+from nanochat.task import Example, Task, chosen_letter
+from nanochat.task_flag import GENERATED, task_class
+from nanochat.tasks.recorded import choice_example
 
 CONTEXT = 64
 GREEDY = SamplingParams(temperature=0)
@@ -284,7 +285,7 @@ def spoiled(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", GENERATED)
 def test_reference_answers_score_all_and_spoiled_ones_nothing(
     name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

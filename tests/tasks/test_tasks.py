@@ -22,6 +22,7 @@ from nanochat.data import catalog, hub
 from nanochat.demo.corpus import held_out
 from nanochat.mixture import open_mixture
 from nanochat.task import Example, Pair, Task
+from nanochat.task_flag import TaskSpec, open_task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.conversations import Conversations, messages_of
@@ -29,7 +30,6 @@ from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.preferences import Labelled, Preferences, pair_of
-from nanochat.tasks.registry import TaskSpec, open_task
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.ultrafeedback import UltraFeedback

@@ -1,6 +1,6 @@
-"""What an episode of reinforcement learning is: a program that converses with the model and rewards it.
+"""An episode of reinforcement learning: a program that converses with the model and rewards it.
 
-A file with such a class is all it takes, `--tasks file.py:Guess`. The model guesses a number:
+One file with such a class is enough, `--tasks file.py:Guess`. Here the model guesses a number:
 
     class Guess(Environment):
         def __init__(self, rng):
@@ -28,15 +28,16 @@ from nanochat.conversation import Message, Part
 class Step:
     """What follows a reply."""
 
-    # For the model to answer; none: the episode is over. Of the role "user", or "tool" after a reply that calls one.
+    # The model answers these. Without any the episode is over. Their role is "user", or "tool" after a reply that calls
+    # one.
     messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0  # added to the episode's
+    reward: float = 0.0  # added to the reward of the episode
 
 
 class Environment:
-    """One episode. Each sample of a question has an environment of its own, which begins in the same state.
+    """One episode. Each sample of a question has its own environment, and all of them begin in the same state.
 
-    `rng` decides everything random in it: the same numbers, the same episode.
+    Only `rng` is random in it: the same numbers give the same episode.
     """
 
     tools: list[dict[str, Any]] | None = None  # functions that the model may call, for a chat template
@@ -53,6 +54,6 @@ class Environment:
         raise NotImplementedError
 
     def reference_reply(self) -> str | None:
-        """A reply that keeps to the rules here, which need not be a good one. SFT on the episodes that these replies
-        make teaches a small model the form of a reply, before it is rewarded. None: SFT has nothing to learn."""
+        """A reply that keeps to the rules at this point, though it may be a bad move. SFT on episodes of such replies
+        teaches a small model the form of a reply before rewards do. None: SFT has nothing to learn."""
         return None

@@ -1,13 +1,12 @@
-"""Tasks by name: `arithmetic`, `gsm8k`, ..., or conversations or preferences of a file, a folder or a hub.
+"""The --tasks flag: `NAME[=PATH][:WEIGHT]` with commas between, such as `gsm8k=my/folder:2,stories`.
 
-A flag names several as `NAME[=PATH][:WEIGHT]` with commas between: `gsm8k=my/folder:2,stories`. PATH is a local file
-or folder instead of the hub's; a PATH alone holds conversations, or preference pairs for DPO, and so does any hub's
-`ORG/NAME[/CONFIG]`. `@SPLIT` after either names a split. A NAME of no task is a name for what its PATH holds. Tasks and
-environments of the user's own are `FILE.py:CLASS[:WEIGHT]`.
+NAME is a row of nanochat/rooms.py. PATH is a local file or folder that replaces the dataset of the hub. A PATH without
+a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT` after either one
+chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a task or an
+environment of the user.
 """
 
 import difflib
-import importlib
 import math
 import re
 from collections.abc import Sequence
@@ -15,49 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat import user_code
+from nanochat import rooms, user_code
 from nanochat.cli import UserError
-from nanochat.data.catalog import HUB_NAME
+from nanochat.environment import Environment
 from nanochat.task import EnvironmentTask, Split, Task
-from nanochat.tasks.environment import Environment
 
+GENERATED = rooms.names("tasks")
+ENVIRONMENTS = rooms.names("environments")
+FROM_HUB = rooms.names("task datasets")
+FROM_PATH = rooms.names("task files")
+NAMES = (*GENERATED, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
+
+FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # what a file without a task's name holds
+BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
+
+# ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
+HUB_NAME = re.compile(
+    r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[A-Za-z0-9][\w.-]*))?"
+)
 LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
-
-# name -> module:class; a module is imported when its task is requested. These examples are generated ...
-BUILT_IN = {
-    "stories": "stories:Stories",
-    "questions": "stories:StoryQuestions",
-    "addition": "arithmetic:Addition",
-    "arithmetic": "arithmetic:Arithmetic",
-    "spelling": "spelling:Spelling",
-    "letters": "spelling:LetterCount",
-    "identity": "identity:Identity",
-    "unknown": "identity:Unknown",
-}
-# Episodes of several turns, with a reward: for RL, and for SFT before it.
-ENVIRONMENTS = {"nim": "nim:Nim", "tool_use": "tool_use:ToolUse"}
-# ... and these are read from a hub or a PATH.
-FROM_HUB = {
-    "gsm8k": "gsm8k:Gsm8k",
-    "mmlu": "mmlu:Mmlu",
-    "arc_easy": "arc:ArcEasy",
-    "arc_challenge": "arc:ArcChallenge",
-    "humaneval": "humaneval:HumanEval",
-    "smoltalk": "smoltalk:SmolTalk",
-    "smoltalk_zh": "smoltalk:SmolTalkChinese",
-    "ultrafeedback": "ultrafeedback:UltraFeedback",
-}
-# This one is read from a PATH alone, and only to evaluate ...
-FROM_PATH = {"first_questions": "first_questions:FirstQuestions"}
-# ... and these are files without a task's name.
-FROM_FILES = {
-    "conversations": "conversations:Conversations",
-    "prompts": "conversations:Prompts",
-    "pairs": "preferences:Preferences",
-    "labelled": "preferences:Labelled",
-}
-FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # the keys
-NAMES = (*BUILT_IN, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
 
 
 @dataclass(frozen=True)
@@ -65,31 +41,9 @@ class TaskSpec:
     """One entry of a --tasks flag."""
 
     name: str  # a task's name, or "conversations"
-    path: str | None  # or the name on a hub
+    path: str | None  # a file or a folder, or the name on a hub
     weight: float
-    label: str | None = None  # of conversations: the name they have in the log
-
-
-def task_class(name: str) -> type[Task]:
-    """The class of a task; its module is imported now.
-
-    Raises UserError: for a `file.py:CLASS` that is no task and no environment.
-    """
-    if user_code.PLACE.fullmatch(name):
-        found = user_code.load("--tasks", name)
-        code = user_code.fingerprint(name)
-        name = name.rpartition(":")[2].lower()
-    else:
-        module, _, class_name = {**BUILT_IN, **ENVIRONMENTS, **FROM_HUB, **FROM_PATH, **FROM_FILES}[name].partition(":")
-        found = getattr(importlib.import_module(f"nanochat.tasks.{module}"), class_name)
-        code = ""
-    if isinstance(found, type) and issubclass(found, Environment):
-        return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
-    if not isinstance(found, type) or not issubclass(found, Task):
-        raise UserError(f"--tasks: {name} is neither a subclass of Environment nor of Task")
-    if code:
-        return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
-    return found
+    label: str | None = None  # the name of conversations in the log
 
 
 def parse_tasks(text: str) -> list[TaskSpec]:
@@ -121,7 +75,7 @@ def _parse_entry(entry: str) -> TaskSpec:
         if (equals or name in FROM_PATH) and not path:
             raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
         return TaskSpec(name, path or None, weight)
-    if name in BUILT_IN or name in ENVIRONMENTS:
+    if name in GENERATED or name in ENVIRONMENTS:
         if equals:
             raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
         return TaskSpec(name, None, weight)
@@ -143,17 +97,39 @@ def _is_here(path: str) -> bool:
     return any(name and Path(name).expanduser().exists() for name in (path, path.rpartition("@")[0]))
 
 
+def task_class(name: str) -> type[Task]:
+    """The class of a task, from its room or from the user's file. This imports its module.
+
+    Raises UserError: when a `FILE.py:CLASS` is neither a task nor an environment.
+    """
+    code = ""
+    if user_code.PLACE.fullmatch(name):
+        found = user_code.load("--tasks", name)
+        code = user_code.fingerprint(name)
+        name = name.rpartition(":")[2].lower()
+    else:
+        seams = ("tasks", "environments", "task datasets", "task files", "file forms")
+        found = next(rooms.find(seam, name) for seam in seams if name in rooms.names(seam))
+    if isinstance(found, type) and issubclass(found, Environment):
+        return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise UserError(f"--tasks: {name} is neither a subclass of Environment nor of Task")
+    if code:
+        return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
+    return found
+
+
 def open_task(
     spec: TaskSpec,
     split: Split,
     hub: str = "hf",
     files: FileForm = "conversations",
-    bad_records: Literal["skip", "fail"] = "skip",
+    bad_records: BadRecords = "skip",
     val_share: float | None = None,
 ) -> Task:
-    """The task of an entry; `files` is what a file alone holds.
+    """The task of an entry; `files` is what a file without a task's name holds.
 
-    `val_share` of such a file that has no test split is its test split (default: a tenth).
+    Where such a file has no test split, `val_share` of it is the test split (default: a tenth).
     Raises UserError: in one line, when its data are missing or damaged.
     """
     if spec.name != "conversations":

@@ -1,11 +1,11 @@
 """Names and paths become addressable text: `open_corpus(data) -> (train, validation)`.
 
-A corpus is a list of blocks (`loader.Documents`); a block is a handful of documents, sometimes none, the same ones at
-every call and in any order of calls. The next block is read fast, any other correctly.
-The loader addresses text by block, so that the order of training is a function of (seed, index) at any world size.
+A corpus is a list of blocks. A block is a handful of documents, sometimes none, and the same ones at every call, in any
+order of calls. The next block is read fast, any other correctly. The loader addresses text by block, so that the order
+of training is a function of (seed, index) at any world size.
 
-    files    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (files.py)
-    names    demo, pydoc, the datasets of catalog.py, any `org/name` of a hub (hub.py)
+    paths    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (text_files.py)
+    names    the rows of nanochat/rooms.py: demo, pydoc, some datasets, any `org/name` of a hub
 
 Several with commas are a mixture, `a:0.7,b:0.3`: a loader draws from each its share of the tokens.
 """
@@ -14,22 +14,33 @@ import difflib
 import hashlib
 import itertools
 import math
-import os
 import re
-import sysconfig
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
+from nanochat import rooms
 from nanochat.cli import UserError
-from nanochat.data.catalog import DATASETS
 from nanochat.text_files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
 
 COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
-NAMES = ("demo", "pydoc", *DATASETS)
+NAMES = (*rooms.names("corpora"), *rooms.names("hub corpora"))
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Corpus(Protocol):
+    """Blocks of documents. A document is a text, or its int32 tokens with a begin token."""
+
+    name: str
+
+    def block_count(self) -> int | None:
+        """None: the corpus never ends."""
+        ...
+
+    def read_block(self, index: int) -> Sequence[Any]:
+        """The documents of a block."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,13 +48,13 @@ class Part:
     """A corpus in a mixture."""
 
     name: str  # as in --data
-    corpus: Any  # a Corpus, or what else a loader reads (loader.Documents)
+    corpus: Corpus
     weight: float = 1.0  # its share of the tokens
 
 
 @dataclass(frozen=True)
 class WeightedCorpora:
-    """Several corpora, of each of which a loader draws its share of the tokens. The shares add up to 1."""
+    """Several corpora. A loader draws from each its share of the tokens; the shares add up to 1."""
 
     name: str
     parts: list[Part]
@@ -53,25 +64,25 @@ class WeightedCorpora:
         return None if None in counts else sum(counts)
 
 
-def parts_of(corpus: "Corpus | WeightedCorpora") -> list[Part]:
-    """The corpora of a mixture, or the one that there is."""
+def parts_of(corpus: Corpus | WeightedCorpora) -> list[Part]:
+    """The corpora of a mixture; a single corpus is one part."""
     return corpus.parts if isinstance(corpus, WeightedCorpora) else [Part(corpus.name, corpus)]
 
 
-def by_part(name: str, values: Sequence[float], corpus: "Corpus | WeightedCorpora") -> dict[str, float]:
-    """One value of each corpus, for a log: `name_<corpus>` in a mixture, `name` alone for the one that there is."""
+def by_part(name: str, values: Sequence[float], corpus: Corpus | WeightedCorpora) -> dict[str, float]:
+    """One value of each corpus, for a log: `name_<corpus>` in a mixture, `name` for a single corpus."""
     if not isinstance(corpus, WeightedCorpora):
         return {name: values[0]}
     return {f"{name}_{part.name}": value for part, value in zip(corpus.parts, values, strict=True)}
 
 
-def mean_by_weight(values: Sequence[float], corpus: "Corpus | WeightedCorpora") -> float:
-    """The mean of one value of each corpus: of losses, what a run on the mixture lowers."""
+def mean_by_weight(values: Sequence[float], corpus: Corpus | WeightedCorpora) -> float:
+    """The weighted mean of one value of each corpus. The mean of losses is what a run on the mixture lowers."""
     return sum(part.weight * value for part, value in zip(parts_of(corpus), values, strict=True))
 
 
-def fingerprint(corpus: "Corpus | WeightedCorpora") -> str:
-    """A sha256 that identifies a corpus: of its number of blocks and of eight of them, evenly spaced."""
+def fingerprint(corpus: Corpus | WeightedCorpora) -> str:
+    """A sha256 that identifies a corpus. It covers the number of blocks, and eight blocks at even distances."""
     if isinstance(corpus, WeightedCorpora):
         prints = [fingerprint(part.corpus) for part in corpus.parts]
         return hashlib.sha256("".join(prints).encode()).hexdigest()
@@ -83,9 +94,9 @@ def fingerprint(corpus: "Corpus | WeightedCorpora") -> str:
     return digest.hexdigest()
 
 
-def read_texts(corpus: "Corpus | WeightedCorpora", max_chars: int) -> Iterator[str]:
-    """The documents of a corpus in order, up to so many characters; the last one may be cut. Of a mixture, each
-    corpus has its share of the characters."""
+def read_texts(corpus: Corpus | WeightedCorpora, max_chars: int) -> Iterator[str]:
+    """The documents of a corpus in order, up to `max_chars` characters; the last one may be cut. Each corpus of a
+    mixture has its share of the characters."""
     if isinstance(corpus, WeightedCorpora):
         for part in corpus.parts:
             yield from read_texts(part.corpus, round(part.weight * max_chars))
@@ -100,9 +111,9 @@ def read_texts(corpus: "Corpus | WeightedCorpora", max_chars: int) -> Iterator[s
 
 
 def parse_mixture(data: str, flag: str = "--data") -> dict[str, float]:
-    """The weights of `NAME_OR_PATH[:WEIGHT],...` by name; without a comma, or where there is such a path, of one.
+    """The weights of `NAME_OR_PATH[:WEIGHT],...` by name. Without a comma, or where such a path exists, it is one name.
 
-    Raises UserError: when a weight is no positive number, or a name is there twice.
+    Raises UserError: when a weight is not a positive number, or a name occurs twice.
     """
     if _is_here(data) or "," not in data:
         return {data: 1.0}
@@ -127,14 +138,14 @@ def parse_mixture(data: str, flag: str = "--data") -> dict[str, float]:
 
 def open_corpus(
     data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None
-) -> tuple["Corpus | WeightedCorpora", "Corpus | WeightedCorpora"]:
+) -> tuple[Corpus | WeightedCorpora, Corpus | WeightedCorpora]:
     """Open --data (and --val_data) as (train, validation); either may be a mixture.
 
-    Without `val_data` a folder's last file is validation, or the last 10% of a single file; a name has its
-    own validation split. `shards`: how many training shards of a hub dataset. Raises UserError: in one line.
+    Without `val_data` a folder's last file is validation, or the last 10% of a single file. A name has its own
+    validation split. `shards`: the number of training shards of a hub dataset. Raises UserError: in one line.
     """
     weights = parse_mixture(data)
-    if shards is not None and all(name in ("demo", "pydoc") or _is_here(name) for name in weights):
+    if shards is not None and all(name in rooms.names("corpora") or _is_here(name) for name in weights):
         raise UserError(f"--shards {shards}: --data {data} has no shards, a hub dataset has: leave --shards out")
     opened = {name: _open(name, "--data", val_data is not None, hub, shards) for name in weights}
     train = _weighted(data, weights, [pair[0] for pair in opened.values()])
@@ -153,8 +164,8 @@ def open_corpus(
     return train, val
 
 
-def _weighted(data: str, weights: dict[str, float], corpora: "list[Corpus]") -> "Corpus | WeightedCorpora":
-    """Corpora as a mixture; one alone is itself."""
+def _weighted(data: str, weights: dict[str, float], corpora: list[Corpus]) -> Corpus | WeightedCorpora:
+    """Corpora as a mixture; a single one stays as it is."""
     if len(corpora) == 1:
         return corpora[0]
     total = sum(weights.values())
@@ -164,14 +175,13 @@ def _weighted(data: str, weights: dict[str, float], corpora: "list[Corpus]") -> 
     return WeightedCorpora(data, parts)
 
 
-def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple["Corpus", "Corpus"]:
+def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple[Corpus, Corpus]:
     """(train, validation) of one name or path; with `whole`, both are all of a path's text."""
     if not data:
         raise UserError(f"{flag} is empty: name a file, a folder, or one of {', '.join(NAMES)}")
-    if data == "demo":
-        return DemoCorpus("train"), DemoCorpus("val")
-    if data == "pydoc":
-        return PydocCorpus("train"), PydocCorpus("val")
+    if data in rooms.names("corpora"):
+        open_split = rooms.find("corpora", data)
+        return open_split("train"), open_split("val")
     if _is_here(data):
         return _open_files(data, list_files(Path(data).expanduser(), TEXT_SUFFIXES, flag), whole)
     is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(TEXT_SUFFIXES)
@@ -179,10 +189,9 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
-    from nanochat.data import hub as hubs  # runs on local text do without it
-
+    fetch = rooms.find("hub corpora", data if data in NAMES else "ORG/NAME")
     try:
-        files = hubs.fetch(data, hub, shards)
+        files = fetch(data, hub, shards)
     except UserError as error:
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
@@ -194,7 +203,7 @@ def _is_here(data: str) -> bool:
     return data not in NAMES and bool(data) and Path(data).expanduser().exists()
 
 
-def _open_files(name: str, paths: list[Path], whole: bool) -> tuple["Corpus", "Corpus"]:
+def _open_files(name: str, paths: list[Path], whole: bool) -> tuple[Corpus, Corpus]:
     if len(paths) > 1 or whole:
         files = [open_file(path, [COLUMN]) for path in paths]
         if whole:
@@ -237,90 +246,3 @@ class FileCorpus:
             return ""
         text = self.records.checked(index, row)[COLUMN]
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-
-
-class DemoCorpus:
-    """Stories without end, written by the grammar of demo/ as they are read."""
-
-    name = "demo"
-
-    def __init__(self, split: Literal["train", "val"]):
-        self.split: Literal["train", "val"] = split
-
-    def block_count(self) -> None:
-        return None
-
-    def read_block(self, index: int) -> list[str]:
-        from nanochat.demo import corpus as demo
-
-        return demo.block(index, self.split)
-
-
-class PydocCorpus:
-    """The documentation of the running Python, one document a module or topic; every tenth is validation."""
-
-    name = "pydoc"
-
-    def __init__(self, split: Literal["train", "val"]):
-        import pydoc_data.topics
-
-        root = Path(sysconfig.get_path("stdlib"))
-        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        files: list[Path] = []
-        for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in skip]
-            files += [Path(folder, name) for name in names if name.endswith((".py", ".rst", ".txt"))]
-        files = [file.relative_to(root) for file in files if file.stat().st_size > 200]  # no empty __init__.py
-        files.sort(key=Path.as_posix)
-        if not files:
-            raise UserError(f"--data pydoc: this Python keeps no readable standard library at {root}; try --data demo")
-        self.root = root
-        self.topics: dict[str, str] = pydoc_data.topics.topics
-        items: list[Path | str] = [*files, *sorted(self.topics)]
-        self.items = items[9::10] if split == "val" else [item for n, item in enumerate(items) if n % 10 != 9]
-
-    def block_count(self) -> int:
-        return len(self.items)
-
-    def read_block(self, index: int) -> list[str]:
-        item = self.items[index]
-        if isinstance(item, str):
-            return [self.topics[item]]
-        source = (self.root / item).read_bytes()
-        if item.suffix != ".py":
-            return [source.decode("utf-8", "replace")]
-        name = ".".join(item.with_suffix("").parts).removesuffix(".__init__")
-        return [_module_document(name, source)]
-
-
-Corpus = FileCorpus | DemoCorpus | PydocCorpus
-
-
-def _module_document(name: str, source: bytes) -> str:
-    """Docstrings and signatures of one module as readable text, from its syntax tree."""
-    import ast
-
-    def descriptions(body: list[ast.stmt], indent: str) -> Iterator[str]:
-        for node in body:
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                continue
-            doc = ast.get_docstring(node)
-            if node.name.startswith("_") and not doc:
-                continue
-            if isinstance(node, ast.ClassDef):
-                bases = ", ".join(ast.unparse(base) for base in node.bases)
-                heading = f"class {node.name}({bases})" if bases else f"class {node.name}"
-            else:
-                heading = f"def {node.name}({ast.unparse(node.args)})"
-            if doc:
-                heading += f"\n{textwrap.indent(doc, '    ')}"
-            yield textwrap.indent(heading, indent)
-            if isinstance(node, ast.ClassDef):
-                yield from descriptions(node.body, indent + "    ")
-
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return f"module {name}\n"
-    heading = f"module {name}\n\n{ast.get_docstring(tree) or ''}".rstrip()
-    return "\n\n".join([heading, *descriptions(tree.body, "")]) + "\n"

@@ -1,4 +1,4 @@
-"""sources.py and files.py: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
+"""Corpora and files: every byte of a text comes back once, splits do not overlap, mistakes end in one line."""
 
 import contextlib
 import gzip
@@ -20,8 +20,8 @@ from tiny import complaint
 
 from nanochat import text_files as files
 from nanochat.cli import UserError
+from nanochat.corpus import fingerprint, open_corpus, read_texts
 from nanochat.data import hub
-from nanochat.data.sources import fingerprint, open_corpus, read_texts
 
 SEPARATOR = "<|endoftext|>"
 
@@ -267,10 +267,7 @@ def test_a_folder_of_one_file_splits_it(tmp_path):
 
 
 def test_demo_is_without_end_and_passes_the_split(monkeypatch):
-    module = type(sys)("nanochat.demo.corpus")
-    module.block = lambda index, split: [f"{index} {split}"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nanochat.demo.corpus", module)
-    monkeypatch.setattr("nanochat.demo.corpus", module, raising=False)
+    monkeypatch.setattr("nanochat.demo.corpus.block", lambda index, split: [f"{index} {split}"])
     train, val = open_corpus("demo")
     assert train.block_count() is None and val.block_count() is None
     assert (train.read_block(7), val.read_block(8)) == (["7 train"], ["8 val"])
@@ -402,7 +399,7 @@ def test_mistakes_in_gz_and_parquet(tmp_path):
 BOMB = """
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_DATA, (500 << 20, 500 << 20))
-from nanochat.data.sources import open_corpus
+from nanochat.corpus import open_corpus
 from nanochat.cli import UserError
 begin = time.process_time()
 try:
@@ -488,6 +485,6 @@ def test_one_row_cannot_be_split(tmp_path):
 
 
 def test_importing_does_no_work():
-    code = "import sys, nanochat.data.sources; print([m for m in ('pyarrow', 'torch') if m in sys.modules])"
+    code = "import sys, nanochat.corpus; print([m for m in ('pyarrow', 'torch') if m in sys.modules])"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"

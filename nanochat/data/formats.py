@@ -1,0 +1,172 @@
+"""Formats of text and records beyond those of text_files.py.
+
+.jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
+.json       a list, of which each item is a row; or one JSON value a line
+.csv        UTF-8 with a header; each row is an object of texts
+"""
+
+import csv
+import gzip
+import io
+import mmap
+import re
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from nanochat.cli import UserError
+from nanochat.paths import base_dir
+from nanochat.text_files import (
+    BYTE_ORDER_MARK,
+    COPY_BYTES,
+    MAX_LINE_BYTES,
+    JsonLinesFile,
+    SpanFile,
+    damage_in_one_line,
+    mapped,
+    refuse_bomb,
+)
+
+MAX_CSV_ROW_BYTES = 16 << 20  # after a quote without an end, all the rest is one row, of four bytes a character
+STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # of JSON: a text up to its end or its first \, or a mark
+IN_TEXT = re.compile(rb'["\\]')
+
+
+class GzipFile(JsonLinesFile):
+    """The lines of a .jsonl.gz."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.unpacked = _unpack(path)
+        self._index(self._lines())
+
+
+class JsonFile(JsonLinesFile):
+    """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with path.open("rb") as file:
+            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
+        self.is_list = start.startswith(b"[")
+        self._index(self._items() if self.is_list else self._lines())
+
+    def where(self, row: int) -> str:
+        return f"{self.path} item {row + 1}" if self.is_list else super().where(row)
+
+    def _items(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each item of the list."""
+        # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
+        # would hold the whole list as objects, which take ten times the bytes of the file.
+        with mapped(self.path) as data:
+            depth = 0
+            begin = 0  # of the item
+            place = 0  # where to look on
+            while match := STRUCTURE.search(data, place):
+                place = match.end()
+                mark = data[place - 1 : place]
+                if mark == b"\\":
+                    place = self._end_of_text(data, place + 1)
+                elif mark in b"[{":
+                    depth += 1
+                    if depth == 1:
+                        begin = place
+                elif mark in b",]}":
+                    depth -= mark != b","
+                    is_end_of_item = depth == 0 or (depth == 1 and mark == b",")
+                    if is_end_of_item and data[begin : place - 1].strip():
+                        yield begin, place - 1
+                    if is_end_of_item:
+                        begin = place
+                if place - begin > MAX_LINE_BYTES:
+                    raise UserError(
+                        f"{self.path}: the item at byte {begin:,} is longer than {MAX_LINE_BYTES >> 20} MiB"
+                    )
+                if depth == 0:
+                    break
+            if depth:
+                raise UserError(f"{self.path} is a damaged .json: the list does not end; fetch or write it again")
+            if data[place : place + COPY_BYTES].strip():
+                raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
+
+    def _end_of_text(self, data: mmap.mmap, place: int) -> int:
+        """The end of the JSON text that `place` is in."""
+        while match := IN_TEXT.search(data, place):
+            place = match.end()
+            if match[0] == b'"':
+                return place
+            place += 1  # what follows a backslash ends nothing
+        return len(data)
+
+
+class CsvFile(SpanFile):
+    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
+        self.header: list[str] = []
+        self._index(self._rows())
+
+    where = JsonLinesFile.where
+
+    def _parse(self, row: int, data: bytes) -> dict[str, str]:
+        [values] = csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True)
+        if len(values) != len(self.header):
+            problem = f"has {len(values)} values, and the header names {len(self.header)}"
+            raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
+        return dict(zip(self.header, values, strict=True))
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each row after the header."""
+        end = 0  # of the lines that the parser has taken; those of a row, as it takes no more
+
+        def lines(file: IO[bytes]) -> Iterator[str]:
+            nonlocal end
+            while line := file.readline(MAX_CSV_ROW_BYTES):
+                end += len(line)
+                if end - begin >= MAX_CSV_ROW_BYTES:
+                    limit = f"longer than {MAX_CSV_ROW_BYTES >> 20} MiB"
+                    raise UserError(f"{self.path}: the row at byte {begin:,} is {limit}: is a quote not closed?")
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    advice = "convert it, for example iconv -f gb18030 -t utf-8"
+                    raise UserError(
+                        f"{self.path} is not UTF-8 (byte {end - len(line) + error.start:,}): {advice}"
+                    ) from error
+                yield text.removeprefix("\ufeff") if begin == 0 else text
+
+        begin = 0
+        with damage_in_one_line(self.path, ".csv", csv.Error), self.path.open("rb") as file:
+            for values in csv.reader(lines(file), strict=True):
+                if not self.header:
+                    self.header = [name.strip() for name in values]
+                    if values and (not all(self.header) or len(set(self.header)) < len(self.header)):
+                        raise UserError(
+                            f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
+                        )
+                elif values:
+                    yield begin, end
+                begin = end
+
+
+def _unpack(path: Path) -> IO[bytes]:
+    """The text of a .gz in a temporary file, which vanishes with this process.
+
+    gzip can only be read forwards from its beginning, and training reads blocks in shuffled order.
+    Raises UserError: when the file is damaged or a bomb.
+    """
+    base_dir().mkdir(parents=True, exist_ok=True)
+    unpacked = tempfile.TemporaryFile(dir=base_dir())  # noqa: SIM115 (lives as long as its reader)
+    size = 0
+    damage = damage_in_one_line(path, "gzip file", gzip.BadGzipFile, EOFError, zlib.error)
+    with damage, path.open("rb") as packed, gzip.GzipFile(fileobj=packed) as text:
+        while chunk := text.read(COPY_BYTES):
+            size += len(chunk)
+            refuse_bomb(path, size, packed.tell())
+            unpacked.write(chunk)
+    unpacked.seek(0)
+    return unpacked
