@@ -1,8 +1,8 @@
 """Bits per byte on held-out text: a loss that is comparable between tokenizers of any vocabulary.
 
-The validation text is packed as training packs it (loader.py): every row begins with a begin token, and no token has
-less before it than in training. Each is predicted once. The nats of all tokens that represent text are divided by the
-bytes of that text.
+The validation text is packed as in training (loader.py): every row begins with a begin token, and every token has as
+much text before it as there. The model predicts each token once. The result is the nats of all tokens that represent
+text, divided by the bytes of that text.
 
 Legend: N rows, T tokens, V vocab.
 """
@@ -37,7 +37,7 @@ def validation_rows(corpus: Corpus, tokenizer: Tokenizer, row_tokens: int, max_t
     for filled, row in enumerate(rows):
         used = 0
         while used < len(row):
-            # The choice that the loader has: as many documents wait.
+            # Best fit chooses among as many documents as in the loader.
             while len(waiting) < BUFFER_DOCUMENTS and sum(map(len, waiting)) < BUFFER_ROWS * len(row):
                 if block == blocks:
                     break

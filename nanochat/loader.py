@@ -2,20 +2,20 @@
 
 Five rules make training exact:
 
-1. *Canonical shards.* The blocks of a corpus, shuffled anew in each epoch, are dealt out to a fixed number of shards:
-   shard s reads the blocks s, s + shards, s + 2 shards, ... and packs their documents by itself. Row i of the run is
-   the next row of shard i mod shards. No rank appears in this rule, so row i is a function of (seed, i) alone.
+1. *Canonical shards.* Each epoch shuffles the blocks of a corpus and deals them out to a fixed number of shards. Shard
+   s reads the blocks s, s + shards, s + 2 shards, ... and packs only their documents. Row i of the run is the next row
+   of shard i mod shards. This rule does not mention ranks, so row i is a function of (seed, i).
 2. *Ranks.* Rank r computes the rows i with i mod world_size = r. The world size divides the number of shards, so each
-   shard belongs to one rank, which reads and tokenizes its own shards only.
-3. *Best fit.* A row takes the longest waiting document that still fits. When none does, the longest one is cut, and
-   its rest waits as a document of its own. Every row begins with a begin token. Best fit leaves few cuts, so most
-   documents are read from their beginning; nothing is dropped or repeated within an epoch.
-4. *Weights.* Of several corpora a shard reads its next document from the one whose tokens, divided by its weight, are
-   fewest. So each corpus is never more than one document ahead of its share of the tokens. Weights are of tokens, not
-   of documents, because what a model learns of a corpus depends on how many of its tokens it is trained on.
-5. *Position.* A shard's position is in each corpus its next block and its next document in the block, and the documents
-   that wait. The last part matters: they are already read but in no row yet. A run that resumes at the positions of all
-   shards, at any world size that divides their number, loses and repeats nothing.
+   shard belongs to one rank, and a rank reads and tokenizes only its own shards.
+3. *Best fit.* A row takes the longest waiting document that still fits. When none fits, the row cuts the longest one,
+   and the rest waits as another document. Every row begins with a begin token. Best fit cuts little, so most documents
+   are read from their beginning; an epoch drops and repeats nothing.
+4. *Weights.* With several corpora, a shard reads its next document from the corpus whose tokens, divided by its weight,
+   are fewest. So no corpus is more than one document ahead of its share. Weights count tokens and not documents,
+   because what a model learns from a corpus depends on the number of its tokens.
+5. *Position.* The position of a shard has three parts: its next block in each corpus, its next document in that block,
+   and the documents that wait. The last part matters, because these documents are read but in no row yet. A run resumes
+   at the positions of all shards, at any world size that divides their number, and loses and repeats nothing.
 """
 
 import bisect
@@ -36,13 +36,13 @@ from nanochat.corpus import Corpus, Part, WeightedCorpora
 from nanochat.device import Device
 from nanochat.tokenizer import Tokenizer
 
-CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other gets a common multiple
+CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other world size gets a common multiple
 
-# How many documents of a shard wait, so that best fit has a choice. More would fit better, but then documents of a
-# small corpus would wait for whole epochs.
-BUFFER_ROWS = 8  # rows' worth of tokens at most
+# The documents of a shard that wait, so that best fit has a choice. More would fit better, but documents of a small
+# corpus would wait for whole epochs.
+BUFFER_ROWS = 8  # at most the tokens of 8 rows
 BUFFER_DOCUMENTS = 64  # at most
-TOKENIZE_DOCUMENTS = 32  # documents per call of the tokenizer, whose threads share them
+TOKENIZE_DOCUMENTS = 32  # documents in one call of the tokenizer, whose threads share them
 PREFETCH_BATCHES = 4  # micro-batches that are ready before the device needs them
 
 Document = str | np.ndarray  # a text, or its int32 tokens
@@ -54,7 +54,7 @@ class Position:
 
     block: int = 0  # the next one, counted within the shard
     document: int = 0  # the next one within the block
-    tokens: int = 0  # of the documents that the shard has read, whole
+    tokens: int = 0  # of all documents that the shard has read, whole
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ShardState:
     """The position of a canonical shard."""
 
     positions: list[Position]  # in each corpus
-    # Documents that are read but in no row yet, whole or cut: int32 tokens, each with its begin token; shortest first.
+    # Documents that are read but in no row yet, whole or cut: int32 tokens with a begin token, shortest first.
     waiting: list[np.ndarray] = field(default_factory=list)
 
     def copy(self) -> "ShardState":
@@ -71,7 +71,7 @@ class ShardState:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The position of one rank's loader, or of all ranks' after `merge`."""
+    """The position of one rank's loader; after `merge`, of the loaders of all ranks."""
 
     row: int  # the next row of the run, over all ranks
     shards: dict[int, ShardState]
@@ -91,7 +91,7 @@ class LoaderState:
 
     @classmethod
     def merge(cls, shares: list[dict[str, Tensor]]) -> "LoaderState":
-        """The whole state, from what `to_tensors` returned on every rank."""
+        """The whole state, from the tensors of every rank (`to_tensors`)."""
         row, shard_count = shares[0]["row"].tolist()
         shards = {}
         for tensors in shares:
@@ -119,8 +119,8 @@ class Batch:
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T): at each place the token after the input
     state: LoaderState  # the position after this batch
-    epochs: list[int]  # finished passes over each corpus; 0 for one that never ends
-    segments: Segments | None = None  # the documents of the rows, where they are not to attend to each other
+    epochs: list[int]  # finished passes over each corpus; 0 for a corpus that never ends
+    segments: Segments | None = None  # the documents of the rows, where these do not attend to each other
 
     def to(self, device: Device) -> tuple[Tensor, Tensor, Segments | None]:
         """Inputs, targets and segments on the device, for `next_token_loss`."""
@@ -148,9 +148,9 @@ class Loader:
         state: LoaderState | None = None,
         document_mask: bool = False,
     ):
-        # Shards of this rank. On 2 ranks, rank 0 has the shards 0, 2, 4, 6 of 8 and rank 1 the others. On 4 ranks, rank
-        # 0 has 0 and 4. In both cases row 4 is the next row of shard 4: it does not depend on the number of ranks.
-        # The number of shards is a property of the run: a resumed one keeps it, or its rows would be others.
+        # The shards of this rank. With 2 ranks, rank 0 has the shards 0, 2, 4, 6 of 8, and rank 1 has the others. With
+        # 4 ranks, rank 0 has 0 and 4. In both cases row 4 is the next row of shard 4: it does not depend on the ranks.
+        # The number of shards belongs to the run. A resumed run keeps it, because another number gives other rows.
         shard_count = state.shard_count if state else math.lcm(CANONICAL_SHARDS, world_size)
         if shard_count % world_size != 0:
             raise UserError(
@@ -167,7 +167,7 @@ class Loader:
         for number in range(rank, shard_count, world_size):
             beginning = ShardState([Position() for _ in self._parts])
             self._shards[number] = state.shards[number].copy() if state else beginning
-        # By shard and corpus: the documents of the current block, once read, and those that are tokenized, in order.
+        # By shard and corpus: the documents of the current block, and the tokens of the next documents, in order.
         self._documents: dict[tuple[int, int], Sequence[Document]] = {}
         self._tokenized: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._world_size = world_size
@@ -175,9 +175,9 @@ class Loader:
         self._row_tokens = row_tokens
         self._document_mask = document_mask
 
-        # Rows are numbered over all ranks, and `first` is the first row that no rank has packed. This rank's next row
-        # is the smallest one from `first` on with row mod world_size = rank. It is `first` + `_offset`, so a saved
-        # position subtracts `_offset` again: then all ranks store the same number.
+        # Row numbers count the rows of all ranks, and no rank has packed row `first` yet. The next row of this rank is
+        # the smallest one from `first` on with row mod world_size = rank, that is `first` + `_offset`. A saved position
+        # subtracts `_offset` again, so that all ranks store the same number.
         first = state.row if state else 0
         self._offset = (rank - first) % world_size
         self._row = first + self._offset
@@ -191,15 +191,15 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        # The thread starts with the first batch, so that a loader that nobody reads costs nothing.
+        # The thread starts with the first batch, so that an unused loader costs nothing.
         while len(self._ahead) <= PREFETCH_BATCHES:
             self._ahead.append(self._thread.submit(self._next_batch))
-        batch = self._ahead[0].result()  # an error stays the first one ahead, so that a second call raises it too
+        batch = self._ahead[0].result()  # before popleft: a second call raises the same error again
         self._ahead.popleft()
         return batch
 
     def close(self) -> None:
-        """End the thread. Batches made ahead are dropped; no batch's state counts them."""
+        """End the thread and drop the batches made ahead, which no saved state counts."""
         self._thread.shutdown(cancel_futures=True)
 
     def _next_batch(self) -> Batch:
@@ -208,13 +208,13 @@ class Loader:
         for row in rows:
             self._fill(row, self._row % self._shard_count)
             self._row += self._world_size
-        # The position travels with the batch. The thread is some batches ahead, so its own position would skip those
-        # when the run resumes.
+        # The position travels with the batch. The thread is some batches ahead: with its current position a resumed run
+        # would skip them.
         tokens = torch.from_numpy(rows)
         positions = {number: shard.copy() for number, shard in self._shards.items()}
         state = LoaderState(self._row - self._offset, positions, self._shard_count)
 
-        # An epoch is over when the slowest shard has finished it.
+        # An epoch ends when the slowest shard has finished it.
         epochs = []
         for part, block_count in enumerate(self._block_counts):
             places = (shard.positions[part].block * self._shard_count + n for n, shard in self._shards.items())
@@ -236,11 +236,11 @@ class Loader:
         """Read documents of shard `number` until enough of them wait."""
         shard = self._shards[number]
         while len(shard.waiting) < BUFFER_DOCUMENTS and sum(map(len, shard.waiting)) < tokens:
-            # The corpus that is furthest behind its share. With weights of 0.7 and 0.3, documents of one length come in
-            # the order a b a a b a a b a a, of which 7 are of a, and again.
+            # Choose the corpus that is furthest behind its share. With weights of 0.7 and 0.3, documents of one length
+            # come in the order a b a a b a a b a a, 7 of 10 from a, and again.
             progress = [at.tokens / part.weight for at, part in zip(shard.positions, self._parts, strict=True)]
             part = progress.index(min(progress))
-            # What is tokenized together is read together where all of it is of one corpus.
+            # A single corpus can take all that was tokenized together; a mixture chooses again after each document.
             ready = self._tokenize_ahead(number, part)
             taken = [ready.popleft() for _ in range(len(ready) if len(self._parts) == 1 else 1)]
             for document in taken:
@@ -268,7 +268,7 @@ class Loader:
         return self._tokenized[key]
 
     def _advance(self, number: int, part: int, documents: int) -> None:
-        """Go on by so many documents, and to the next block after the last one of a block."""
+        """Move a position forward by some documents, and at the end of a block to the next block."""
         position = self._shards[number].positions[part]
         position.document += documents
         if position.document >= len(self._documents[number, part]):
@@ -279,17 +279,17 @@ class Loader:
     def _read(self, part: int, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block` in a corpus."""
         # Deal the blocks out like cards: with 8 shards, shard 3 reads the blocks 3, 11, 19, ... of the shuffled order.
-        # The count runs on through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
+        # The index continues through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
         index = shard + block * self._shard_count
         block_count = self._block_counts[part]
-        if block_count is not None:  # a corpus without an end cannot be shuffled as a whole
+        if block_count is not None:  # an endless corpus keeps its order
             epoch, place = divmod(index, block_count)
             index = int(_shuffled(self._seed, epoch, block_count)[place])
         return self._parts[part].corpus.read_block(index)
 
 
 def segments_of(inputs: Tensor, bos: int) -> Segments:
-    """The documents of rows of pretraining (B, T), each of which begins with a begin token."""
+    """The documents of pretraining rows (B, T); a begin token begins each document."""
     return Segments.from_numbers((inputs == bos).cumsum(dim=1))
 
 
@@ -310,14 +310,14 @@ def take_best_fit(waiting: list[np.ndarray], room: int) -> np.ndarray:
 
 
 def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
-    """Documents as int32 tokens, each with its begin token. A document of tokens has one already."""
+    """Documents as int32 tokens, each with a begin token. A document of tokens has one already."""
     texts = [document for document in documents if isinstance(document, str)]
     encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
-    # `encoded` has the texts in the same order.
+    # `encoded` keeps the order of the texts.
     return [np.array(next(encoded), np.int32) if isinstance(one, str) else one for one in documents]
 
 
 @functools.lru_cache(16)
 def _shuffled(seed: int, epoch: int, blocks: int) -> np.ndarray:
-    """The order of the blocks in an epoch, a function of seed and epoch alone: a resumed run finds it again."""
+    """The order of the blocks in an epoch. It depends only on seed and epoch, so a resumed run finds it again."""
     return np.random.default_rng((seed, epoch)).permutation(blocks)

@@ -1,7 +1,7 @@
 """Several tasks as one endless sequence of examples: example k is the same at every call and on every machine.
 
-Draws go round a wheel of 1,000 slots that the tasks share by weight, shuffled again for each turn; a task's own
-examples come in a shuffled order, each once before any comes again.
+Draws go round a wheel of 1,000 slots, which the tasks share by weight. Each turn of the wheel has another order. The
+examples of a task come in a shuffled order, each of them once before any comes again.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from nanochat.tokenizer import Tokenizer
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
-FIRST_EXAMPLES = 100  # if the model can learn nothing from any of them, it will not from others
+FIRST_EXAMPLES = 100  # a run ends where the model can learn nothing from any of them
 
 
 def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
@@ -43,11 +43,11 @@ def open_mixture(
 ) -> "Mixture":
     """The mixture that a --tasks flag describes; `files` is what its files hold.
 
-    `bad_records`: whether those that are neither are left out with a warning, or an error. `val_share`: see
-    `open_task`; of 0, tasks without a test split are not in that mixture. `by_epoch`: all examples of all tasks come
-    once before any comes again.
+    `bad_records`: skip a record that is something else, with a warning, or fail. `val_share`: see `open_task`; with 0,
+    the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all tasks come once before any
+    comes again.
 
-    Raises UserError: when a name is unknown, or data are missing or damaged, or weights would have no effect.
+    Raises UserError: when a name is unknown, data are missing or damaged, or weights would have no effect.
     """
     specs = parse_tasks(text)
     if by_epoch and len({spec.weight for spec in specs}) > 1:
@@ -69,7 +69,7 @@ class JudgedReply:
     """A question with a reply."""
 
     rendered: Rendered
-    is_good: bool  # of a pair: it is the chosen one
+    is_good: bool  # in a pair: it is the chosen one
 
 
 class Mixture:
@@ -84,7 +84,7 @@ class Mixture:
         self._refused = 0  # conversations that the chat format cannot write
         self._written = 0
         shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
-        self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): of each on the wheel
+        self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): slots of each task on the wheel
         self._wheel = lru_cache(4)(self._shuffled_wheel)
         self._order = lru_cache(4 * len(tasks))(self._shuffled_task)
 
@@ -103,8 +103,9 @@ class Mixture:
         return task.example(number)
 
     def before(self, index: int, task: Task, example: Example) -> list[Message]:
-        """What comes before example `index`, of this task: for one in three generated ones another, as in a chat."""
-        # People ask for several things in one chat. After SFT and RL on single questions alone, 5 of 12 stories that
+        """The messages before example `index` of this task: one in three generated examples follows another, as in a
+        chat."""
+        # People ask for several things in one chat. After SFT and RL on single questions only, 5 of 12 stories that
         # came after a sum ended with their first sentence or were refused (docs/measurements.md).
         if index % 3 or not isinstance(task, GeneratedTask) or example.messages[0]["role"] == "system":
             return []
@@ -112,7 +113,7 @@ class Mixture:
         return other.example(number).messages if isinstance(other, GeneratedTask) else []
 
     def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int | None = None) -> Rendered:
-        """Example `index` as mid-training reads it, a chat of its own."""
+        """Example `index` as mid-training reads it: one chat."""
         task, number = self.draw(index)
         example = task.example(number)
         return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
@@ -128,8 +129,8 @@ class Mixture:
         return chat
 
     def rendered_replies(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> list["JudgedReply"]:
-        """Example `index` as DPO reads it: the question with the chosen reply, and with the rejected one; of a record
-        with one labelled reply the question with that one."""
+        """Example `index` as DPO reads it: the question with the chosen reply, and with the rejected one. A record with
+        one labelled reply gives the question with that reply."""
         task, number = self.draw(index)
         tools = task.example(number).tools
         return [
@@ -141,8 +142,9 @@ class Mixture:
         self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
         tools: Sequence[Any] | None, max_tokens: int | None,
     ) -> Rendered:  # fmt: skip
-        """`render` of messages of an example. One that the model's chat format refuses is left out: it is empty, and
-        nothing is learned from it. With `bad_records="fail"`, or where all are refused, it is an error that names it.
+        """Messages of an example as tokens. An example that the model's chat format refuses becomes empty: the model
+        learns nothing from it. With `bad_records="fail"`, or where the format refuses all, it is an error that names
+        the example.
         """
         try:
             rendered = render(tokenizer, messages, max_tokens, tools)
@@ -158,7 +160,8 @@ class Mixture:
         return rendered
 
     def fingerprint(self) -> str:
-        """A sha256 that identifies it: of each task's name, length, file and labels, and of sixteen of its examples."""
+        """A sha256 that identifies the mixture. It covers the name, length, code, labels and sixteen examples of each
+        task."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
@@ -168,7 +171,7 @@ class Mixture:
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
-        """The task at each slot of one turn, and how many slots before it are of the same task. Both (slots,)."""
+        """The task at each slot of one turn, and how many earlier slots have the same task. Both (slots,)."""
         wheel = np.repeat(np.arange(len(self.tasks)), self.slots)
         np.random.default_rng((self.seed, turn)).shuffle(wheel)
         earlier = np.zeros(len(wheel), np.int64)
@@ -201,14 +204,14 @@ class EpochMixture(Mixture):
 
 
 def is_learned(*replies: Rendered) -> bool:
-    """Whether there is anything to learn from a conversation, or to prefer in a pair: no reply is empty or cut off,
-    and as far as the context reaches they are not the same."""
+    """Whether a conversation has anything to learn, or a pair anything to prefer: no reply is empty or cut off, and
+    within the context the two differ."""
     ids = [tuple(reply.ids) for reply in replies]
     return all(reply.target_count for reply in replies) and len(set(ids)) == len(ids)
 
 
 def require_learnable(rendered: Iterable[Rendered]) -> None:
-    """Raises UserError: when there is nothing to learn from any of a run's first examples."""
+    """Raises UserError: when a run's first examples have nothing to learn."""
     if not any(map(is_learned, rendered)):
         raise UserError(
             "the first examples of --tasks leave nothing to learn: they are longer than --max_seq_len, or the model's "
@@ -234,7 +237,7 @@ class MixtureCorpus:
             conversation = self.mixture.rendered(self.tokenizer, number)
             if not conversation.ids:
                 continue
-            # The loader knows a document by its begin token, which chats of some families (Qwen) have not.
+            # The loader finds a document by its begin token, which chats of some families (Qwen) lack.
             bos = self.tokenizer.get_bos_token_id()
             begin = [] if conversation.ids[0] == bos else [bos]
             documents.append(np.array([*begin, *conversation.ids], dtype=np.int32))

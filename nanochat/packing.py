@@ -25,10 +25,10 @@ class PackedBatch:
     """Packed rows; every tensor is (N, T)."""
 
     inputs: Tensor
-    targets: Tensor  # the next token; IGNORE where the mask is 0, at a sequence's end and in the padding
-    segments: Segments  # the sequences of each row: attention stays inside one; padding is one of its own
-    source: Tensor  # which of the S sequences this is, so that a loss can weigh sequences; 0 in the padding
-    values: Tensor | None = None  # a number of each target, if they have any; 0 where there is none
+    targets: Tensor  # the next token; IGNORE where the mask is 0, at the end of a sequence and in the padding
+    segments: Segments  # the sequences of each row; attention stays inside one, and the padding is another segment
+    source: Tensor  # the number of the sequence, 0 to S - 1, so that a loss can weigh sequences; 0 in the padding
+    values: Tensor | None = None  # one number per target; 0 where a place has no target
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -41,17 +41,17 @@ class PackedBatch:
     def micro_batches(self, rows: int, device: Device, rank: int = 0, world_size: int = 1) -> Iterator["PackedBatch"]:
         """One rank's share in micro-batches of `rows` rows, on the device.
 
-        Row i goes to rank i mod world_size. All ranks get as many micro-batches of the same shapes, because each joins
-        the others' collectives; rows without a target fill up the last one. Places after the last target of a
-        micro-batch are left out.
+        Row i goes to rank i mod world_size. All ranks get the same number of micro-batches, of the same shapes, because
+        each rank joins the collectives of the others. Rows without a target fill up the last micro-batch. A micro-batch
+        ends at its last target.
         """
         missing = -len(self) % world_size
         fill_values = [(self.inputs, 0), (self.targets, IGNORE), (self.segments.numbers, 0), (self.source, 0)]
         if self.values is not None:
             fill_values.append((self.values, 0))
         fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
-        # 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group; what is in the last
-        # group ends at 700. Lengths are rounded up to an eighth of the row, so that few shapes recur:
+        # Example: 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group, and the last
+        # group ends at place 700. Lengths are rounded up to an eighth of the row, so that only few shapes occur:
         #
         #     groups         0      1      2      3      4
         #     places         2,048  2,048  2,048  2,048  768
@@ -79,15 +79,15 @@ def pack_sequences(
     ranks: int = 1,
     values: Sequence[Sequence[float]] | None = None,
 ) -> PackedBatch:
-    """Pack S sequences, each with a mask that has a 1 under every token to learn, and maybe a value of every token.
+    """Pack S sequences. Each has a mask with a 1 under every token to learn, and may have a value for every token.
 
-    Best fit, longest first: each sequence goes into the row that it fills up most, or into a new one. No sequence at
-    all gives one row of padding. Rows that do not divide by the number of `ranks` become as many short ones as there
-    are ranks, where all of them have room.
+    Best fit, longest first: each sequence goes into the row that it fills up most, or into a new row. Without any
+    sequence the result is one row of padding. Where the number of `ranks` does not divide the number of rows, the last
+    rows become one short row per rank, if these have room.
 
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
-    # Four sequences that need 7, 5, 4 and 3 places, in rows of 10:
+    # Example: four sequences that need 7, 5, 4 and 3 places, in rows of 10:
     #
     #     7   a new row 0, which then has 3 free
     #     5   a new row 1, which then has 5 free
@@ -109,8 +109,8 @@ def pack_sequences(
         rows[row].append(i)
         bisect.insort(free, (room - need, row))
     rows = [rows[row] for _, row in free]  # fullest first: rows of about one length are neighbours
-    # 32 conversations often fit 7 rows, and 8 ranks need 8. Each of the last rows' sequences, longest first, goes into
-    # the emptiest of 8 new ones, which then are about as long as each other (micro_batches cuts them off there).
+    # 32 conversations often fit 7 rows, and 8 ranks need 8. The sequences of the last rows, longest first, each go into
+    # the emptiest of 8 new rows. These get about the same length, and micro_batches cuts them off there.
     left_over = len(rows) % ranks
     if left_over:
         spread: list[list[int]] = [[] for _ in range(ranks)]
@@ -137,14 +137,14 @@ def pack_pairs(
     """Pack S sequences of which 2i and 2i + 1 are a pair: one rank's share in micro-batches of `rows` rows.
 
     A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
-    All ranks get the same number of micro-batches; some may be padding alone. Each comes with the number of its pairs,
+    All ranks get the same number of micro-batches; some may hold only padding. Each comes with the number of its pairs,
     at least 1. Its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
 
     Raises ValueError: when a sequence is longer than row_tokens + 1.
     """
     assert rows > 1 and len(ids) % 2 == 0
     # Give each pair its micro-batch and rows. Pairs with the longest reply go first, each to the micro-batch with the
-    # most room: the pairs spread evenly, and every rank computes about as much.
+    # most room. So the pairs spread evenly, and all ranks compute about the same amount.
     needs = [_places_of(sequence, row_tokens) for sequence in ids]
     micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
     free: list[list[int]] = []  # micro-batch -> row -> free places
@@ -162,7 +162,7 @@ def pack_pairs(
             micros[micro][row].append(i)
             free[micro][row] -= needs[i]
 
-    # Fill the micro-batches of this rank.
+    # Fill the micro-batches of this rank with their sequences.
     empty: list[list[int]] = [[] for _ in range(rows)]
     for members in micros[rank::world_size] or [empty]:
         # Number the sequences anew: a pair's two numbers stay neighbours.
@@ -191,7 +191,7 @@ def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[in
 
 
 def _places_of(sequence: Sequence[int], row_tokens: int) -> int:
-    """Places of a row that a sequence takes: one less than its tokens, because the last one is only a target."""
+    """Places of a row that a sequence takes: one less than its tokens, because the last token is only a target."""
     places = max(len(sequence) - 1, 0)
     if places > row_tokens:
         raise ValueError(f"a sequence of {len(sequence)} tokens does not fit a row of {row_tokens}")
@@ -206,11 +206,11 @@ def _fill(
     values: Sequence[Sequence[float]] | None = None,
 ) -> PackedBatch:
     """Write each row's sequences one after the other."""
-    # A row of 6 with two sequences, tokens 1 2 3 4 with the mask 0 0 1 1 and tokens 5 6 7 with the mask 0 1 1:
+    # Example: a row of 6 with two sequences, tokens 1 2 3 4 with mask 0 0 1 1 and tokens 5 6 7 with mask 0 1 1:
     #
-    #     inputs     1  2  3  5  6  0     without each sequence's last token: nothing follows it
+    #     inputs     1  2  3  5  6  0     without the last token of each sequence: nothing follows it
     #     targets    -  3  4  6  7  -     the token after each input, IGNORE (-) where the mask is 0
-    #     segments   0  0  0  1  1  2     the padding is a segment of its own
+    #     segments   0  0  0  1  1  2     the padding is another segment
     shape = (len(rows), row_tokens)
     inputs = np.zeros(shape, np.int64)
     targets = np.full(shape, IGNORE, np.int64)

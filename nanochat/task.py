@@ -1,7 +1,7 @@
-"""What every task is: examples by number, each a conversation with its reference answer, and a grade for a reply.
+"""A task: examples by number, each a conversation with its reference answer, and a grade for a reply.
 
-A new task is one file with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask` (each is
-read from a record of a dataset: recorded.py), and one line in registry.py:
+A new task is one file in tasks/, with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask`
+(tasks/recorded.py: each example is a record of a dataset), and one row in rooms.py:
 
     class Parity(GeneratedTask):
         name = "parity"
@@ -25,18 +25,19 @@ from nanochat.environment import Environment, Step
 MAX_TURNS = 100  # of an episode by reference replies
 
 Split = Literal["train", "test"]
-Kind = Literal["generative", "choice", "dialogue"]  # graded by what it writes, by the letter it prefers, not at all
+# How a reply is graded: by its text, by the letter that the model prefers, or not at all.
+Kind = Literal["generative", "choice", "dialogue"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation. Its last message is the assistant's reference answer; those before it are the question."""
+    """One conversation. Its last message is the assistant's reference answer; what precedes it is the question."""
 
     messages: list[Message]
     answer: Any = None  # what grading needs
-    letters: tuple[str, ...] = ()  # of a multiple-choice question: the answers to choose from, each a single letter
+    letters: tuple[str, ...] = ()  # the answers of a multiple-choice question, each a single letter
     tools: list[dict[str, Any]] | None = None  # functions that the assistant may call, for a chat template
-    fields: dict[str, Any] = field(default_factory=dict)  # of the record that it was read from
+    fields: dict[str, Any] = field(default_factory=dict)  # all fields of the record that it was read from
 
     @property
     def question(self) -> list[Message]:
@@ -53,7 +54,7 @@ class Pair:
 
     @property
     def conversations(self) -> tuple[list[Message], list[Message]]:
-        """Both, with nothing to learn from but the replies that are compared."""
+        """Both conversations. Only the replies that are compared are learned."""
         return reply_alone([*self.question, self.chosen]), reply_alone([*self.question, self.rejected])
 
 
@@ -62,10 +63,10 @@ class Task:
 
     name: str
     code: str = ""  # the sha256 of the user's file that defines it
-    labels: bytes | bytearray = b""  # of all examples that are labelled good or bad
+    labels: bytes | bytearray = b""  # whether each labelled example is good
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
-    has_pairs: bool = True  # whether there is a worse reply to compare with each reference answer
+    has_pairs: bool = True  # whether each reference answer has a worse reply to compare with
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         """`path`: a local file or folder instead of the dataset of a hub."""
@@ -83,18 +84,18 @@ class Task:
         return f"example {index:,}"
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        """Whether an assistant's reply is right: when its text, or the letter it chose, is the answer."""
+        """Whether an assistant's reply is right: its text, or the letter that it chose, is the answer."""
         if self.kind == "dialogue":
             raise NotImplementedError(f"{self.name} has nothing to grade")
         text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
         return text == example.answer
 
     def reward(self, example: Example, reply: Sequence[Part]) -> float:
-        """The reward in reinforcement learning, 0 to 1; 0 where there is nothing to grade."""
+        """The reward in reinforcement learning, from 0 to 1; 0 where nothing can be graded."""
         return 0.0 if self.kind == "dialogue" else float(self.grade(example, reply))
 
     def environment(self, example: Example) -> Environment:
-        """An episode of an example in reinforcement learning. The default is over with the first reply."""
+        """The episode of an example in reinforcement learning. By default it ends with the first reply."""
         return OneReply(self, example)
 
     def pair(self, index: int) -> Pair:
@@ -103,14 +104,14 @@ class Task:
         return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
 
     def judged(self, index: int) -> list[tuple[list[Message], bool]]:
-        """Example `index` for preference optimisation of single replies: conversations, and whether each ends well. The
-        default is a pair, taken apart."""
+        """Example `index` for preference optimisation of single replies: conversations, and whether each ends well. By
+        default these are the two of a pair."""
         chosen, rejected = self.pair(index).conversations
         return [(chosen, True), (rejected, False)]
 
     def wrong(self, index: int) -> str | list[Part]:
-        """A wrong reply to example `index`, the same at every call. The default is the reference answer of the next
-        example that has another one."""
+        """A wrong reply to example `index`, the same at every call. By default it is the reference answer of the next
+        example whose answer differs."""
         example = self.example(index)
         for other in range(index + 1, index + 100):
             reply = self.example(other % len(self)).messages[-1]["content"]
@@ -151,13 +152,13 @@ class GeneratedTask(Task):
 
 
 class EnvironmentTask(GeneratedTask):
-    """Episodes of an environment, each with random numbers of its own."""
+    """Episodes of an environment, each with its own random numbers."""
 
     environment_class: type[Environment]
     has_pairs = False
 
     def example(self, index: int) -> Example:
-        """The episode that the environment's reference replies make; without them its question alone."""
+        """The episode of the environment's reference replies; only its question where it has none."""
         environment = self.environment_class(self.rng(index))
         messages = list(environment.start())
         for _ in range(MAX_TURNS):
@@ -174,7 +175,7 @@ class EnvironmentTask(GeneratedTask):
 
 
 def reply_alone(messages: Sequence[Message]) -> list[Message]:
-    """A conversation with nothing to learn from but its last message."""
+    """A conversation of which only the last message is learned."""
     return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
 
 

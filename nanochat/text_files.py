@@ -37,8 +37,8 @@ MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is not a row
 MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
 MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
-BATCH_ROWS = 4  # of a .parquet, decoded at once
-CACHE_BYTES = 128 << 20  # of one parquet file's blocks, for rows in any order
+BATCH_ROWS = 4  # rows of a .parquet that are decoded together
+CACHE_BYTES = 128 << 20  # of blocks of one parquet file, for rows in any order
 COPY_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
@@ -48,8 +48,8 @@ SEPARATOR_LINE = re.compile(
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 
 T = TypeVar("T")
-Fields = Mapping[str, type]  # what each record must have, and of which type
-# The columns to read of a .parquet, or what chooses them among those that it has; None: all.
+Fields = Mapping[str, type]  # the fields that each record must have, with their types
+# The columns of a .parquet to read, or a function that chooses them among all columns; None: all.
 Columns = Sequence[str] | Callable[[list[str]], list[str] | None] | None
 KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
 
@@ -77,9 +77,9 @@ class DataFile:
 
 
 class Records:
-    """The rows of several files, one file after the other, or rows `first` to `end` of them.
+    """The rows of several files, one file after the other, or only the rows `first` to `end`.
 
-    With `fields` each record is an object that has them.
+    With `fields`, each record must be an object that has them.
     """
 
     def __init__(self, files: Sequence[DataFile], fields: Fields | None = None, first: int = 0, end: int | None = None):
@@ -88,8 +88,8 @@ class Records:
         self.first = first
         self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in rows
         starts = [file.starts[1:] + stop - len(file) for file, stop in zip(files, self.ends, strict=True)]
-        # The first record of each block, then the number of records. Blocks outside of first ... end become empty,
-        # and `unique` drops them; one across a bound is cut there.
+        # The first record of each block, then the number of records. Blocks outside of first ... end become empty, and
+        # `unique` drops them. A block across a bound is cut there.
         self.starts = np.unique(np.concatenate([[0], *starts]).clip(first, end)) - first  # (blocks + 1,)
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Records:
         return self.checked(index, file.row(row))
 
     def error(self, index: int, problem: str) -> UserError:
-        """What to raise for a record that is not as it should be: its file, its line, the problem."""
+        """The error for a bad record: its file, its line, the problem."""
         return UserError(f"{self.where(index)} {problem}")
 
     def where(self, index: int) -> str:
@@ -120,7 +120,8 @@ class Records:
         return value
 
     def parse(self, index: int, parse: Callable[[Any], T]) -> T:
-        """What `parse` makes of a record. Raises UserError: with the record's place, where it raises ValueError."""
+        """The result of `parse` for a record. Raises UserError: with the place of the record, where `parse` raises
+        ValueError."""
         value = self[index]
         try:
             return parse(value)
@@ -138,9 +139,9 @@ class Records:
 
 
 def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path]:
-    """The file itself, or the files below a folder with one of the suffixes, sorted by path; hidden ones are left out.
+    """The file itself, or the files below a folder with one of the suffixes, sorted by path, without hidden files.
 
-    Raises UserError: when there is none, or the path is not a file of these kinds.
+    Raises UserError: when the folder has none, or the path is not a file of these kinds.
     """
     lead = f"{flag} {path}".strip()
     known = ", ".join(suffixes)
@@ -152,7 +153,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
                 files.append(file)
         if not files:
             raise UserError(f"{lead}: no file in this folder ends in {known}")
-        # Data sets come with settings in .json. Such a file holds rows only where there are no others.
+        # Data sets come with settings in .json. Such files hold rows only where the folder has no other files.
         files = [file for file in files if file.suffix.lower() != ".json"] or files
         refuse_links_out(path, files)
         return sorted(files, key=lambda file: file.relative_to(path).as_posix())
@@ -167,7 +168,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
 
 def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
     """Raises UserError: when a file found in a folder is a link to a place outside of it."""
-    # A folder from elsewhere must not choose which other files of this machine are read, trained on and served.
+    # A folder from elsewhere must not choose other files of this machine to be read, trained on and served.
     for file in files:
         if not file.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{file} is a link out of {folder}: copy the folder with `cp -rL`, or name the file itself")
@@ -210,7 +211,7 @@ class SpanFile(DataFile):
 
     def _index(self, spans: Iterable[tuple[int, int]]) -> None:
         """Note where the rows begin and end, and cut them into blocks."""
-        # Blocks small enough for a good shuffle of a small file, few enough for a small index of a large one.
+        # Blocks are small enough to shuffle a small file well, and few enough to keep the index of a large file small.
         block_bytes = min(max(self.path.stat().st_size // 4096, 6 * 1024), 1 << 20)
         bounds = array.array("q")
         starts: list[int] = []
@@ -330,7 +331,7 @@ class JsonLinesFile(SpanFile):
         self._index(self._lines())
 
     def where(self, row: int) -> str:
-        """Lines are counted when a message needs it: an index of line numbers would be as large as that of the rows."""
+        """Count the lines only for a message: an index of line numbers would be as large as the index of rows."""
         number = 1
         stop = int(self.spans[row, 0])
         with self._opened() as file:
@@ -380,12 +381,12 @@ class ParquetFile(DataFile):
 
         self.path = path
         self.lock = threading.Lock()
-        # Text that is not UTF-8, and dates and numbers that Python does not have, are found when a row is made of them.
+        # Text that is not UTF-8, and dates and numbers that Python lacks, appear only when they become rows.
         self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
         self.rows: Iterator[Any] = iter(())  # of the row group that is being read
         self.place = (-1, 0)  # that row group, and the row that comes next
         with damage_in_one_line(path, "parquet file", *self.damage_errors):
-            # Buffered, not pre-buffered: 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
+            # Buffered, not pre-buffered: this takes 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
             names = self.file.schema_arrow.names
             self.columns = columns(names) if callable(columns) else columns and list(columns)
@@ -397,13 +398,13 @@ class ParquetFile(DataFile):
         for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
             values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
             refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
-        # A row group counts with the one wanted column if the file's columns are flat, else with all of them.
+        # The size of a row group is the size of the one wanted column if all columns are flat, else of all columns.
         group_bytes = [group.total_byte_size for group in groups]
         is_flat = len(self.file.schema.names) == len(names)
         if self.columns is not None and len(self.columns) == 1 and is_flat:
             place = names.index(self.columns[0])
             group_bytes = [group.column(place).total_uncompressed_size for group in groups]
-        # Blocks of at most 16 MiB, and 64 or more per file if there are rows enough for a good shuffle.
+        # Blocks have at most 16 MiB. A file has 64 or more of them if its rows are enough for a good shuffle.
         self.group_ends = list(itertools.accumulate(group.num_rows for group in groups))
         starts = []
         for group, end, size in zip(groups, self.group_ends, group_bytes, strict=True):
@@ -428,8 +429,8 @@ class ParquetFile(DataFile):
 
     def _rows_of(self, group: int) -> Iterator[Any]:
         """The rows of a row group, a few at a time."""
-        # A dictionary stores a value once, however many rows have it: 600 bytes hold 1,000 rows of 3 MB. What is
-        # decoded is counted, in steps so small that one of them does not fill the memory.
+        # A dictionary stores a value once, however many rows have it: 600 bytes hold 1,000 rows of 3 MB. So count the
+        # decoded bytes, in steps so small that one step does not fill the memory.
         decoded_bytes = 0
         for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
             decoded_bytes += batch.nbytes

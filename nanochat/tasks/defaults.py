@@ -5,18 +5,19 @@ from pathlib import Path
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.log import warn
 
-# For a model pretrained on the demo corpus; for one that has read the web; for one that has read Chinese.
+# For a model pretrained on the demo corpus, on the web, on Chinese.
 BUILT_IN_TASKS = "stories:4,questions:2.5,addition:1,arithmetic:10,identity:7,unknown:6"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
-# Rewarded for stories alone, a model draws more wrong sums, 1 in 5 where it was 1 in 17, and forgets small talk. With
-# a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
+CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
+# A model that is rewarded only for stories gets more sums wrong, 1 in 5 where it was 1 in 17, and forgets small talk.
+# With a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
 # (docs/measurements.md).
 BUILT_IN_RL_TASKS = "stories:3,arithmetic:1"
-CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 
 
 def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """The mixture for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
+    """The mixture of mid-training and SFT for a model pretrained on `--data pretraining_data`. It has only tasks that
+    the hub has."""
     if not _from_hub(pretraining_data):
         return BUILT_IN_TASKS
     is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
@@ -31,18 +32,18 @@ def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
 
 
 def default_rl_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """What such a model is rewarded for."""
+    """The tasks that reward such a model."""
     return "gsm8k" if _from_hub(pretraining_data) else BUILT_IN_RL_TASKS
 
 
 def default_dpo_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """What such a model learns to prefer."""
+    """The pairs from which such a model learns what to prefer."""
     return "ultrafeedback" if _from_hub(pretraining_data) else "stories"
 
 
 def _from_hub(data: str) -> bool:
     """Whether any of the data that a model has read are from a hub."""
-    # "web" is what models from elsewhere have read (families/hf.py).
+    # Models from elsewhere have read "web" (families/hf.py).
     return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
 
 
