@@ -60,8 +60,13 @@ class WeightedCorpora:
     parts: list[Part]
 
     def block_count(self) -> int | None:
-        counts = [part.corpus.block_count() for part in self.parts]
-        return None if None in counts else sum(counts)
+        total = 0
+        for part in self.parts:
+            count = part.corpus.block_count()
+            if count is None:
+                return None
+            total += count
+        return total
 
 
 def parts_of(corpus: Corpus | WeightedCorpora) -> list[Part]:
