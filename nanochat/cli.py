@@ -153,7 +153,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
             for word in argv:
                 flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
                 if flag in getattr(module, "MOVED", {}):
-                    fail(f"{flag} is a command now: {module.MOVED[flag]}", code=2)
+                    fail(f"{flag}: {module.MOVED[flag]}", code=2)
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
         raise  # --help
     return config

@@ -4,19 +4,21 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import tyro
 
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
+from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
 from nanochat.sampling import NEUTRAL, SamplingParams
 
 Epochs = Annotated[float, Range(1e-9, 10**6)]
 Share = Annotated[float, Range(0, 0.9)]
+Rate = Annotated[float, Range(0, 1e4)]
 
 if TYPE_CHECKING:
     from nanochat.optim import StateFormat
+    from nanochat.scaling import Rates
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,48 @@ class SourceFlags(TrainFlags):
     max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
     # How a context longer than the source's is reached; auto: yarn, or as the source's own is.
     rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
+
+
+@dataclass(frozen=True)
+class TextFlags(TrainFlags):
+    """The flags of pretraining, from the beginning (base_train) and of a trained model (continue_train)."""
+
+    # data
+    # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
+    data: Frozen[str] = "demo"
+    val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
+    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
+    shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
+    dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
+    token_cache_gib: Annotated[float, Range(0, 10**6)] = 8.0  # GiB of tokens of files on the disk, of all runs; 0: none
+    document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
+    # batch
+    device_batch_size: Size = 16  # rows a device computes at once
+    gradient_accumulation_steps: Size | None = None  # instead of --total_batch_size: micro-batches per step
+    # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
+    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
+    matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
+    embedding_lr: Rate | None = None  # learning rate of the token embedding; default: by rule
+    value_embedding_lr: Rate | None = None  # learning rate of the value embeddings; default: by rule
+    head_lr: Rate | None = None  # learning rate of the output head; default: by rule
+    weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
+    warmdown_fraction: Fraction = 0.65  # last part of the run, in which the rates fall
+    fp8: Frozen[bool] = False  # the products of the blocks in 8 bits (FP8), where the device has it
+    # evaluation, device
+    eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
+    eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+
+    def override(self, rates: "Rates") -> "Rates":
+        """The rates by the rules, with those that flags set."""
+        chosen = {
+            "matrix": self.matrix_lr,
+            "embedding": self.embedding_lr,
+            "value_embedding": self.value_embedding_lr,
+            "head": self.head_lr,
+            "weight_decay": self.weight_decay,
+        }
+        return replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
 
 
 @dataclass(frozen=True)

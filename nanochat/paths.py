@@ -20,6 +20,7 @@ from nanochat.untrusted import require_file
 SCRIPTS = {
     "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_rm", "dpo": "chat_dpo", "rl": "chat_rl",
 }  # fmt: skip
+TRAINING_SCRIPTS = {*SCRIPTS.values(), "continue_train"}  # which makes a base model of another one
 # Those of a chat model: reward models judge replies and write none.
 STAGES = {stage: script for stage, script in SCRIPTS.items() if stage != "rm"}
 

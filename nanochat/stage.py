@@ -40,7 +40,7 @@ class Start:
     tokenizer: Tokenizer
     tag: str  # name of the checkpoints' folder
     # What the model has read: data, tokens and batch_tokens of the base model, conversations of mid-training and SFT.
-    pretraining: dict[str, Any]
+    pretraining: dict[str, Any] = dataclasses.field(default_factory=lambda: {"data": "", "tokens": 0})
     source: Path | None = None  # the checkpoint it began from
     tasks: list[str] = dataclasses.field(default_factory=list)  # those that the source has learned
     # How its replies are to be drawn.

@@ -55,7 +55,7 @@ class Config:
 
 
 MOVED = dict.fromkeys(
-    ("--in", "--out", "--slots"), "python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
+    ("--in", "--out", "--slots"), "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
 )
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
 HELP = (

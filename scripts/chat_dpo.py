@@ -59,7 +59,6 @@ def main(config: Config) -> None:
     from nanochat.loop import Run
     from nanochat.mixture import Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
-    from nanochat.run.memory import full_rows
     from nanochat.stage import Horizon, begin, open_optimizer
     from nanochat.task_flag import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
@@ -113,16 +112,13 @@ def main(config: Config) -> None:
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} {'examples' if loss.is_unpaired else 'pairs'}")
 
-    if start.ledger is not None:
-        rows = full_rows(config.device_batch_size, row_tokens, device)
-        batch = losses.PairBatch(rows, config.device_batch_size // 2)
-        if loss.is_unpaired:
-            batch = losses.JudgedBatch(rows, device.to_device(torch.ones(config.device_batch_size, dtype=torch.bool)))
-        if reference is not None:
-            batch = preferences.with_reference(batch, reference)
+    if start.ledger is not None:  # --dry_run
         reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
-        loss_fn = functools.partial(loss_fn, stats=reply_stats)
-        start.ledger.report(model, optimizer, [batch, batch], loss_fn, max_grad_norm=config.largest_norm)
+        start.ledger.report(
+            model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
+            batch_of=lambda rows: preferences.of_full_rows(rows, loss.is_unpaired, reference),
+            max_grad_norm=config.largest_norm,
+        )  # fmt: skip
         return
 
     # ------------------------------------------------------------------ train

@@ -45,7 +45,6 @@ def main(config: Config) -> None:
     from nanochat.alignment.reward_model import to_rate
     from nanochat.loop import Run
     from nanochat.mixture import Mixture, default_tasks, open_mixture
-    from nanochat.run.memory import full_rows
     from nanochat.stage import Horizon, begin, open_optimizer
     from nanochat.task_flag import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
@@ -81,10 +80,11 @@ def main(config: Config) -> None:
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
 
-    if start.ledger is not None:
-        rows = full_rows(config.device_batch_size, row_tokens, device)
-        batch = losses.PairBatch(rows, config.device_batch_size // 2)
-        start.ledger.report(model, optimizer, [batch, batch], losses.reward_loss, max_grad_norm=config.largest_norm)
+    if start.ledger is not None:  # --dry_run
+        start.ledger.report(
+            model, optimizer, losses.reward_loss, config.device_batch_size, max_grad_norm=config.largest_norm,
+            batch_of=lambda rows: losses.PairBatch(rows, config.device_batch_size // 2),
+        )  # fmt: skip
         return
 
     # ------------------------------------------------------------------ train

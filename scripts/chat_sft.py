@@ -46,7 +46,6 @@ def main(config: Config) -> None:
         require_learnable,
     )
     from nanochat.packing import PackedBatch, pack_sequences
-    from nanochat.run.memory import full_rows
     from nanochat.stage import Horizon, begin, open_optimizer
     from nanochat.train import Schedule, mean_loss, train_step
 
@@ -85,9 +84,8 @@ def main(config: Config) -> None:
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
 
-    if start.ledger is not None:
-        rows = full_rows(config.device_batch_size, row_tokens, device)
-        start.ledger.report(model, optimizer, [rows, rows], masked_loss, max_grad_norm=config.largest_norm)
+    if start.ledger is not None:  # --dry_run
+        start.ledger.report(model, optimizer, masked_loss, config.device_batch_size, max_grad_norm=config.largest_norm)
         return
 
     # ------------------------------------------------------------------ train

@@ -43,7 +43,6 @@ def main(config: Config) -> None:
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
-    from nanochat.run.memory import full_rows
     from nanochat.stage import begin, count_micro_batches
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
@@ -76,10 +75,11 @@ def main(config: Config) -> None:
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
-    if start.ledger is not None:
-        rows = full_rows(config.device_batch_size, row_tokens, device)
-        batch = (rows.inputs, rows.targets, *([rows.segments] if document_mask else []))
-        start.ledger.report(model, optimizer, [batch] * min(accumulation, 2), next_token_loss)
+    if start.ledger is not None:  # --dry_run
+        start.ledger.report(
+            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=min(accumulation, 2),
+            batch_of=lambda rows: (rows.inputs, rows.targets, rows.segments if document_mask else None),
+        )  # fmt: skip
         return
 
     # ------------------------------------------------------------------ train

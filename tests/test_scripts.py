@@ -38,7 +38,7 @@ from nanochat.train import next_token_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
-STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_rm", "chat_dpo", "chat_rl")
+STAGE_SCRIPTS = ("base_train", "continue_train", "mid_train", "chat_sft", "chat_rm", "chat_dpo", "chat_rl")
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 TINY = (
@@ -299,12 +299,12 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     cpu = ("--device=cpu", "--dtype=float32", "--device_batch_size=2", "--log_every=1")
     flags = (*cpu, data, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
     flags += ("--num_iterations=6", "--save_every=3", "--total_batch_size=512")
-    call("base_train", *flags)
+    call("continue_train", *flags)
     assert "context: 128 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
     straight = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
     folder = base / "checkpoints/base/d1-continued"
     shutil.rmtree(folder / "step_000006")
-    call("base_train", *flags, "--resume")
+    call("continue_train", *flags, "--resume")
     resumed = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
     assert resumed == straight != [sha256(base, 2), sha256(base, 2, "training.rank0.safetensors")]
     meta = json.loads((folder / "step_000006/meta.json").read_text())
@@ -315,19 +315,19 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     assert meta["model"]["window_tokens"] == 0  # of one layer the last is the first, which sees everything
 
     # AdamW at an absolute rate; and what a user may get wrong.
-    call("base_train", *flags, "--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1")
+    call("continue_train", *flags, "--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1")
     assert metrics(base, "adamw")[0]["lr"] == 1e-4
     for argv, words in (
         (["--model_tag=d1"], "--model_tag d1 is the source's own"),
         (["--learning_rate=1e-4", "--lr_scale=1"], "leave --lr_scale out"),
-        (["--mlp=relu2"], "--mlp shapes a new model"),
+        (["--mlp=relu2"], "--mlp: leave it out, --source has its shape"),
         (["--rope_scaling=linear", "--source_tag=d1-continued", "--max_seq_len=256"], "as yarn: leave the flag out"),
         (["--rope_scaling=linear", "--resume"], "--rope_scaling auto, not linear"),
     ):
-        code, error = mistake(capsys, "base_train", *flags, *argv)
+        code, error = mistake(capsys, "continue_train", *flags, *argv)
         assert code in (1, 2) and words in error
     for missing, words in (("num_iterations", "for how many steps"), ("source_tag", "name it by --source_tag")):
-        code, error = mistake(capsys, "base_train", *(flag for flag in flags if missing not in flag))
+        code, error = mistake(capsys, "continue_train", *(flag for flag in flags if missing not in flag))
         assert code == 2 and words in error
 
     # A stage extends the context further, by the same method.
@@ -452,10 +452,11 @@ def test_flags_that_resume_refuses():
         "val_data",
         "shards",
         "optimizer",
-        "rope_scaling",
         "fp8",
         *model,
     }
+    shape = {"depth", "head_dim", "window_pattern", "mlp", "logit_cap"}
+    assert frozen["continue_train"] == frozen["base_train"] - shape | {"rope_scaling"}
     assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
@@ -708,10 +709,10 @@ def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, st
         (["--gradient_accumulation_steps=3"], "is not 3 x 128 tokens .* use 384"),
         (["--depth=0"], "--depth 0: at least 1"),
         (["--depth=-4"], "--depth -4: at least 1"),
-        (["--max_seq_len=-1"], "--max_seq_len -1: at least 0"),
-        (["--learning_rate=1e-5"], "--learning_rate is for continued pretraining: name the model by --source"),
-        (["--rope_scaling=yarn"], "--rope_scaling is for continued pretraining"),
-        (["--source=x"], "--depth shapes a new model, and --source x has its shape: leave it out"),
+        (["--max_seq_len=-1"], "--max_seq_len -1: at least 1"),
+        (["--learning_rate=1e-5"], "--learning_rate: use python -m scripts.continue_train --source"),
+        (["--rope_scaling=yarn"], "--rope_scaling: use python -m scripts.continue_train"),
+        (["--source=x"], "--source: use python -m scripts.continue_train"),
         (["--device_batch_size=0"], "--device_batch_size 0: at least 1"),
         (["--num_iterations=0"], "--num_iterations 0: at least 1"),
         (["--gradient_accumulation_steps=0"], "--gradient_accumulation_steps 0: at least 1"),

@@ -19,7 +19,7 @@ from nanochat.device import Device
 from nanochat.log import warn
 from nanochat.losses import JudgedBatch, PairBatch, gain_sum, reply_logp
 from nanochat.mixture import JudgedReply, Mixture, is_learned
-from nanochat.packing import pack_pairs, pack_sequences
+from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import mean_loss
 
@@ -82,6 +82,16 @@ def compared(batches: Iterable[Batch], reference: Any) -> Iterator[Batch]:
 @torch.no_grad()
 def with_reference(batch: Batch, reference: Any) -> Batch:
     return replace(batch, reference_logp=reply_logp(reference, batch))
+
+
+def of_full_rows(rows: PackedBatch, is_unpaired: bool, reference: Any) -> Batch:
+    """The micro-batch of --dry_run: a reply in each of these rows."""
+    count = rows.inputs.size(0)
+    if is_unpaired:
+        batch: Batch = JudgedBatch(rows, torch.ones(count, dtype=torch.bool, device=rows.inputs.device))
+    else:
+        batch = PairBatch(rows, count // 2)
+    return batch if reference is None else with_reference(batch, reference)
 
 
 def kl_baseline(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from nanochat.cli import UserError
 from nanochat.conversation import parts_of, text_of
-from nanochat.paths import SCRIPTS, base_dir, run_dir
+from nanochat.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
@@ -115,8 +115,7 @@ class Stage:
 
         Of steps that no command has recorded, because it was killed or is not over, the training seconds count.
         """
-        script = SCRIPTS[self.name]
-        trained = [one for one in commands if (one.stage, one.script) == (self.name, script)]
+        trained = [one for one in commands if one.stage == self.name and one.script in TRAINING_SCRIPTS]
         total = 0.0
         covered = 0  # steps
         for one in sorted((one for one in trained if one.last_step > one.first_step), key=lambda one: one.first_step):
@@ -152,7 +151,7 @@ class RunSummary:
 
     def evaluation_seconds(self, stage: str | None = None) -> float:
         """How long the evaluations took, of one stage or of all."""
-        evaluations = [one for one in self.commands if one.stage in SCRIPTS and one.script != SCRIPTS[one.stage]]
+        evaluations = [one for one in self.commands if one.stage in SCRIPTS and one.script not in TRAINING_SCRIPTS]
         return sum(one.seconds for one in evaluations if stage in (None, one.stage))
 
     def fact(self, name: str) -> list[Any]:

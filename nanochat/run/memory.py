@@ -101,20 +101,9 @@ class Ledger(TorchDispatchMode):
 
     # ------------------------------------------------------------------ a step
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         self.phase = phase
         self.entered[phase] = self.peaks[phase] = self.live
-
-    def _around(self, function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-        """The function, with a phase that begins with it and another that begins after it."""
-
-        def call(*inputs: Any, **options: Any) -> Any:
-            self._enter(before)
-            result = function(*inputs, **options)
-            self._enter(after)
-            return result
-
-        return call
 
     def count_step(
         self, model: Any, optimizer: Optimizer, batches: Iterable[Any], loss_fn: LossFunction, **settings: Any
@@ -123,10 +112,21 @@ class Ledger(TorchDispatchMode):
 
         `batches` are the largest micro-batches; where there are several, the second finds gradients in memory.
         """
-        model.hidden = self._around(model.hidden, "forward", "loss")
-        optimizer.step = self._around(optimizer.step, "update", "end")  # type: ignore[method-assign]
-        counted_loss = self._around(loss_fn, "forward", "backward")
-        train_step(model, optimizer, batches, counted_loss, device=self.device, **settings)
+
+        def counted_loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+            self.enter("forward")
+            result = loss_fn(model, batch)
+            self.enter("backward")
+            return result
+
+        hooks = [
+            model.register_forward_pre_hook(lambda *_: self.enter("forward")),
+            model.norm.register_forward_hook(lambda *_: self.enter("loss")),  # the last of what is before the loss
+        ]
+        counted_optimizer: Any = _CountedOptimizer(optimizer, self)
+        train_step(model, counted_optimizer, batches, counted_loss, device=self.device, **settings)
+        for hook in hooks:
+            hook.remove()
         self.modes.close()
         state = optimizer.state_bytes()
         phase = max(self.peaks, key=lambda phase: self.peaks[phase])
@@ -140,9 +140,21 @@ class Ledger(TorchDispatchMode):
             f"most at once, in the {phase}": self.peaks[phase],
         }
 
-    def report(self, *step: Any, **settings: Any) -> None:
-        """Print what `count_step` counts, and leave the process group: the command ends here."""
-        sizes = self.count_step(*step, **settings)
+    def report(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        loss_fn: LossFunction,
+        rows: int,
+        *,
+        batch_of: Callable[[PackedBatch], Any] = lambda rows: rows,
+        micro_batches: int = 2,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """Print what `count_step` counts for micro-batches of full rows, and leave the process group: the command ends
+        here. `batch_of` makes of the rows what the loss takes."""
+        batch = batch_of(full_rows(rows, model.config.sequence_len, self.device))
+        sizes = self.count_step(model, optimizer, [batch] * micro_batches, loss_fn, max_grad_norm=max_grad_norm)
         total = self.device.total_memory()
         if total is not None:
             sizes["the device has"] = total
@@ -151,6 +163,21 @@ class Ledger(TorchDispatchMode):
             if size:
                 print0(f"  {name:32}{size / MIB:10,.1f} MiB")
         devices.shutdown(self.device)
+
+
+class _CountedOptimizer:
+    """The optimizer as `train_step` calls it, with a phase that begins with the update and another that ends it."""
+
+    def __init__(self, optimizer: Optimizer, ledger: Ledger):
+        self.optimizer = optimizer
+        self.ledger = ledger
+        self.send_as_ready = optimizer.send_as_ready
+        self.reduce = optimizer.reduce
+
+    def step(self, *inputs: Any, **options: Any) -> None:
+        self.ledger.enter("update")
+        self.optimizer.step(*inputs, **options)
+        self.ledger.enter("end")
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

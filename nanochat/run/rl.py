@@ -13,7 +13,7 @@ from nanochat.engine import Slots
 from nanochat.log import print0, warn
 from nanochat.losses import PolicyBatch, PolicyLoss, clipped_objective
 from nanochat.optim import Optimizer
-from nanochat.run.memory import full_rows
+from nanochat.packing import PackedBatch
 from nanochat.samplers.agreement import LARGEST_DIFFERENCE
 from nanochat.samplers.kinds import require_sampler
 from nanochat.stage import Start
@@ -96,16 +96,21 @@ def report_memory(
     """Print what a step takes, and what sampling takes on top; the command ends here."""
     assert start.ledger is not None
     model = start.model
-    rows = full_rows(flags.device_batch_size, model.config.sequence_len, start.device)
-    rows = replace(rows, values=rows.targets.float())
-    batch = PolicyBatch(rows, rows.targets.float(), rows.targets.float())
-    if flags.updates > 1:
-        batch = replace(batch, old_logp=rollout.logp_of(model, rows))
-    if start.reference is not None:
-        batch = replace(batch, reference_logp=rollout.logp_of(start.reference, rows))
-    if method.has_values:
-        batch = replace(batch, old_values=rows.values, returns=rows.values)
-    start.ledger.report(model, optimizer, [batch, batch], loss_fn, max_grad_norm=flags.largest_norm)
+
+    def batch_of(rows: PackedBatch) -> PolicyBatch:
+        rows = replace(rows, values=rows.targets.float())
+        batch = PolicyBatch(rows, rows.targets.float(), rows.targets.float())
+        if flags.updates > 1:
+            batch = replace(batch, old_logp=rollout.logp_of(model, rows))
+        if start.reference is not None:
+            batch = replace(batch, reference_logp=rollout.logp_of(start.reference, rows))
+        if method.has_values:
+            batch = replace(batch, old_values=rows.values, returns=rows.values)
+        return batch
+
+    start.ledger.report(
+        model, optimizer, loss_fn, flags.device_batch_size, batch_of=batch_of, max_grad_norm=flags.largest_norm
+    )
     replies = math.ceil(flags.examples_per_step * flags.num_samples / start.device.world_size)
     replies = min(flags.rollout_rows, replies)
     cache = replies * Slots.bytes_per_slot(model.config, start.device.dtype)

@@ -1,0 +1,199 @@
+"""Continue the pretraining of a trained model on text: a model of ours, or one from a hub.
+
+python -m scripts.continue_train --source hf:Qwen/Qwen3-0.6B --data my_texts:0.7,fineweb-edu:0.3 --max_seq_len 2048 \
+    --device_batch_size 4 --total_batch_size 131072 --num_iterations 500 --learning_rate 2e-5
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from nanochat import cli
+from nanochat.cli import Positive, Range, UserError
+from nanochat.flags import SourceFlags, TextFlags
+from nanochat.log import counted, print0
+from nanochat.paths import checkpoint_dir
+from nanochat.screen import phase, track
+
+if TYPE_CHECKING:
+    from nanochat.stage import Start
+
+# As mid-training: at the full rates a trained model first forgets, at low ones it learns little of the new text
+# (source: Ibrahim et al. 2024, Simple and Scalable Strategies to Continually Pre-train).
+LR_SCALE = 0.5
+# The decay and the clipping of most recipes for models that AdamW has trained (source: Brown et al. 2020, GPT-3, and
+# those after it).
+ADAMW_DECAY = 0.1
+ADAMW_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Config(TextFlags, SourceFlags):
+    # optimizer
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates by rule; default: 0.5
+    # horizon and batch
+    num_iterations: Positive | None = None  # steps; has no default
+    total_batch_size: Positive | None = None  # tokens per step, over all devices; default: the source's, or one pass
+
+    def __post_init__(self):
+        if self.num_iterations is None:
+            raise UserError(
+                "--num_iterations: say for how many steps --source is trained, of --total_batch_size tokens"
+            )
+        if self.source in ("auto", "base") and self.source_tag is None:
+            raise UserError(
+                f"--source {self.source}: name it by --source_tag too, as this run makes a base model of another tag"
+            )
+        if self.learning_rate is not None:
+            for flag in ("lr_scale", "matrix_lr", "embedding_lr", "value_embedding_lr", "head_lr"):
+                if getattr(self, flag) is not None:
+                    raise UserError(f"--learning_rate is absolute, for all parameters: leave --{flag} out")
+
+
+# Flags of a new model, which this command does not make.
+MOVED = dict.fromkeys(
+    ("--depth", "--head_dim", "--mlp", "--logit_cap", "--window_pattern", "--target_param_data_ratio"),
+    "leave it out, --source has its shape; use python -m scripts.base_train for a new model",
+)
+
+
+def main(config: Config) -> None:
+    phase("loading torch")
+    # The heavy imports are here so that --help answers at once.
+    import torch
+
+    from nanochat import scaling
+    from nanochat.bpb import bits_per_byte, validation_rows
+    from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
+    from nanochat.data.token_cache import cached
+    from nanochat.loader import Loader, LoaderState
+    from nanochat.loop import Run
+    from nanochat.stage import begin, count_micro_batches
+    from nanochat.train import Schedule, make_adamw, make_optimizer, next_token_loss, train_step
+
+    # ------------------------------------------------------------------ data, model
+    phase("opening the data")
+    assert config.num_iterations is not None
+    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    start = begin(config)
+    start.tag = tag_beside_source(config.model_tag, start)
+    device = start.device
+    model = start.model
+    tokenizer = start.tokenizer
+    if config.fp8:
+        print0(f"products: {device.use_fp8(model)}")
+    counts = scaling.parameter_counts(model)
+    print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
+
+    # ------------------------------------------------------------------ horizon, batch, optimizer
+    row_tokens = model.config.sequence_len
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    by_rule = start.pretraining.get("batch_tokens", micro_tokens)
+    accumulation = count_micro_batches(
+        micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
+    )
+    batch_tokens = micro_tokens * accumulation
+    steps = config.num_iterations
+    largest_norm = None  # gradients are not clipped
+    if config.learning_rate is None:
+        rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer)
+        rates = config.override(rates.scaled(LR_SCALE if config.lr_scale is None else config.lr_scale))
+        optimizer = make_optimizer(model, rates, device, config.optimizer, start.layout, config.kept_as)
+        peak_lr = rates.matrix
+    else:
+        decay = ADAMW_DECAY if config.weight_decay is None else config.weight_decay
+        optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout, config.kept_as)
+        peak_lr = config.learning_rate
+        largest_norm = ADAMW_NORM
+    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
+    print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
+
+    document_mask = config.document_mask == "on"
+    if start.ledger is not None:  # --dry_run
+        start.ledger.report(
+            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=min(accumulation, 2),
+            batch_of=lambda rows: (rows.inputs, rows.targets, rows.segments if document_mask else None),
+            max_grad_norm=largest_norm,
+        )  # fmt: skip
+        return
+
+    # ------------------------------------------------------------------ train
+    token_flops = scaling.flops_per_token(model.config)
+    pretraining = start.pretraining
+    tokens_before = pretraining["tokens"]
+    # All that the model has read: default tasks follow from it. One text that is read again is named once.
+    names = dict.fromkeys(filter(None, (pretraining["data"], config.data)))
+    pretraining |= {"data": ",".join(names), "batch_tokens": batch_tokens, "document_mask": document_mask}
+    pretraining["context"] = max(row_tokens, pretraining.get("context", 0))
+    run = Run(
+        "base", config, start, optimizer, steps, token_flops=token_flops,
+        fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
+    )  # fmt: skip
+    loader = Loader(
+        cached(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers),
+        tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
+        world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
+        state=LoaderState.merge(run.loader_states) if run.loader_states else None,
+        document_mask=document_mask,
+    )  # fmt: skip
+    compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
+    phase("reading the validation text")
+    val_rows = []  # of each corpus of a mixture, by its share
+    for part in parts_of(val_corpus):
+        share = math.ceil(part.weight * config.eval_tokens)
+        val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
+    token_bytes = torch.tensor(tokenizer.token_bytes())
+    position = loader.start  # in the data, after the last step; `save` stores it
+
+    with run:
+        for step in run.steps():
+            # ---- `step` steps are finished: evaluate, save or leave if that is due
+            if run.due.evaluate:
+                with run.interruptible("evaluation"):
+                    bits = []
+                    for rows in val_rows:
+                        bits.append(bits_per_byte(
+                            model, rows, token_bytes, config.device_batch_size, device,
+                            should_stop=run.should_stop, document_mask=document_mask,
+                        ))  # fmt: skip
+                    metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
+                    run.log.evaluation(**metrics)
+            if run.due.save:
+                pretraining["tokens"] = tokens_before + run.progress.tokens
+                run.save(position.to_tensors())
+            if run.due.leave:
+                break
+
+            # ---- one step; step 0 is eager, as in base_train
+            micro = [next(loader) for _ in range(accumulation)]
+            batches = (batch.to(device) for batch in track(micro, "micro-batch"))
+            stats = train_step(
+                compiled if step else model, optimizer, batches, next_token_loss, device=device,
+                lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
+                max_grad_norm=largest_norm,
+            )  # fmt: skip
+            run.log.add(stats, batch_tokens)
+            position = micro[-1].state
+            if run.due.log:
+                epochs = by_part("epoch", micro[-1].epochs, train_corpus)
+                run.log.step(stats, lr=peak_lr * schedule.lr(step), **epochs)
+    loader.close()
+    best = run.progress.best_val_bpb
+    run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
+
+
+def tag_beside_source(model_tag: str | None, start: "Start") -> str:
+    """The tag of the new checkpoints: the source's, which a base model of ours has to keep.
+
+    Raises UserError: when `model_tag` is the source's.
+    """
+    if start.source is None or start.source.resolve().parent != checkpoint_dir("base", start.tag).resolve():
+        return start.tag
+    if model_tag is not None:
+        raise UserError(f"--model_tag {model_tag} is the source's own: name another one for the model that it becomes")
+    return f"{start.tag}-continued"
+
+
+if __name__ == "__main__":
+    cli.run(main, Config, shows_progress=True)
