@@ -3,14 +3,10 @@
 An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see cli.py).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
-from nanochat.sampling import NEUTRAL, SamplingParams
 
 Epochs = Annotated[float, Range(1e-9, 10**6)]
 Share = Annotated[float, Range(0, 0.9)]
@@ -195,41 +191,3 @@ class EpochFlags(ChatFlags):
         super().__post_init__()
         if self.num_epochs is not None and self.num_iterations != type(self).num_iterations:
             raise UserError("--num_epochs and --num_iterations both set the horizon: leave one of them out")
-
-
-Flags = TypeVar("Flags", bound=SamplingParams)
-
-
-def _unset_by_default(flags: type[Flags]) -> type[Flags]:
-    """The fields of SamplingParams with their ranges and help, None by default: a new setting needs no line here.
-
-    tyro reads the help from SamplingParams' comments, which it does not find for fields of `make_dataclass`.
-    """
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    hint = tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")
-    flags.__annotations__ = {name: Annotated[hints[name] | None, hint] for name in NEUTRAL}
-    for name in NEUTRAL:
-        setattr(flags, name, None)
-    return flags
-
-
-@dataclass(frozen=True)
-class DecodingFlags:
-    """The flags of every script that only decodes, by the names of `Engine`."""
-
-    # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
-    graphs: Literal["auto", "on", "off"] = "auto"
-    # fp16: weights of half the size and faster products on an x86 CPU without bf16, rounded to 3 digits, so that a
-    # reply may take another word where two are about as likely; auto: as the products take them.
-    weights: Literal["auto", "fp16"] = "auto"
-
-
-@dataclass(frozen=True)
-@_unset_by_default
-class SamplingFlags(SamplingParams):
-    """The flags of every script that samples: a setting that is not set is the checkpoint's."""
-
-    def over(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The settings of a checkpoint (`meta["sampling"]`), with those that are set in place of its own."""
-        flags = {name: getattr(self, name) for name in NEUTRAL if getattr(self, name) is not None}
-        return SamplingParams(**{**sampling, **flags, "seed": self.seed})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from nanochat.cli import Count, Positive, UserError, run
-from nanochat.flags import SamplingFlags
+from nanochat.decoding_flags import SamplingFlags
 from nanochat.log import print0, print_table, record
 from nanochat.paths import STAGES, run_dir
 from nanochat.sampling import SamplingParams, seed_of

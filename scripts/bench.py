@@ -30,7 +30,7 @@ import tyro
 
 from nanochat import provenance
 from nanochat.cli import Count, Depth, Positive, Range, Size, UserError, run
-from nanochat.flags import DecodingFlags
+from nanochat.decoding_flags import DecodingFlags
 from nanochat.log import counted, print0
 
 Made = TypeVar("Made")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nanochat.cli import Positive, UserError, run
-from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.screen import phase
 from nanochat.tokenizer import replace_surrogates
 from nanochat.untrusted import printable

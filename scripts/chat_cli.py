@@ -29,7 +29,7 @@ import tyro
 from nanochat import rooms
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
-from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.log import warn
 from nanochat.paths import base_dir
 from nanochat.sampling import SamplingParams

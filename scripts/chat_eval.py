@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nanochat.cli import Count, Positive, UserError, run
-from nanochat.flags import DecodingFlags, SamplingFlags
+from nanochat.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.log import counted, print0, print_table, record, warn
 from nanochat.paths import STAGES, run_dir
 from nanochat.sampling import SamplingParams

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from nanochat.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
-from nanochat.flags import DecodingFlags
+from nanochat.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 from nanochat.untrusted import printable
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat import cli
 from nanochat.cli import UserError, check_ranges
+from nanochat.decoding_flags import SamplingFlags
 from nanochat.sampling import (
     CHAT_SAMPLING,
     RowSettings,
@@ -214,3 +216,12 @@ def test_one_order_of_sums_does_not_stop_sampling(monkeypatch: pytest.MonkeyPatc
     finally:
         torch.use_deterministic_algorithms(False)
     assert shapes == [max(2, rows)] * 2  # never a single row
+
+
+def test_every_setting_is_a_flag_with_the_same_range():
+    settings = cli._metadata_of_flags(SamplingParams)
+    flags = cli._metadata_of_flags(SamplingFlags)
+    assert list(flags) == list(settings)
+    for name, metadata in settings.items():
+        assert [one for one in flags[name] if isinstance(one, cli.Range)] == metadata
+        assert getattr(SamplingFlags(), name) == (0 if name == "seed" else None)
