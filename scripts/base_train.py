@@ -53,7 +53,6 @@ def main(config: Config) -> None:
     from nanochat.gpt import GPT
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
-    from nanochat.parallel.fsdp import shard
     from nanochat.stage import Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
@@ -72,7 +71,8 @@ def main(config: Config) -> None:
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(dataclasses.replace(model_config, logit_cap=config.logit_cap), device.kernels)
-    shard(model, layout, device, config.activation_checkpointing)
+    if layout.sharded or config.activation_checkpointing:
+        rooms.find("layouts", "shard")(model, layout, device, config.activation_checkpointing)
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}")
     if config.dry_run:
         start.ledger = rooms.find("attendants", "dry_run")(device, model)

@@ -65,7 +65,7 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.data.sources import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
+    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
     from nanochat.data.token_cache import cached
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
