@@ -1,9 +1,13 @@
-"""Every name and keyword of torch_npu that the project uses stands in the oldest, a middle and the newest release.
+"""Every name and keyword of torch_npu that the project uses exists in the oldest, a middle and the newest release.
 
-The uses come from the syntax trees of nanochat/, scripts/ and check_npu.py: `torch_npu.x`, `torch.npu.x`,
-`torch.ops.npu.x`, and `device.module.x`, which is torch.npu or torch.cuda and so is looked up in both, unless an
-`if kind == ...` around it says for which of them it is. The names come from the wheels' Python files and operator
-declarations, read as text: nothing of them is imported, so neither CANN nor their torch is needed.
+`npu_names.txt` lists them, a use a line: where it must exist, the name, the number of positional arguments (`*`: hidden
+by a starred argument, `-`: not called), the keywords. A test compares the list with the sources. To renew it:
+
+    python tests/simnpu/test_npu_names.py
+
+`module.x` is a name of Device.module, which is torch.npu or torch.cuda: a new one must exist in `both`, until the list
+is changed by hand to `npu` or `cuda`. `newest`: the code looks whether an older torch_npu has it. The wheels' Python
+files and operator declarations are read as text: neither CANN nor their torch is needed.
 """
 
 import ast
@@ -16,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,72 +31,60 @@ import check_npu
 from simnpu import build
 
 ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("npu_names.txt")
 VERSIONS = ("2.7.1", "2.9.0", check_npu.TORCH)  # torch_npu has the number of its torch
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")  # names do not depend on it
-KINDS = frozenset({"npu", "cuda", "cpu"})
-# What Device.module is; torch.cpu is not looked into.
-MODULE = {"npu": "torch_npu.npu", "cuda": "torch.cuda"}
+# What an expression begins with, and the name that it stands for.
+ROOTS = (
+    (r"importlib\.import_module\('(torch_npu[\w.]*)'\)", r"\1"),
+    (r"torch\.npu\b", "torch_npu.npu"),
+    (r"(torch_npu|torch\.ops\.npu)\b", r"\1"),
+    (r"\w+\.module\b", "module"),
+    (r"getattr\(torch, (\w+\.)*kind(, None)?\)", "module"),
+)
 
 
 # ---- What the project uses ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Use:
-    """A name, and what it is called with."""
-
-    place: str
-    name: str  # "torch_npu.npu.set_device", "torch.ops.npu.npu_rms_norm", "torch.cuda.set_device"
-    called: bool = False
-    positional: int | None = 0  # None where *arguments hide how many
-    keywords: frozenset[str] = frozenset()
+class Use(NamedTuple):
+    name: str  # torch_npu.npu_rms_norm, torch.ops.npu.npu_rms_norm_backward, module.set_device
+    positional: str = "-"
+    keywords: tuple[str, ...] = ()
 
 
 class Collector(ast.NodeVisitor):
-    """Walks a file and notes uses. `kinds` are the kinds of device for which the code at hand runs."""
+    """Walks a file and notes uses."""
 
     def __init__(self, path: str):
         self.path = path
-        self.uses: list[Use] = []
-        self.kinds = KINDS
-        self.aliases: dict[str, dict[str, str]] = {}  # variable -> kind -> dotted name
-        self.keys: dict[str, dict[str, set[str]]] = {}  # variable that holds a dict -> kind -> its keys
+        self.uses: set[Use] = set()
+        self.aliases: dict[str, str] = {}  # variable -> dotted name
+        self.keys: dict[str, set[str]] = {}  # variable that holds a dict -> its keys
 
-    def names(self, node: ast.AST) -> dict[str, str]:
-        """The dotted name that an expression stands for, by kind; empty for anything else."""
-        found: dict[str, str] = {}
-        if isinstance(node, ast.Name):
-            found = {"npu": "torch_npu"} if node.id == "torch_npu" else self.aliases.get(node.id, {})
-        elif isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            found = {kind: f"{name}.{node.attr}" for kind, name in self.names(node.value).items()}
-            if text in ("torch.npu", "torch.ops.npu"):
-                found = {"npu": {"torch.npu": "torch_npu.npu"}.get(text, text)}
-            elif not found and node.attr == "module":
-                found = MODULE
-        elif isinstance(node, ast.Call):
-            text = ast.unparse(node)
-            if re.fullmatch(r"getattr\(torch, (\w+\.)*kind\)", text):
-                found = MODULE
-            elif match := re.fullmatch(r"importlib\.import_module\('(torch_npu[\w.]*)'\)", text):
-                found = {"npu": match[1]}
-        return {kind: name for kind, name in found.items() if kind in self.kinds}
+    def name(self, node: ast.expr) -> str:
+        """The dotted name that an expression stands for; empty for anything else."""
+        text = ast.unparse(node)
+        first, dot, rest = text.partition(".")
+        text = self.aliases.get(first, first) + dot + rest
+        for pattern, name in ROOTS:
+            if match := re.match(pattern + r"((?:\.\w+)*)$", text):
+                return match.expand(name) + match[match.lastindex or 0]
+        return text if re.fullmatch(r"module(\.\w+)*", text) and first in self.aliases else ""
 
     def note(self, node: ast.expr, call: ast.Call | None = None) -> bool:
-        names = self.names(node)
-        for kind, name in names.items():
-            use = Use(f"{self.path}:{node.lineno}", name)
-            if call:
-                keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
-                for keyword in call.keywords:
-                    if keyword.arg is None:  # **options
-                        held = self.keys.get(ast.unparse(keyword.value), {})
-                        assert held.get(kind), f"{use.place}: what **{ast.unparse(keyword.value)} holds is not seen"
-                        keywords |= held[kind]
-                starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-                use = Use(use.place, name, True, None if starred else len(call.args), frozenset(keywords))
-            self.uses.append(use)
-        return bool(names)
+        name = self.name(node)
+        if call and name:
+            keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
+            for keyword in (keyword for keyword in call.keywords if keyword.arg is None):  # **options
+                held = self.keys.get(ast.unparse(keyword.value))
+                assert held, f"{self.path}:{node.lineno}: what **{ast.unparse(keyword.value)} holds is not seen"
+                keywords |= held
+            starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+            self.uses.add(Use(name, "*" if starred else str(len(call.args)), tuple(sorted(keywords))))
+        elif "." in name:
+            self.uses.add(Use(name))
+        return bool(name)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if not self.note(node):
@@ -105,104 +96,61 @@ class Collector(ast.NodeVisitor):
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             self.visit(argument)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if (node.module or "").partition(".")[0] == "torch_npu":
-            for alias in node.names:
-                self.uses.append(Use(f"{self.path}:{node.lineno}", f"{node.module}.{alias.name}"))
-                self.aliases[alias.asname or alias.name] = {"npu": f"{node.module}.{alias.name}"}
+    def visit_ImportFrom(self, node: ast.ImportFrom | ast.Import) -> None:
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in (module + alias.name for alias in node.names):
+            if name.startswith("torch_npu."):
+                self.uses.add(Use(name))
+                self.aliases[name.rpartition(".")[2]] = name
 
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            if alias.name.partition(".")[0] == "torch_npu":
-                self.uses.append(Use(f"{self.path}:{node.lineno}", alias.name))
-                if alias.asname:
-                    self.aliases[alias.asname] = {"npu": alias.name}
+    visit_Import = visit_ImportFrom
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            self.assign(target, node.value)
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
+        self.generic_visit(node)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "ModuleType":
+                self.aliases[ast.unparse(target)] = "module"
+            elif node.value and (name := self.name(node.value)):
+                self.aliases[ast.unparse(target)] = name
+            if isinstance(node.value, ast.Dict):
+                texts = {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+                self.keys.setdefault(ast.unparse(target), set()).update(texts)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value:
-            self.visit(node.value)
-            self.assign(node.target, node.value)
+    visit_AnnAssign = visit_AugAssign = visit_Assign
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.visit(node.value)
-        if isinstance(node.op, ast.BitOr):
-            self.assign(node.target, node.value)
-
-    def assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
-            if names := self.names(value):
-                self.aliases.setdefault(target.id, {}).update(names)
-            if isinstance(value, ast.Dict):
-                texts = {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}
-                for kind in self.kinds:
-                    self.keys.setdefault(target.id, {}).setdefault(kind, set()).update(texts)
+    def visit_arg(self, node: ast.arg) -> None:
+        if node.annotation and ast.unparse(node.annotation) == "ModuleType":
+            self.aliases[node.arg] = "module"
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outside = self.kinds, self.aliases, self.keys
-        self.kinds = KINDS
-        self.aliases = {name: dict(names) for name, names in self.aliases.items()}
         self.keys = {}
-        for argument in node.args.args:
-            if argument.annotation and ast.unparse(argument.annotation) == "ModuleType":
-                self.aliases[argument.arg] = dict(MODULE)
-        self.block(node.body)
-        self.kinds, self.aliases, self.keys = outside
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        self.block(node.body, narrow(node.test, self.kinds, True))
-        self.block(node.orelse, narrow(node.test, self.kinds, False))
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self.block([node.body], narrow(node.test, self.kinds, True))
-        self.block([node.orelse], narrow(node.test, self.kinds, False))
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        before = self.kinds
-        for value in node.values:
-            self.visit(value)
-            self.kinds = narrow(value, self.kinds, isinstance(node.op, ast.And))
-        self.kinds = before
-
-    def block(self, body: Iterable[ast.AST], kinds: frozenset[str] | None = None) -> None:
-        """Visit in order; what follows an `if` that leaves the function runs for the other kinds alone."""
-        before = self.kinds
-        self.kinds = before if kinds is None else kinds
-        for node in body:
-            self.visit(node)
-            if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue):
-                self.kinds = narrow(node.test, self.kinds, False)
-        self.kinds = before
+        self.generic_visit(node)
 
 
-def narrow(test: ast.expr, kinds: frozenset[str], outcome: bool) -> frozenset[str]:
-    """The kinds for which `test` can come out so."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == outcome:
-        for value in test.values:
-            kinds = narrow(value, kinds, outcome)
-    elif isinstance(test, ast.Compare) and re.fullmatch(r"(\w+\.)*kind", ast.unparse(test.left)):
-        right = test.comparators[0]
-        if isinstance(right, ast.Constant) and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-            equal = isinstance(test.ops[0], ast.Eq) == outcome
-            return kinds & {right.value} if equal else kinds - {right.value}
-    return kinds
-
-
-def uses_of(path: str, text: str) -> list[Use]:
+def uses_of(path: str, text: str) -> set[Use]:
     collector = Collector(path)
     collector.visit(ast.parse(text))
     return collector.uses
 
 
-def uses_of_the_project() -> list[Use]:
-    files = sorted([*ROOT.glob("nanochat/**/*.py"), *ROOT.glob("scripts/**/*.py"), ROOT / "check_npu.py"])
-    return [use for file in files for use in uses_of(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
+def uses_of_the_project() -> set[Use]:
+    files = [*ROOT.glob("nanochat/**/*.py"), *ROOT.glob("scripts/**/*.py"), ROOT / "check_npu.py"]
+    return {use for file in files for use in uses_of(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))}
+
+
+def listed() -> dict[Use, str]:
+    """Where each use of the list must exist."""
+    lines = [line.split() for line in LIST.read_text("utf-8").splitlines()]
+    return {Use(name, positional, tuple(keywords)): where for where, name, positional, *keywords in lines}
+
+
+def renew() -> None:
+    where = listed()
+    lines = [
+        " ".join((where.get(use, "both" if use.name.startswith("module.") else "npu"), *use[:2], *use.keywords))
+        for use in sorted(uses_of_the_project())
+    ]
+    LIST.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 # ---- What there is -----------------------------------------------------------------------------------------
@@ -210,18 +158,18 @@ def uses_of_the_project() -> list[Use]:
 
 def complaint_of_call(use: Use, signature: inspect.Signature) -> str | None:
     """Why the call does not fit."""
-    keywords = dict.fromkeys(use.keywords)
+    keywords: dict[str, Any] = dict.fromkeys(use.keywords)
     try:
-        if use.positional is None:
+        if use.positional == "*":
             signature.bind_partial(**keywords)
         else:
-            signature.bind(*[None] * use.positional, **keywords)
+            signature.bind(*[None] * int(use.positional), **keywords)
     except TypeError as error:
         return str(error)
     return None
 
 
-def signature_of(function: ast.FunctionDef, bound: bool) -> inspect.Signature:
+def signature_of(function: ast.FunctionDef) -> inspect.Signature:
     arguments = copy.deepcopy(function.args)
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
@@ -229,8 +177,7 @@ def signature_of(function: ast.FunctionDef, bound: bool) -> inspect.Signature:
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
     bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
-    signature = inspect.signature(eval(compile(bare, "wheel", "eval")))
-    return signature.replace(parameters=[*signature.parameters.values()][1:]) if bound else signature
+    return inspect.signature(eval(compile(bare, "wheel", "eval")))
 
 
 def signature_of_schema(schema: str) -> inspect.Signature:
@@ -247,14 +194,8 @@ def signature_of_schema(schema: str) -> inspect.Signature:
     return inspect.Signature(parameters, __validate_parameters__=False)
 
 
-OPAQUE = None  # it exists, and text does not tell what it is: compiled, or from another package
-Thing = (
-    str | tuple[str, ast.stmt] | list[inspect.Signature] | None
-)  # a module, a definition in one, an operator, OPAQUE
-
-
 class Wheel:
-    """The names in an unpacked wheel of torch_npu."""
+    """The names in the text of an unpacked wheel of torch_npu."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -263,154 +204,99 @@ class Wheel:
             custom = re.search(r"^custom:\n(.*?)(?=^\w)", file.read_text("utf-8"), re.MULTILINE | re.DOTALL)
             for name, schema in re.findall(r"func: (\w+)(?:\.\w+)?\((.*)\) ?->", custom[1] if custom else ""):
                 self.operators.setdefault(name, []).append(signature_of_schema(schema))
-        self._modules: dict[str, ast.Module | None] = {}
 
     def complaint(self, use: Use) -> str | None:
-        try:
-            signatures = self.signatures(self.find(use.name))
-        except LookupError as error:
-            return str(error)
-        complaints = [complaint_of_call(use, signature) for signature in signatures]
-        return f"{use.name} {complaints[0]}" if use.called and complaints and all(complaints) else None
+        name = re.sub(r"^module\b", "torch_npu.npu", use.name)
+        package, _, operator = name.rpartition(".")
+        if package in ("torch_npu", "torch.ops.npu") and operator in self.operators:
+            signatures = self.operators[operator]
+        elif package == "torch.ops.npu":
+            return f"{name} is no operator"
+        else:
+            signatures = self.signatures(name)
+        complaints = [complaint_of_call(use, signature) for signature in signatures if use.positional != "-"]
+        return f"{name} {complaints[0]}" if complaints and all(complaints) else None
 
-    def find(self, dotted: str) -> Thing:
-        """Raises LookupError: when there is no such name."""
-        if dotted.startswith("torch.ops.npu."):
-            name = dotted.split(".")[3]
-            if name not in self.operators:
-                raise LookupError(f"{dotted} is no operator")
-            return self.operators[name]
-        thing: Thing = "torch_npu"
-        for name in dotted.split(".")[1:]:
-            thing = self.member(thing, name)
-        return thing
+    def signatures(self, name: str) -> list[inspect.Signature]:
+        """The ways to call it; none where text does not tell. Raises LookupError: when there is no such name."""
+        module, *names = name.split(".")
+        while names and self.files(f"{module}.{names[0]}"):
+            module += f".{names.pop(0)}"
+        if not names:
+            return []
+        # What a module imports is defined in a neighbour, or compiled.
+        files = self.files(module)
+        text = files[0].read_text("utf-8")
+        if names[0] not in names_in(ast.parse(text)):
+            raise LookupError(f"{module} has no {names[0]}")
+        renamed = re.search(rf"(\w+) as {names[0]}\b", text)
+        defined = renamed[1] if renamed else names[0]
+        found = []
+        for text in (file.read_text("utf-8") for file in files):
+            if not re.search(rf"^(def|class) {defined}\b", text, re.MULTILINE):
+                continue
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == defined:
+                    found += signatures_of(node) if len(names) == 1 else []
+                    if len(names) > 1 and not re.search(rf"\b{names[1]}\b", ast.unparse(node)):
+                        raise LookupError(f"{names[0]} has no {names[1]}")
+        return found
 
-    def member(self, thing: Thing, name: str) -> Thing:
-        if isinstance(thing, str):
-            return self.in_module(thing, name)
-        module, definition = thing if isinstance(thing, tuple) else ("", None)
-        if isinstance(definition, ast.ClassDef):
-            for node in definition.body:
-                if name in defined(node):
-                    return module, node
-            for base in definition.bases:
-                try:
-                    return self.member(self.in_module(module, ast.unparse(base)), name)
-                except LookupError:
-                    continue
-            raise LookupError(f"{definition.name} has no {name}")
-        return OPAQUE
-
-    def in_module(self, module: str, name: str, before: tuple[str, ...] = ()) -> Thing:
-        if module == "torch_npu" and name in self.operators:
-            return self.operators[name]
-        tree = self.tree(module)
-        if tree is None:
-            return OPAQUE
-        stars = []
-        for node in statements(tree.body):
-            if isinstance(node, ast.ImportFrom):
-                source = absolute(node, module, self.is_package(module))
-                if node.names[0].name == "*":
-                    stars.append(source)
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        if source == module:  # from . import a module of this package
-                            return f"{module}.{alias.name}"
-                        return self.in_module(source, alias.name) if source.startswith("torch_npu") else OPAQUE
-            elif name in defined(node):
-                return module, node
-        if self.tree(f"{module}.{name}") or next(self.folder.glob(f"{module}.{name}".replace(".", "/") + "*.so"), None):
-            return f"{module}.{name}"
-        for source in stars:
-            if source.startswith("torch_npu") and source not in before and self.exports(source, name):
-                try:
-                    return self.in_module(source, name, (*before, source))
-                except LookupError:
-                    continue
-        raise LookupError(f"{module} has no {name}")
-
-    def exports(self, module: str, name: str) -> bool:
-        """Whether `from module import *` brings the name."""
-        tree = self.tree(module)
-        for node in statements(tree.body) if tree else ():
-            if isinstance(node, ast.Assign) and "__all__" in defined(node) and isinstance(node.value, ast.List):
-                return name in ast.literal_eval(node.value)
-        return not name.startswith("_")
-
-    def signatures(self, thing: Thing) -> list[inspect.Signature]:
-        """The ways to call it; none where text does not tell."""
-        if isinstance(thing, list):
-            return thing
-        if isinstance(thing, tuple) and isinstance(thing[1], ast.FunctionDef):
-            return [signature_of(thing[1], bound=False)]
-        if isinstance(thing, tuple) and isinstance(thing[1], ast.ClassDef):
-            for name in ("__init__", "__new__"):
-                made = [node for node in thing[1].body if isinstance(node, ast.FunctionDef) and node.name == name]
-                if made:
-                    return [signature_of(made[0], bound=True)]
-        return []
-
-    def is_package(self, module: str) -> bool:
-        return (self.folder / module.replace(".", "/") / "__init__.py").is_file()
-
-    def tree(self, module: str) -> ast.Module | None:
-        if module not in self._modules:
-            path = self.folder / module.replace(".", "/")
-            path = path / "__init__.py" if self.is_package(module) else path.with_suffix(".py")
-            self._modules[module] = ast.parse(path.read_text("utf-8")) if path.is_file() else None
-        return self._modules[module]
+    def files(self, module: str) -> list[Path]:
+        """A module's file and, of a package, its other files; none where there is no such module."""
+        path = self.folder / module.replace(".", "/")
+        if path.is_dir():
+            return sorted(path.glob("*.py"), key=lambda file: file.name != "__init__.py")
+        return [file for file in [path.with_suffix(".py")] if file.is_file()]
 
 
-def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that run when the module is imported, also inside of `if`, `try` and `with`."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            for part in ("body", "orelse", "finalbody"):
-                yield from statements(getattr(node, part, ()))
-            for handler in getattr(node, "handlers", ()):
-                yield from statements(handler.body)
+def names_in(module: ast.Module) -> set[str]:
+    """What a module defines, imports, or lists in `__all__`."""
+    found: set[str] = set()
+    for statement in module.body:
+        inside = [statement] if isinstance(statement, ast.FunctionDef | ast.ClassDef) else ast.walk(statement)
+        for node in inside:
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.alias(name=name, asname=other):
+                    found.add(other or name)
+        if ast.unparse(statement).startswith("__all__"):
+            found |= {node.value for node in ast.walk(statement) if isinstance(node, ast.Constant)}
+    return found
 
 
-def defined(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Import):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-    return set()
-
-
-def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    if not node.level:
-        return node.module or ""
-    parents = module.split(".")
-    above = parents[: len(parents) - node.level + is_package]
-    return ".".join([*above, *([node.module] if node.module else [])])
+def signatures_of(node: ast.FunctionDef | ast.ClassDef) -> list[inspect.Signature]:
+    if isinstance(node, ast.FunctionDef):
+        return [signature_of(node)]
+    makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__new__")]
+    made = [signature_of(one) for one in makers[:1]]
+    return [signature.replace(parameters=[*signature.parameters.values()][1:]) for signature in made]  # without self
 
 
 def complaint_of_torch(use: Use) -> str | None:
-    """The same of a name in the torch that is installed here."""
-    thing: Any = torch
+    """The same of a name of torch.cuda in the torch that is installed here."""
+    thing: Any = torch.cuda
     for name in use.name.split(".")[1:]:
         if not hasattr(thing, name):
-            return f"{use.name}: torch has no {name} there"
+            return f"torch.cuda.{name}: torch has no {name} there"
         thing = getattr(thing, name)
     try:
-        complaint = complaint_of_call(use, inspect.signature(thing)) if use.called else None
+        complaint = complaint_of_call(use, inspect.signature(thing)) if use.positional != "-" else None
     except ValueError:  # compiled
         return None
-    return f"{use.name} {complaint}" if complaint else None
+    return f"torch.cuda.{name} {complaint}" if complaint else None
 
 
 def complaints(uses: Iterable[Use], wheel: Wheel | None) -> list[str]:
     """What torch_npu (torch.cuda without a wheel) does not have."""
-    ours = (use for use in uses if use.name.startswith("torch.cuda") == (wheel is None))
-    found = ((use, wheel.complaint(use) if wheel else complaint_of_torch(use)) for use in ours)
-    return [f"{use.place} {complaint}" for use, complaint in found if complaint]
+    found = []
+    for use in uses:
+        try:
+            found.append(wheel.complaint(use) if wheel else complaint_of_torch(use))
+        except LookupError as error:
+            found.append(str(error))
+    return [complaint for complaint in found if complaint]
 
 
 # ---- The wheels --------------------------------------------------------------------------------------------
@@ -462,22 +348,21 @@ EACH_VERSION = pytest.mark.parametrize(
 )
 
 
-# What an older torch_npu lacks, and device.py looks for before it uses it.
-LATER = ("torch_npu.npu.set_task_queue_enable", "torch_npu.npu.get_task_queue_enable")
+def test_the_list_has_what_the_project_uses():
+    assert listed().keys() == uses_of_the_project(), "python tests/simnpu/test_npu_names.py"
 
 
 @EACH_VERSION
 def test_torch_npu_has_what_the_project_uses(version: str):
-    uses = [use for use in uses_of_the_project() if use.name.startswith(("torch_npu", "torch.ops.npu"))]
-    assert {"torch_npu.npu_fusion_attention", "torch_npu.npu.set_device"} <= {use.name for use in uses}
-    if version in ("2.7.1", "2.9.0"):
-        uses = [use for use in uses if use.name not in LATER]
+    kinds = ("npu", "both", "newest") if version == VERSIONS[-1] else ("npu", "both")
+    uses = [use for use, where in listed().items() if where in kinds]
+    assert {"torch_npu.npu_fusion_attention", "module.set_device"} <= {use.name for use in uses}
     assert not complaints(uses, wheel_of(version))
 
 
 def test_torch_cuda_has_what_the_project_uses_of_both():
-    uses = [use for use in uses_of_the_project() if use.name.startswith("torch.cuda")]
-    assert {"torch.cuda.set_device", "torch.cuda.mem_get_info"} <= {use.name for use in uses}
+    uses = [use for use, where in listed().items() if where in ("cuda", "both")]
+    assert {"module.set_device", "module.mem_get_info"} <= {use.name for use in uses}
     assert not complaints(uses, None)
 
 
@@ -513,38 +398,13 @@ PLANTED = [
 def test_planted_mistakes_are_found(version: str):
     for code, complaint in PLANTED:
         (found,) = complaints(uses_of("planted.py", code), wheel_of(version))
-        assert re.fullmatch(rf"planted\.py:\d {re.escape(complaint)}", found)
-
-
-RIGHT = """
-torch_npu.npu_fusion_attention(q, k, v, 4, "BSND", atten_mask=m, sparse_mode=2)
-torch_npu.npu_rms_norm(x, gain, epsilon=1e-6)[0].sum().anything(of="a tensor")
-torch_npu.npu_fusion_attention(*tensors, "BSND", scale=1.0)
-torch.npu.Event(enable_timing=True)
-torch_npu.npu.npu_config.set_compile_mode
-graph = device.module.NPUGraph() if device.kind == "npu" else device.module.CUDAGraph()
-with torch_npu.npu.graph(graph):
-    torch.ops.npu.npu_rotary_mul(x, cos, sin, rotary_mode="half")
-def capability(kind: str, module: ModuleType):
-    if kind == "cuda":
-        return module.cudart()
-    if kind != "npu" or module.is_bf16_supported():
-        raise ValueError
-    return module.NPUGraph
-"""
-
-
-@EACH_VERSION
-def test_what_is_right_passes(version: str):
-    uses = uses_of("right.py", RIGHT)
-    assert len([use for use in uses if use.name.startswith("torch.cuda")]) == 2
-    assert not complaints(uses, wheel_of(version))
+        assert found == complaint
 
 
 def test_planted_mistakes_are_found_in_torch_cuda():
     for code, name in (("device.module.NPUGraph()", "NPUGraph"), ("device.module.memory_stats(of=1)", "of")):
         (found,) = complaints(uses_of("planted.py", code), None)
-        assert found.startswith("planted.py:1 torch.cuda.") and name in found
+        assert found.startswith("torch.cuda.") and name in found
 
 
 def test_a_dict_that_cannot_be_followed_is_an_error():
@@ -557,3 +417,7 @@ def test_an_index_out_of_reach_skips_with_a_message(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(pytest.skip.Exception, match="torch_npu 0.0.1 could not be downloaded: ERROR: "):
         wheel_of("0.0.1")
+
+
+if __name__ == "__main__":
+    renew()
