@@ -1,1 +1,1 @@
-"""Where text comes from (sources, hub, demo) and how it becomes batches (loader)."""
+"""Text and records beyond the core: downloads from hubs, other formats of files, records of tasks, a cache of tokens."""

@@ -31,7 +31,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat import rooms
 from nanochat.conversation import Settings, UnrenderableChat
 from nanochat.tokenizer import replace_surrogates
 
@@ -215,8 +214,9 @@ class ChatTemplate:
 
     def _compile(self, name: str) -> Any:
         if name not in self._compiled:
+            environment = self._environment
             with _complaints(self.file):
-                self._compiled[name] = self._environment.from_string(self.sources[name])
+                self._compiled[name] = environment.from_string(self.sources[name])
         return self._compiled[name]
 
     @cached_property
@@ -289,13 +289,10 @@ def try_out(sources: Mapping[str, str], file: str = "") -> None:
 
 def _environment() -> Any:
     """The environment of transformers."""
-    try:
-        import jinja2
-        from jinja2 import nodes
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError as error:
-        raise rooms.explain_missing(error) from error
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """{% generation %} ... {% endgeneration %} encloses what the assistant writes."""

@@ -46,6 +46,8 @@ def main() -> None:
         template = ChatTemplate(sources, NAMES, NAMES.values())
     except TemplateError as error:
         sys.exit(is_runaway(error))
+    except ModuleNotFoundError:  # the parent says which package is missing
+        return
     for messages in CONVERSATIONS:
         for tools in (None, [{"type": "function", "function": FUNCTION}]):
             for is_prompt in (True, False):
