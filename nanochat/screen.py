@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-REDRAWN_PER_SECOND = 5  # each takes about 2 ms of a thread of its own (docs/measurements.md)
+REDRAWN_PER_SECOND = 5  # each takes a thread a few milliseconds
 SHOWN_AFTER_SECONDS = 2.0  # what is over sooner would only flicker
 HEARTBEAT_SECONDS = 30.0
 LOOK_SECONDS = 1.0  # between two looks at whether a heartbeat is due
-BAR_COLUMNS = 20
-LEAST_BAR_COLUMNS = 8  # where there is room for fewer, there is no bar but its numbers
+WIDE_COLUMNS = 80  # a narrower terminal has no bars but their numbers
+FACT_COLUMNS = 38
 NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
 
 
@@ -96,11 +96,21 @@ class Screen:
     def _draw(self) -> Any:
         from rich.console import Console  # here: a pipe does without it
         from rich.live import Live
-        from rich.spinner import Spinner
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn
+        from rich.table import Column
 
         # soft_wrap: the terminal breaks long lines, so that a path that is copied from one has no line end in it.
         self._console = console = Console(soft_wrap=True, highlight=False)
-        self._spinner = Spinner("dots" if console.encoding.startswith("utf") else "line")
+        spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
+        name = TextColumn("{task.description}", table_column=Column(min_width=NAME_COLUMNS, no_wrap=True))
+        count = TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True))
+        facts = "{task.fields[facts]}"
+        # In a wide terminal the bar takes the room that the text leaves; in a narrow one the ends of the facts go.
+        wide = Column(max_width=FACT_COLUMNS, no_wrap=True, overflow="ellipsis")
+        narrow = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+        self._wide = (spinner, name, bar, count, TextColumn(facts, style="cyan", table_column=wide))
+        self._narrow = (spinner, name, count, TextColumn(facts, style="cyan", table_column=narrow))
         live = Live(
             get_renderable=self._render, console=console, refresh_per_second=REDRAWN_PER_SECOND, transient=True,
             redirect_stderr=sys.stderr.isatty(),
@@ -110,34 +120,15 @@ class Screen:
         return live
 
     def _render(self) -> Any:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
+        from rich.progress import Progress
 
-        shown = self._shown()
-        if not shown:
-            return Group()
-        names = [" " * place + one.text for place, one in enumerate(shown)]
-        counts = [one.count() for one in shown]
-        facts = [one.facts() for one in shown]
-        # Where it is narrow, the bars go first, then the ends of the facts. A gap of one column is between any two.
-        widths = [1, max(NAME_COLUMNS if self.bars else 0, *map(len, names)), max(map(len, counts))]
-        room = self._console.width - sum(widths) - 4
-        bar_columns = min(BAR_COLUMNS, room - max(map(len, facts)) - 1)
-        has_bars = bar_columns >= LEAST_BAR_COLUMNS and any(one.total for one in shown)
-        if has_bars:
-            widths.insert(2, bar_columns)
-            room -= bar_columns + 1
-        table = Table.grid(padding=(0, 1))
-        for width in widths:
-            table.add_column(width=width, no_wrap=True)
-        table.add_column(max_width=max(1, room), no_wrap=True, overflow="ellipsis", style="cyan")
-        for place, one in enumerate(shown):
-            cells: list[Any] = [" " if place else self._spinner, names[place]]
-            if has_bars:
-                cells.append(ProgressBar(one.total, one.done) if one.total else "")
-            table.add_row(*cells, counts[place], facts[place])
-        return table
+        columns = self._wide if self._console.width >= WIDE_COLUMNS else self._narrow
+        # The bars are read here, and only here, so that a loop that moves one does not wait for a lock.
+        progress = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
+        for place, one in enumerate(self._shown()):
+            name = " " * place + one.text
+            progress.add_task(name, total=one.total, completed=one.done, count=one.count(), facts=one.facts())
+        return progress.make_tasks_table(progress.tasks)
 
     # ---------------------------------------------------------------------- a pipe, a file
 

@@ -54,7 +54,7 @@ def record(config: Config, out: Path) -> None:
     from nanochat import scaling
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
-    from nanochat.run.probe import Probe
+    from nanochat.run.probe import Probe, WatchedKernels
     from nanochat.train import make_optimizer, next_token_loss, train_step
 
     if not out.parent.is_dir():
@@ -65,7 +65,8 @@ def record(config: Config, out: Path) -> None:
     shape = scaling.model_config(
         config.depth, config.vocab_size, config.max_seq_len, window_pattern=config.window_pattern
     )
-    model = GPT(shape, device.kernels)
+    kernels: Any = WatchedKernels(device.kernels)
+    model = GPT(shape, kernels)
     model.init_weights(config.seed)
     # Noise on every weight. The output projections start as zeros, and no gradient would pass through them.
     generator = torch.Generator().manual_seed(config.seed + 1)

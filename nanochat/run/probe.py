@@ -1,12 +1,12 @@
 """Numbers of every module in a training step, to find where two devices or two versions begin to differ.
 
-`Probe(model)` watches a model. In a forward pass it records the output of each module and of each kernel, in the order
-in which they are computed; in a backward pass the gradients of the modules' outputs; at the end of a step the
-parameters' gradients. Of each tensor it keeps four numbers: its norm, its largest absolute value, how many values are
-not finite, and a signature. `first_difference` compares two recordings.
+`Probe(model)` watches a model that was built with `WatchedKernels`. In a forward pass it records the output of each
+module and of each kernel, in the order in which they are computed; in a backward pass the gradients of the modules'
+outputs; at the end of a step the gradients of the parameters. It keeps four numbers of each tensor: its norm, its
+largest absolute value, how many values are not finite, and a signature. `first_difference` compares two recordings.
 
 The signature is the sum of all values, each with a fixed random sign. A rotation in the wrong direction, a permutation
-or a transposed product leave the norm as it is, and change the signature by about the norm.
+or a transposed product keep the norm, and change the signature by about the norm.
 """
 
 import functools
@@ -43,6 +43,29 @@ class _Pending:
     numbers: Tensor  # (4,)
 
 
+class WatchedKernels:
+    """A device's kernels for a model that a probe will watch; each call of KERNELS is reported to it.
+
+    A kernel that calls another one is one call: on another device it may be one operator.
+    """
+
+    def __init__(self, kernels: Any):
+        self.kernels = kernels
+        self.report: Callable[[str, Any], None] = lambda name, output: None
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.kernels, name)
+        if name not in KERNELS:
+            return attribute
+
+        def call(*inputs: Any, **options: Any) -> Any:
+            output = attribute(*inputs, **options)
+            self.report(name, output)
+            return output
+
+        return call
+
+
 class Probe:
     """Watches a model from `__init__` on. Call `end_step` after each training step."""
 
@@ -50,19 +73,20 @@ class Probe:
         self.model = model
         self.readings: list[Reading] = []
         self._pending: list[_Pending] = []
-        self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's, taken before the optimizer drops it
+        self._gradients: dict[
+            str, Tensor
+        ] = {}  # numbers of each parameter's, before the optimizer drops it
         self._step = 0
         self._inside: list[str] = []  # the modules whose forward is running, the innermost last
-        self._in_kernel = False  # whether one of the watched kernels is running
         for name, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(self._enter, name))
             module.register_forward_hook(functools.partial(self._leave, name))
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
-        # One object of kernels serves all modules of a model: its functions are watched on that object alone.
-        kernels: Any = model.kernels
-        for name in KERNELS:
-            setattr(kernels, name, self._watched(name, getattr(kernels, name)))
+        kernels = model.kernels
+        if not isinstance(kernels, WatchedKernels):
+            raise TypeError("a probe watches a model of WatchedKernels")
+        kernels.report = self._leave_kernel
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._inside.append(name)
@@ -71,18 +95,8 @@ class Probe:
         self._inside.pop()
         self._watch(name or "model", output)
 
-    def _watched(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(kernel)
-        def call(*args: Any, **options: Any) -> Any:
-            if self._in_kernel:  # called by another kernel, which on another device may be one operator
-                return kernel(*args, **options)
-            self._in_kernel = True
-            output = kernel(*args, **options)
-            self._in_kernel = False
-            self._watch(f"{self._inside[-1] if self._inside else 'model'}: {name}", output)
-            return output
-
-        return call
+    def _leave_kernel(self, name: str, output: Any) -> None:
+        self._watch(f"{self._inside[-1] if self._inside else 'model'}: {name}", output)
 
     def _watch(self, name: str, output: Any) -> None:
         # A module or kernel may return several tensors, as a value embedding does; the first is its own.
@@ -115,7 +129,7 @@ class Probe:
         self._step += 1
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The readings in the order in which they were taken."""
+        """The readings, in the order in which they were taken."""
         return [asdict(reading) for reading in self.readings]
 
 
@@ -132,7 +146,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _signs(count: int, device: torch.device) -> Tensor:
     """+1 and -1 in a fixed order that is the same on every device."""
-    # Drawn on the host: devices have generators of their own, which draw other numbers.
+    # Drawn on the host: the generator of each device draws other numbers.
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     return (signs * 2 - 1).float().to(device)

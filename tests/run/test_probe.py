@@ -13,7 +13,7 @@ from tiny import lively_model, tiny_config
 
 from nanochat.cli import UserError
 from nanochat.operators import TorchKernels
-from nanochat.run.probe import Probe, first_difference
+from nanochat.run.probe import Probe, WatchedKernels, first_difference
 from nanochat.train import next_token_loss
 from scripts import probe as script
 
@@ -23,7 +23,8 @@ CHAIN = str(ROOT / "tests/simnpu/chain.py")
 
 
 def recording(kernels: TorchKernels | None = None) -> list[dict[str, Any]]:
-    model = lively_model(tiny_config(), kernels=kernels or TorchKernels())
+    watched: Any = WatchedKernels(kernels or TorchKernels())
+    model = lively_model(tiny_config(), kernels=watched)
     tokens = torch.randint(100, (2, 17), generator=torch.Generator().manual_seed(0))
     probe = Probe(model)
     loss, _ = next_token_loss(model, (tokens[:, :-1], tokens[:, 1:]))
