@@ -192,7 +192,7 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     assert [*written] == ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert benchmark.load(str(tmp_path / "serve.json")).measurements["HTTP, 2 clients"] == ("tokens/s", [8.0] * 5)
     stats.failed = 1
-    with pytest.raises(UserError, match="--batches 2: 5 of 15 requests"):
+    with pytest.raises(UserError, match="--batches 2: 5 of 15"):
         bench.main(bench.Config(config))
     for size in (100, 300):
         with pytest.raises(UserError, match="--vocab_size"):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,13 @@ def test_a_bad_line_is_named_and_costs_no_other(base: Path, capsys: Any):
     (base / "in.jsonl").write_text("\n".join(lines))
     found = answer(base, "--temperature=0")
     printed = capsys.readouterr()
-    assert f"{len(bad) + 2} lines" in printed.out and f"{len(bad)} of those" in printed.out
+    assert {str(len(bad) + 2), str(len(bad))} <= {*re.findall(r"\b\d+\b", printed.out)}
     reply = {"role": "assistant", "content": alone(good["messages"])}
     assert found[0] == found[-1] == {"messages": [*good["messages"], reply]}
     for number, line in enumerate(found[1:-1], 3):
         assert f"line {number} of --in" in printed.err
         assert line.get("error") or line["response"]["status_code"] == 400
-    assert "maximum context" in found[8]["response"]["body"]["error"]["message"]
+    assert found[8]["response"]["body"]["error"]["code"] == "context_length_exceeded"
     assert answer(base, "--temperature=0") == found  # nothing is left to do
 
 
@@ -154,9 +155,9 @@ def test_the_system_message_goes_before_conversations_that_have_none(base: Path)
     ("flags", "message"),
     [
         (["--in", "{base}/no.jsonl", "--out", "{base}/out.jsonl"], "no.jsonl"),
-        (["--in", "{base}/empty.jsonl", "--out", "{base}/out.jsonl"], "no line"),
-        (["--in", "{base}/in.jsonl", "--out", "{base}/other.jsonl"], "other prompts"),
-        (["--in", "{base}/noise.jsonl", "--out", "{base}/out.jsonl"], "no line of it got a reply"),
+        (["--in", "{base}/empty.jsonl", "--out", "{base}/out.jsonl"], "empty.jsonl"),
+        (["--in", "{base}/in.jsonl", "--out", "{base}/other.jsonl"], "other.jsonl"),
+        (["--in", "{base}/noise.jsonl", "--out", "{base}/out.jsonl"], "noise.jsonl"),
         (["--in", "{base}/in.jsonl", "--out", "{base}"], "{base}"),
     ],
 )

@@ -1317,7 +1317,7 @@ def test_a_lost_device_ends_the_server():
         assert isinstance(errors[0], cli.UserError)
         for method, path, body in (("GET", "/ready", None), ("POST", COMPLETIONS, PROMPT)):
             answer = ask(method, path, json=body)
-            assert answer.status_code == 503 and "lost its device" in error_of(answer)["message"]
+            assert answer.status_code == 503 and "device" in error_of(answer)["message"]
         assert "nanochat_ready 0.0\n" in ask("GET", "/metrics").text
 
 

@@ -561,7 +561,7 @@ def test_a_prompt_may_fill_the_context_and_a_sample_may_be_empty(client, trained
     scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(ids[:CONTEXT])).result()
     output = trained.forward([datum(ids)], "cross_entropy").result().loss_fn_outputs[0]
     np.testing.assert_allclose(scored[1:], output["logprobs"].to_numpy()[:-1], atol=1e-5)
-    with pytest.raises(tinker.BadRequestError, match="prompt: 1 to 64 tokens"):
+    with pytest.raises(tinker.BadRequestError, match="prompt: .*64"):
         sampler.compute_logprobs(tinker.ModelInput.from_ints(ids)).result()
     prompt = tinker.ModelInput.from_ints(IDS[0])
     (empty,) = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=0), topk_sample_logprobs=2).result().sequences
@@ -766,7 +766,7 @@ def test_a_mistake_names_its_field_and_no_pattern(client, address):
     training = lora_client(client)
     with pytest.raises(tinker.BadRequestError, match="lora_config.rank: "):
         lora_client(client, rank=0)
-    with pytest.raises(tinker.BadRequestError, match="path: 1 to 100 letters"):
+    with pytest.raises(tinker.BadRequestError, match="path: .*100"):
         training.save_state("höhe 1").result()
     sampler = training.save_weights_and_get_sampling_client().result()
     with pytest.raises(tinker.BadRequestError, match="sampling_params.top_p: "):
