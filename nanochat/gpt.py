@@ -12,7 +12,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -404,11 +404,12 @@ class Block(nn.Module):
         self.mlp_norm = AddNorm(config.width, config, kernels)
         self.mlp = MLP(config, kernels)
 
-    def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
-        return self.compute(x, value, context)
+    def forward(
+        self, x: Tensor, value: Tensor | None, context: ForwardContext, compute: Callable[..., Tensor]
+    ) -> Tensor:
+        return compute(self, x, value, context)
 
     def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
-        """By itself, because the compiler may have another form of it (run/compiling.py)."""
         # The norms are before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach every
         # layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
         normed, x = self.mlp_norm(x, self.attention(self.attention_norm(x), value, context))
@@ -507,6 +508,8 @@ class GPT(nn.Module):
         # Chosen here, once, and not by the device of the weights: a model is often built on another device than it
         # runs on, on the meta device or in main memory. `_context` refuses tokens of a device that does not match.
         self.kernels = kernels or devices.kernels("cpu")
+        # How a block is computed: eagerly, unless a compiled form takes its place (run/compiling.py).
+        self.compute_block: Callable[..., Tensor] = Block.compute
         V = config.padded_vocab_size
         C = config.width
         # Token ids to vectors, and the stack of blocks that refines them.
@@ -727,7 +730,7 @@ class GPT(nn.Module):
                 # x passes through unchanged, see ValueEmbedding.
                 value, x = self.value_embeddings[str(i)](tokens, x)
                 value = value.to(x.dtype)
-            x = block(x, value, context)
+            x = block(x, value, context, self.compute_block)
         return self.norm(x)
 
     def _context(

@@ -6,6 +6,7 @@ reads and writes them.
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
 
 
-def _recomputed(block: Any, is_random: bool, *inputs: Any) -> Any:
-    return checkpoint(block.compute, *inputs, use_reentrant=False, preserve_rng_state=is_random)
+def _recomputed(block: Any, is_random: bool, x: Any, value: Any, context: Any, compute: Callable[..., Any]) -> Any:
+    return checkpoint(compute, block, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
 
 
 def _require_means(device: Device) -> None:

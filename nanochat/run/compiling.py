@@ -7,7 +7,6 @@ blocks stays eager: a few operators, and the loss (cross_entropy.py).
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -105,9 +104,7 @@ class CompiledBlocks:
         # One program for any number of documents; without the mark it is one for each number that an operator is given.
         if segments is not None:
             torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
-        blocks: Any = model.blocks
-        for block in blocks:
-            block.compute = partial(self._compute, block)
+        model.compute_block = self._compute
         try:
             # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another
             # program, which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
@@ -116,8 +113,7 @@ class CompiledBlocks:
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)
         finally:
-            for block in blocks:
-                del block.compute
+            model.compute_block = Block.compute
         return result if torch.is_grad_enabled() else result.detach()
 
 

@@ -73,9 +73,7 @@ class Probe:
         self.model = model
         self.readings: list[Reading] = []
         self._pending: list[_Pending] = []
-        self._gradients: dict[
-            str, Tensor
-        ] = {}  # numbers of each parameter's, before the optimizer drops it
+        self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's, before the optimizer drops it
         self._step = 0
         self._inside: list[str] = []  # the modules whose forward is running, the innermost last
         for name, module in model.named_modules():
