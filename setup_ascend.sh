@@ -8,7 +8,8 @@
 #   --device auto|npu|cuda|cpu   install for this device instead of the one found
 #   --cann VERSION               use this row of the version table (check_npu.py) instead of the CANN found
 #   --extras LIST                extras of pyproject.toml as well, e.g. dev or dev,track
-#   --unlocked                   the newest versions that pyproject.toml allows, not those of requirements.lock
+#   --rooms LIST                 of chat, families, hub, report, samplers and serve only these, or `none`; default: all
+#   --unlocked                   the newest versions that pyproject.toml allows, not the locked ones
 #   --root DIR                   look for drivers and CANN below DIR (for tests)
 #
 # Environment: PYTHON (the interpreter for .venv), VENV (the folder, default .venv), PIP_INDEX_URL (a mirror of the
@@ -25,14 +26,16 @@ fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 
-device=auto cann='' extras='' root=/ dry_run=no lock=requirements.lock
+# The extras of the rooms that the speedrun, the server, reports, downloads and imported models need.
+all_rooms=chat,families,hub,report,samplers,serve
+device=auto cann='' extras='' rooms=$all_rooms root=/ dry_run=no use_locks=yes
 while (($#)); do
   flag=${1%%=*}
   case $flag in
     --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --dry_run | --dry-run) dry_run=yes; shift; continue ;;
-    --unlocked) lock=''; shift; continue ;;
-    --device | --cann | --extras | --root) ;;
+    --unlocked) use_locks=no; shift; continue ;;
+    --device | --cann | --extras | --rooms | --root) ;;
     *) fail "unknown flag $1: see bash setup_ascend.sh --help" 2 ;;
   esac
   if [[ $1 == *=* ]]; then value=${1#*=}; shift; else (($# > 1)) || fail "$flag needs a value" 2; value=$2; shift 2; fi
@@ -40,10 +43,14 @@ while (($#)); do
     --device) device=$value ;;
     --cann) cann=$value ;;
     --extras) extras=$value ;;
+    --rooms) rooms=${value/#none/} ;;
     --root) root=$value ;;
   esac
 done
 case $device in auto | npu | cuda | cpu) ;; *) fail "--device $device: one of auto, npu, cuda, cpu" 2 ;; esac
+for room in ${rooms//,/ }; do
+  [[ ,$all_rooms, == *,$room,* ]] || fail "--rooms $room: some of $all_rooms, or none" 2
+done
 [[ $root == /* ]] || root=$called_from/$root
 
 venv=${VENV:-.venv}
@@ -112,8 +119,21 @@ earlier=''
 if grep -qsx "kind $kind" "$stamp" && grep -qsx "python $version" "$stamp"; then
   earlier=$(sed -n 's/^extras //p' "$stamp")
 fi
-extras=$(tr ',' '\n' <<<"$extras,$earlier" | sed '/^$/d' | sort -u | paste -s -d ',' -)
+extras=$(tr ',' '\n' <<<"$extras,$rooms,$earlier" | sed '/^$/d' | sort -u | paste -s -d ',' -)
 target=.${extras:+[$extras]}
+
+# What the core and most extras need is installed in the tested versions, and only if the files have the sha256 that they
+# had then: an index that hands out something else is refused. A wheel runs no code while it is installed; the few
+# packages that exist only as source are named in their lock. The core comes first, because it has the setuptools that
+# builds them. clients.lock has older versions of some packages of the others, so it comes last.
+locks=()
+if [[ $use_locks == yes ]]; then
+  locks=(locks/core.lock)
+  for extra in chat families hub report samplers serve eval ray service dev clients; do
+    [[ ,$extras, != *,$extra,* ]] || locks+=("locks/$extra.lock")
+  done
+fi
+locked=(--require-hashes --no-deps --no-build-isolation --only-binary :all: -r)
 
 plan="project $project
 kind $kind
@@ -121,11 +141,7 @@ python $version
 torch ${constraints[*]}
 extras $extras
 pyproject $(cksum <pyproject.toml)
-lock ${lock:+$(cksum <"$lock")}"
-
-# What the project itself needs is installed in the tested versions, and only if the files have the sha256 that they
-# had then: an index that hands out something else is refused. A wheel runs no code while it is installed.
-locked=(--require-hashes --no-deps --only-binary :all: -r "$lock")
+locks $([[ $use_locks == no ]] || cat "${locks[@]}" | cksum)"
 
 # What .venv holds now: nothing, this plan, another plan of ours, or something a person made.
 state=none
@@ -159,7 +175,9 @@ if [[ $state == ready ]]; then
 else
   [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
   [[ $state == none || $state == other ]] && show "$python -m venv $venv"
-  [[ -z $lock ]] || show "$venv/bin/pip install ${locked[*]}"
+  for lock in "${locks[@]}"; do
+    show "$venv/bin/pip install ${locked[*]} $lock"
+  done
   word=plan
   for attempt in "${attempts[@]}"; do
     report "$word" "$venv/bin/pip install $attempt"
@@ -197,11 +215,11 @@ rm -f "$stamp"
 printf '%s\n' "${constraints[@]}" >"$venv/constraints.txt"
 : >"$log"
 
-if [[ -n $lock ]]; then
+for lock in "${locks[@]}"; do
   report install "$lock"
-  echo "== pip install ${locked[*]}" >>"$log"
-  pip "${locked[@]}" || failed "$lock" ', or --unlocked for other versions'
-fi
+  echo "== pip install ${locked[*]} $lock" >>"$log"
+  pip "${locked[@]}" "$lock" || failed "$lock" ', or --unlocked for other versions'
+done
 
 installed=no
 for attempt in "${attempts[@]}"; do

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from nanochat import screen
+from nanochat.extras import advice
 from nanochat.untrusted import printable
 
 Config = TypeVar("Config")
@@ -281,6 +282,10 @@ def _explain(error: BaseException) -> str | None:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     if out_of_memory(error):
         return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"
+    if isinstance(error, ImportError):
+        line = advice(error)
+        if line:
+            return line
     cause: BaseException | None = error
     while cause is not None:  # torch imports an accelerator's package by itself and hides why that failed
         missing = re.search(r"\S+\.so\S*(?=: cannot open shared object file)", str(cause))

@@ -11,6 +11,7 @@ import operator
 from typing import Any
 
 from nanochat.cli import UserError
+from nanochat.extras import advice
 
 # seam -> name -> "module:attribute". Each seam has one meaning, which its comment states.
 ROOMS: dict[str, dict[str, str]] = {
@@ -107,9 +108,6 @@ ROOMS: dict[str, dict[str, str]] = {
     },
 }
 
-# Packages that only rooms import, and the extra of pyproject.toml that installs each.
-EXTRAS: dict[str, str] = {"tokenizers": "families", "jinja2": "families"}
-
 
 def names(seam: str) -> list[str]:
     """The names of a seam, in the order of its table."""
@@ -132,8 +130,5 @@ def find(seam: str, name: str) -> Any:
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:
     """One line for a package of an extra that is not installed; any other error as it is."""
-    package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
-        return error
-    extra = EXTRAS[package]
-    return UserError(f"{package} is not installed: run `pip install 'nanochat[{extra}]'`, or setup_ascend.sh again")
+    line = advice(error)
+    return error if line is None else UserError(line)

@@ -20,6 +20,12 @@ import pytest
 from packaging.requirements import Requirement
 
 import check_npu
+from nanochat import extras
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -338,12 +344,17 @@ def test_no_accelerator_a_gpu_and_a_mirror(machine: FakeMachine):
 # ---------------------------------------------------------------------- what the script does with a plan
 
 
-LOCKED = "plan VENV/bin/pip install --require-hashes --no-deps --only-binary :all: -r requirements.lock"
+ROOMS = ("chat", "families", "hub", "report", "samplers", "serve")
+LOCKED = "plan VENV/bin/pip install --require-hashes --no-deps --no-build-isolation --only-binary :all: -r "
 
 
-def checksum_of(name: str) -> str:
-    with (ROOT / name).open() as file:
-        return subprocess.run(["cksum"], stdin=file, capture_output=True, text=True).stdout.strip()
+def locked(*extras: str) -> list[str]:
+    return [f"{LOCKED}locks/{name}.lock" for name in ("core", *extras)]
+
+
+def checksum_of(*names: str) -> str:
+    text = b"".join((ROOT / name).read_bytes() for name in names)
+    return subprocess.run(["cksum"], input=text, capture_output=True).stdout.decode().strip()
 
 
 def plan_of(lines: list[str]) -> list[str]:
@@ -356,17 +367,18 @@ def test_a_plan_is_carried_out(machine: FakeMachine):
     pair = "torch==2.9.0+cpu torch_npu==2.9.0.post2"
     assert plan_of(lines) == [
         "plan PYTHON -m venv VENV",
-        LOCKED,
+        *locked(*ROOMS, "dev"),
         f"plan VENV/bin/pip install {pair}",
         f"or else VENV/bin/pip install --extra-index-url {CPU_INDEX} {pair}",
-        "plan VENV/bin/pip install -c VENV/constraints.txt -e .[dev,npu] # torch==2.9.0 torch_npu==2.9.0.post2",
+        "plan VENV/bin/pip install -c VENV/constraints.txt -e .[chat,dev,families,hub,npu,report,samplers,serve] "
+        "# torch==2.9.0 torch_npu==2.9.0.post2",
     ]
     code, _, error = machine.setup("--cann", "8.4.0")
     assert code == 1 and "--cann 8.3.RC1" in error and error.count("\n") == 0
 
 
 def test_numpy_below_2_is_a_constraint_before_cann_9(machine: FakeMachine):
-    code, lines, error = machine.with_npus().with_cann("8.5.0").sourced().setup()
+    code, lines, error = machine.with_npus().with_cann("8.5.0").sourced().setup("--rooms=none")
     assert (code, error) == (0, "")
     assert plan_of(lines)[-1] == (
         "plan VENV/bin/pip install -c VENV/constraints.txt -e .[npu] # torch==2.9.0 torch_npu==2.9.0 numpy<2"
@@ -392,7 +404,13 @@ def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("flags", "word"), [(["--devise"], "--devise"), (["--device", "tpu"], "tpu"), (["--cann"], "--cann")]
+    ("flags", "word"),
+    [
+        (["--devise"], "--devise"),
+        (["--device", "tpu"], "tpu"),
+        (["--cann"], "--cann"),
+        (["--rooms", "hub,x"], "--rooms x"),
+    ],
 )
 def test_bad_flags(machine: FakeMachine, flags: list[str], word: str):
     code, _, error = machine.setup(*flags)
@@ -439,26 +457,29 @@ def test_a_finished_setup_is_left_alone(machine: FakeMachine):
     python.chmod(0o755)
     _, lines, _ = machine.setup("--device=cpu", "--extras=dev", arch="x86_64")
     first = "plan VENV/bin/pip install torch==2.13.0+cpu"
-    assert plan_of(lines)[:2] == [LOCKED, first]  # no venv: the user's folder is used
+    before = locked(*ROOMS, "dev")
+    assert plan_of(lines)[:9] == [*before, first]  # no venv: the user's folder is used
 
     checksum = checksum_of("pyproject.toml")
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    text = f"project {ROOT}\nkind cpu\npython {version}\ntorch torch==2.13.0\nextras dev\npyproject {checksum}\n"
-    text += f"lock {checksum_of('requirements.lock')}\n"
+    text = f"project {ROOT}\nkind cpu\npython {version}\ntorch torch==2.13.0\n"
+    text += f"extras chat,dev,families,hub,report,samplers,serve\npyproject {checksum}\n"
+    text += f"locks {checksum_of(*(f'locks/{name}.lock' for name in ('core', *ROOMS, 'dev')))}\n"
     stamp = machine.venv / "nanochat_setup.txt"
     stamp.write_text(text)
     if importlib.metadata.version("torch").startswith("2.13.0"):
-        _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
-        assert lines[-1].startswith("ready VENV")
+        for rooms in (",".join(ROOMS), "hub,serve", "none"):
+            _, lines, _ = machine.setup("--device=cpu", f"--rooms={rooms}", arch="x86_64")
+            assert lines[-1].startswith("ready VENV")
     _, lines, _ = machine.setup("--device=cpu", "--unlocked", arch="x86_64")
     assert plan_of(lines)[0] == first
     _, lines, _ = machine.setup("--device=cpu", "--extras=track", arch="x86_64")
-    assert plan_of(lines)[-1] == "plan VENV/bin/pip install -c VENV/constraints.txt -e .[dev,track] # torch==2.13.0"
+    assert plan_of(lines)[-1].endswith("-e .[chat,dev,families,hub,report,samplers,serve,track] # torch==2.13.0")
     stamp.write_text(text.replace(checksum, "0 0"))
     _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
-    assert plan_of(lines)[:2] == [LOCKED, first]
+    assert plan_of(lines)[:9] == [*before, first]
     stamp.write_text(text.replace("kind cpu", "kind cuda"))
-    _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
+    _, lines, _ = machine.setup("--device=cpu", "--rooms=none", arch="x86_64")
     assert plan_of(lines)[0].startswith("plan rm -r VENV") and plan_of(lines)[1] == "plan PYTHON -m venv VENV"
     assert plan_of(lines)[-1].endswith("-e . # torch==2.13.0")  # the old folder's extras went with it
 
@@ -475,27 +496,59 @@ def test_a_venv_of_another_kind_does_not_make_the_one_that_replaces_it(machine: 
     assert Path(maker).is_file() and not maker.startswith("VENV")
 
 
-# ---------------------------------------------------------------------- requirements.lock
+def test_extras_have_their_locks_and_clients_come_last(machine: FakeMachine):
+    """Some clients need older packages than the rest: the lock that is installed last decides."""
+    _, lines, _ = machine.setup("--device=cpu", "--rooms=serve,chat", "--extras=dev,clients,eval,ray,track")
+    assert plan_of(lines)[1:8] == locked("chat", "serve", "eval", "ray", "dev", "clients")
 
 
-def test_the_lock_has_what_the_project_needs_with_its_hashes():
-    """Every default dependency but torch, in a version that pyproject.toml allows, on every Python and processor."""
-    locked = [one for one in (ROOT / "requirements.lock").read_text().split("\n") if "==" in one]
-    pins = [Requirement(line.rstrip(" \\")) for line in locked]
-    assert (ROOT / "requirements.lock").read_text().count("--hash=sha256:") >= len(pins)
-    text = (ROOT / "pyproject.toml").read_text()
-    dependencies = re.findall(r'^    "([^"]+)"', text[text.index("\ndependencies") : text.index("\n]")], re.MULTILINE)
-    needs = [Requirement(line) for line in dependencies]
-    assert len(needs) > 15 and needs[0].name == "torch"
-    needs += [Requirement("sympy"), Requirement("networkx")]  # torch's own
-    for python, processor in itertools.product(("3.10", "3.11", "3.12"), ("x86_64", "aarch64")):
-        place = {
-            "python_version": python,
-            "python_full_version": f"{python}.4",
-            "platform_machine": processor,
-            "sys_platform": "linux",
-        }
-        chosen = {pin.name.replace("_", "-"): pin for pin in pins if not pin.marker or pin.marker.evaluate(place)}
-        for need in needs[1:]:
-            (pin,) = chosen[need.name.replace("_", "-")].specifier
-            assert need.specifier.contains(pin.version), f"{need} on Python {python}: the lock has {pin.version}"
+# ---------------------------------------------------------------------- locks
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDS = {"core": [*PROJECT["dependencies"], "sympy", "networkx"], **PROJECT["optional-dependencies"]}  # torch's own too
+UNLOCKED = {"npu", "track", "modelscope"}  # what an accelerator or an account of the user decides
+PLACES = list(itertools.product(("3.10", "3.11", "3.12"), ("x86_64", "aarch64")))
+
+
+def pins(name: str, python: str, processor: str) -> dict[str, str]:
+    """package -> version, on one Python and processor."""
+    lines = [line for line in (ROOT / f"locks/{name}.lock").read_text().split("\n") if "==" in line]
+    place = {
+        "python_version": python,
+        "python_full_version": f"{python}.4",
+        "platform_machine": processor,
+        "sys_platform": "linux",
+    }
+    found = [Requirement(line.rstrip(" \\")) for line in lines]
+    return {one.name: str(one.specifier)[2:] for one in found if not one.marker or one.marker.evaluate(place)}
+
+
+@pytest.mark.parametrize("name", NEEDS.keys() - UNLOCKED)
+def test_a_lock_has_what_its_extra_needs_with_hashes(name: str):
+    """Every package but torch, in a version that pyproject.toml allows, on every Python and processor."""
+    text = (ROOT / f"locks/{name}.lock").read_text()
+    assert not re.search(r"^(torch|triton|nvidia\S*|cuda\S*)==", text, re.MULTILINE)
+    packages = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert packages and all("--hash=sha256:" in package for package in packages)
+    needs = [need for need in map(Requirement, NEEDS[name]) if need.name != "torch"]
+    assert needs
+    for python, processor in PLACES:
+        chosen = pins("core", python, processor) | pins(name, python, processor)
+        for need in needs:
+            if not need.marker or need.marker.evaluate({"python_version": python, "sys_platform": "linux"}):
+                version = chosen[need.name.replace("_", "-")]
+                assert need.specifier.contains(version), f"{need} on Python {python}: the lock has {version}"
+
+
+def test_locks_agree_and_every_extra_has_one():
+    """One package has one version in all locks, but for the clients, whose lock comes last."""
+    files = {path.stem for path in (ROOT / "locks").glob("*.lock")}
+    assert files == NEEDS.keys() - UNLOCKED
+    for place in PLACES:
+        agreed: dict[str, str] = {}
+        for name in sorted(files - {"clients"}):
+            for package, version in pins(name, *place).items():
+                assert agreed.setdefault(package, version) == version, f"{package} in {name}.lock on {place}"
+    assert len(PROJECT["dependencies"]) == 8
+    named = {extra for extra in extras.EXTRAS.values()}
+    assert named <= NEEDS.keys() and set(ROOMS) <= named

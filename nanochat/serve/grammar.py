@@ -54,7 +54,7 @@ class Vocabulary:
         try:
             import llguidance  # here, because few requests need it
         except ImportError as error:
-            raise SchemaError("replies that follow a schema need llguidance: pip install llguidance") from error
+            raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
         self._library = llguidance
         # The attributes that llguidance's wrapper reads. No text becomes a special token: llguidance takes a token that
         # begins with the byte 0xff for one. So are ids that a vocabulary leaves out.
