@@ -157,7 +157,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(
             viewport={"width": width, "height": height}, **{"locale": "en-GB", "color_scheme": "light", **options}
         )
-        context.set_default_timeout(8000)
+        context.set_default_timeout(30_000)  # a page on a busy machine
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))

@@ -63,7 +63,7 @@ def finished(scheduler: Scheduler) -> dict[str, float]:
     return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
