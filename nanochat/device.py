@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat import store
+from nanochat import rooms, store
 from nanochat.cli import UserError, explainers, ignore_exported_ranks
-from nanochat.kernels.cpu import CpuKernels
 from nanochat.log import warn
 from nanochat.operators import TorchKernels
 
@@ -243,7 +242,7 @@ class Device:
         them."""
         has_fp8 = self.kind == "cuda" and self.module.get_device_capability() >= (8, 9)
         if has_fp8 and self.dtype == torch.bfloat16:
-            count = importlib.import_module("nanochat.kernels.fp8").use_fp8(model.blocks)
+            count = rooms.find("kernels", "fp8")(model.blocks)
             return f"fp8 in {count} matrices of the blocks, bfloat16 elsewhere"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} (--fp8 needs a GPU of compute capability 8.9 or more and bfloat16; this is {self.name})"
@@ -342,13 +341,12 @@ def kind_of(requested: str) -> str:
 
 def kernels(kind: str, dtype: torch.dtype = torch.float32, name: str = "") -> TorchKernels:
     """The operators that a model calls on this kind of device, and the dtype of its products; of NPUs by their name."""
-    if kind == "npu":
-        npu = importlib.import_module("nanochat.kernels.npu")  # it imports torch_npu
-        has_fused = not re.match(f"{FIRST_NPUS}|{INFERENCE_NPUS}", name)
-        return npu.NpuKernels(dtype) if has_fused else npu.PlainNpuKernels(dtype)
-    if kind == "cuda" and _has_varlen(dtype):
-        return importlib.import_module("nanochat.kernels.cuda").CudaKernels(dtype)
-    return CpuKernels(dtype) if kind == "cpu" else TorchKernels(dtype)
+    name_of = kind
+    if kind == "npu" and re.match(f"{FIRST_NPUS}|{INFERENCE_NPUS}", name):
+        name_of = "npu without fused operators"
+    if kind == "cuda" and not _has_varlen(dtype):
+        name_of = "cuda without varlen_attn"
+    return rooms.find("kernels", name_of)(dtype)
 
 
 def _has_varlen(dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
-from nanochat.kernels.gradients import mix, product, relu_squared, stacked_products
 from nanochat.operators import TorchKernels, split_like
 from nanochat.sharding import fill, is_dtensor, is_sharded
 
@@ -234,20 +233,13 @@ class Linear(nn.Linear):
 
     cast: Tensor | None = None  # the weight in the dtype of the products, within `GPT.cast_weights`
 
+    def __init__(self, inputs: int, outputs: int, kernels: TorchKernels, bias: bool = False):
+        super().__init__(inputs, outputs, bias=bias)
+        self.kernels = kernels
+
     def forward(self, x: Tensor) -> Tensor:
-        y = product(x, self.weight, self.cast)
+        y = self.kernels.product(x, self.weight, self.cast)
         return y if self.bias is None else y + self.bias.to(x.dtype)
-
-
-class StackedLinear(Linear):
-    """Three linear layers of one input and one shape: x (..., inputs) -> (2, ..., outputs) and (..., outputs).
-
-    Their products are one operator, and its results lie in memory one after the other. Next to each other, as columns
-    of a single product, they would be strided views, which operators of an NPU copy before they read them.
-    """
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return stacked_products(x, self.weight, self.cast)
 
 
 class Norm(nn.Module):
@@ -286,12 +278,11 @@ class Attention(nn.Module):
         H = config.n_head
         K = config.n_kv_head
         D = config.head_dim
-        # q, k and v in one product: one launch instead of three. With as many key heads as query heads the three are
-        # of one shape.
-        linear = StackedLinear if H == K and not config.attention_bias else Linear
-        self.qkv = linear(config.width, (H + 2 * K) * D, bias=config.attention_bias)
+        # q, k and v in one product: one launch instead of three.
+        linear = kernels.qkv_linear(has_equal_heads=H == K and not config.attention_bias) or Linear
+        self.qkv = linear(config.width, (H + 2 * K) * D, kernels, bias=config.attention_bias)
         # Mixes what the heads have read, and writes it to the residual stream.
-        self.output = Linear(H * D, config.width, bias=False)
+        self.output = Linear(H * D, config.width, kernels)
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
         self.k_norm = Norm(D, config, kernels) if has_norm else None
@@ -300,7 +291,7 @@ class Attention(nn.Module):
             self.lookback = nn.Parameter(torch.zeros((H + K) * D))
         self.value_gate = None
         if config.has_value_embedding(layer):
-            self.value_gate = Linear(min(GATE_INPUTS, config.width), K, bias=False)
+            self.value_gate = Linear(min(GATE_INPUTS, config.width), K, kernels)
         # 1 / sqrt(D) keeps the products q k at unit size. The gains on q and k only matter in their product, so they
         # are part of the scale and cost nothing.
         gain = config.qk_scale**2 if has_norm else 1.0
@@ -317,28 +308,7 @@ class Attention(nn.Module):
         K = c.n_kv_head
         D = c.head_dim
 
-        # What each token looks for (q), how it can be found (k), and what it hands over (v). Queries and keys stay in
-        # one tensor: each operator on both is one call, half the launches.
-        qkv = self.qkv(x)
-        if isinstance(qkv, tuple):
-            qk = qkv[0].view(2, B, T, H, D)  # one after the other
-            v = qkv[1].view(B, T, K, D)
-        else:
-            qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D), next to each other
-        if self.lookback is not None:
-            qk = qk + self.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
-
-        if c.qk_norm == "before_rotary":
-            qk = self._norm(qk)
-        # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
-        # (source: Su et al. 2021, RoFormer).
-        # For the operator queries and keys are rows alike, each of as many tokens as there are angles: (2 B, T, H, D),
-        # (B, T, H + K, D), or with a cache, where B T tokens are one row, (2, B T, H, D) and (1, B T, H + K, D).
-        rows = qk.view(-1, context.cos.size(0), *qk.shape[-2:])
-        qk = self.kernels.rotate(rows, context.cos, context.sin).view(qk.shape)
-        if c.qk_norm == "after_rotary":
-            qk = self._norm(qk)
-        q, k = self._split(qk)  # (B, T, H, D), (B, T, K, D)
+        q, k, v = self.kernels.queries_keys_values(self, x, context.cos, context.sin)
 
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
@@ -361,19 +331,31 @@ class Attention(nn.Module):
             y = attend(q, keys, values, scale=self.scale, mask=context.masks[self.window])
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
-    def _norm(self, qk: Tensor) -> Tensor:
-        """Norm each head of the queries and the keys."""
-        assert self.q_norm is not None and self.k_norm is not None
-        # Without learned gains the two norms are the same function: one call does both.
-        if self.q_norm.weight is None:
-            return self.q_norm(qk)
-        q, k = self._split(qk)
-        normed = (self.q_norm(q), self.k_norm(k))
-        return torch.stack(normed) if qk.ndim == 5 else torch.cat(normed, dim=2)
+    def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each token looks for (q), how it can be found (k), and what it hands over (v): x (B, T, C) ->
+        q (B, T, H, D), k and v (B, T, K, D)."""
+        c = self.config
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)
+        q, k, v = heads.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+        if self.lookback is not None:
+            biases = self.lookback.to(x.dtype).view(-1, c.head_dim)  # (H + K, D)
+            q = q + biases[: c.n_head]
+            k = k + biases[c.n_head :]
+        return self._place(q, self.q_norm, cos, sin), self._place(k, self.k_norm, cos, sin), v
 
-    def _split(self, qk: Tensor) -> Sequence[Tensor]:
-        """Queries and keys, of (2, B, T, H, D) or of (B, T, H + K, D)."""
-        return qk.unbind() if qk.ndim == 5 else qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
+    def _place(self, x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm and rotate the heads of the queries or the keys, (B, T, heads, D)."""
+        if norm is not None and self.config.qk_norm == "before_rotary":
+            x = norm(x)
+        # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
+        # (source: Su et al. 2021, RoFormer). With a cache, whose rows are at different positions, all B T tokens are
+        # one row for the operator: there are as many angles.
+        rows = x.reshape(-1, cos.size(0), *x.shape[-2:])
+        x = self.kernels.rotate(rows, cos, sin).view(x.shape)
+        if norm is not None and self.config.qk_norm == "after_rotary":
+            x = norm(x)
+        return x
 
 
 class MLP(nn.Module):
@@ -384,13 +366,13 @@ class MLP(nn.Module):
         self.kernels = kernels
         self.gated = config.mlp == "swiglu"
         inputs = 2 * config.mlp_width if self.gated else config.mlp_width  # gate and up in one product
-        self.input = Linear(config.width, inputs, bias=False)
-        self.output = Linear(config.mlp_width, config.width, bias=False)
+        self.input = Linear(config.width, inputs, kernels)
+        self.output = Linear(config.mlp_width, config.width, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
         # relu squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
-        x = self.kernels.swiglu(x) if self.gated else relu_squared(x)
+        x = self.kernels.swiglu(x) if self.gated else self.kernels.relu_squared(x)
         return self.output(x)
 
 
@@ -404,9 +386,15 @@ class Block(nn.Module):
         self.mlp_norm = AddNorm(config.width, config, kernels)
         self.mlp = MLP(config, kernels)
 
+    # How the backward pass gets what it needs, set by a room: a function of `compute` and its inputs, which computes
+    # the block a second time instead of keeping its activations (parallel/fsdp.py).
+    recompute: Callable[..., Tensor] | None = None
+
     def forward(
         self, x: Tensor, value: Tensor | None, context: ForwardContext, compute: Callable[..., Tensor]
     ) -> Tensor:
+        if self.recompute is not None:
+            return self.recompute(compute, self, x, value, context)
         return compute(self, x, value, context)
 
     def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
@@ -724,7 +712,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if self.config.residual_scales:
                 # x = a x + b first, with this layer's two scales
-                x, first = mix(x, first, residual_scales[i], embedding_scales[i])
+                x, first = self.kernels.mix(x, first, residual_scales[i], embedding_scales[i])
             value = None
             if str(i) in self.value_embeddings:
                 # x passes through unchanged, see ValueEmbedding.

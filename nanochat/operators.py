@@ -1,8 +1,8 @@
-"""The operators that the model calls, as torch provides them: the default.
+"""The operators that the model calls, as torch provides them.
 
-This class is the interface. kernels/cpu.py, cuda.py and npu.py override what their device does better, with the same
-meaning: tests compare them. `device.kernels` chooses once, when the model is built. A mask is True where a query may
-attend to a key.
+This class is the interface, and what the others are compared with. The rooms' classes compute the same faster:
+kernels/gradients.py writes gradients out, and cpu.py, cuda.py and npu.py there add what their device does better.
+`device.kernels` chooses once, when the model is built. A mask is True where a query may attend to a key.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, V vocab.
 """
@@ -68,6 +68,27 @@ class TorchKernels:
 
     def __str__(self) -> str:
         return self.name
+
+    def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
+        """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs), in the dtype of x. `cast` is the
+        weight in that dtype, where it is at hand."""
+        return F.linear(x, weight.to(x.dtype))
+
+    def qkv_linear(self, has_equal_heads: bool) -> Any:
+        """The class of the linear layer that makes queries, keys and values; None: the model's own."""
+        return None
+
+    def queries_keys_values(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, K, D), rotated and normed: as the model's `Attention` does."""
+        return attention.queries_keys_values(x, cos, sin)
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """relu(x)^2."""
+        return F.relu(x).square()
+
+    def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """a x + b first, with a and b of one number each, and `first` again, for the next layer."""
+        return torch.addcmul(a * x, b, first), first
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last axis, times the gain if there is one."""

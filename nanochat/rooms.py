@@ -6,8 +6,11 @@ Each table below is one seam. It maps a name, most often the value of a flag, to
 that place when somebody asks for the name. A new capability is a file in a room and one row here.
 """
 
+import functools
 import importlib
 import operator
+import pkgutil
+from pathlib import Path
 from typing import Any
 
 from nanochat.cli import UserError
@@ -109,9 +112,19 @@ ROOMS: dict[str, dict[str, str]] = {
 }
 
 
+@functools.cache
+def table(seam: str) -> dict[str, str]:
+    """The rows of a seam: what every room's `__init__.py` names in PLUGS."""
+    rows = dict(ROOMS.get(seam, {}))
+    for room in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if room.ispkg:  # its __init__ holds names only: nothing of the room is imported yet
+            rows |= getattr(importlib.import_module(f"nanochat.{room.name}"), "PLUGS", {}).get(seam, {})
+    return rows
+
+
 def names(seam: str) -> list[str]:
     """The names of a seam, in the order of its table."""
-    return list(ROOMS[seam])
+    return list(table(seam))
 
 
 def find(seam: str, name: str) -> Any:
@@ -120,7 +133,7 @@ def find(seam: str, name: str) -> Any:
     Raises UserError: when a package that the room needs is not installed, with the extra that brings it. Raises
     KeyError: when the table has no such name; flags check their values against `names` first.
     """
-    place = ROOMS[seam][name]
+    place = table(seam)[name]
     module, _, attribute = place.partition(":")
     try:
         return operator.attrgetter(attribute)(importlib.import_module(module))

@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the core still imports from rooms: file -> rooms. The list may only shrink; the aim is an empty one.
 LEAKS: dict[str, set[str]] = {
     "nanochat/checkpoint_manager.py": {"parallel"},
-    "nanochat/device.py": {"kernels"},
-    "nanochat/gpt.py": {"kernels"},
     "nanochat/losses.py": {"alignment"},
     "nanochat/optim.py": {"parallel"},
     "nanochat/rollout.py": {"alignment"},
@@ -29,12 +27,12 @@ LEAKS: dict[str, set[str]] = {
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
-    "base_train": 13596,
-    "mid_train": 13179,
-    "chat_sft": 12858,
-    "chat_dpo": 13017,
-    "chat_rl": 16877,
-    "chat_cli": 8927,  # 58 lines of the table of names
+    "base_train": 11454,
+    "mid_train": 11213,
+    "chat_sft": 10863,
+    "chat_dpo": 11022,
+    "chat_rl": 15178,
+    "chat_cli": 8685,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

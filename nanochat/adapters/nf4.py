@@ -23,7 +23,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.gpt import Linear, StackedLinear
+from nanochat.gpt import Linear
+from nanochat.kernels.gradients import StackedLinear
 
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -14,13 +14,14 @@ from nanochat.attention import Segments, blockwise_attention, cached_products
 from nanochat.cli import UserError
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels import gradients
-from nanochat.operators import NO_FP16, TorchKernels, WeightFormat
+from nanochat.kernels.gradients import WrittenKernels
+from nanochat.operators import NO_FP16, WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
 
 
-class CpuKernels(TorchKernels):
+class CpuKernels(WrittenKernels):
     name = "cpu (attention by matrix products)"
     device_type = "cpu"
     # Sorting a whole vocabulary takes milliseconds here, and a look at the result costs no wait.

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn  # as this file calls it from torch 2.12 on: device.py looks first
 
 from nanochat.attention import Segments
-from nanochat.operators import TorchKernels
+from nanochat.kernels.gradients import WrittenKernels
 
 
-class CudaKernels(TorchKernels):
+class CudaKernels(WrittenKernels):
     name = "torch, with varlen_attn for packed rows and windows"
     device_type = "cuda"
 

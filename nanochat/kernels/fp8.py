@@ -11,6 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.gpt import Linear
+from nanochat.kernels.gradients import WrittenKernels
+
 # Of 8 bits one is the sign. e4m3 spends 4 on the exponent and 3 on the fraction: steps of 1/8 to 1/16 of a number, up
 # to 448. e5m2 has one bit less precision, and reaches 57,344: gradients differ more in size than weights and
 # activations do.
@@ -68,30 +71,32 @@ class _Fp8Product(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-class Fp8Linear(nn.Linear):
-    """A linear layer that learns by products in FP8: x (..., I) -> (..., O)."""
+class Fp8Kernels(WrittenKernels):
+    """The products of linear layers in FP8, while they learn."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
+        """x (..., I) -> (..., O)."""
         if not torch.is_grad_enabled():
-            # An evaluation measures what everybody computes who loads the checkpoint.
-            y = F.linear(x, self.weight.to(x.dtype))
-        else:
-            rows = x.flatten(0, -2)
-            missing = -len(rows) % MULTIPLE
-            padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-            y = _Fp8Product.apply(padded, self.weight)[: len(rows)].unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+            # An evaluation measures what the checkpoint computes for everybody who loads it.
+            return F.linear(x, weight.to(x.dtype))
+        rows = x.flatten(0, -2)
+        missing = -len(rows) % MULTIPLE
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        return _Fp8Product.apply(padded, weight)[: len(rows)].unflatten(0, x.shape[:-1])
+
+    def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
+        """The three products as one, with the results next to each other, which attention takes too."""
+        return self.product(x, weight, cast)
 
 
 def use_fp8(blocks: nn.Module) -> int:
-    """Have the large matrices of a model's blocks multiplied in FP8; returns how many they are."""
+    """Have the large matrices of a model's blocks multiplied in FP8; returns their number."""
+    kernels = Fp8Kernels(torch.bfloat16)
     count = 0
     for module in blocks.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, Linear):
             sides = (module.in_features, module.out_features)
             if min(sides) >= SMALLEST_SIDE and not any(side % MULTIPLE for side in sides):
-                # Another forward for the same module: its parameters, which FSDP may have sharded, stay what they are.
-                # A StackedLinear becomes one product with its results next to each other, which attention takes too.
-                module.__class__ = Fp8Linear
+                module.kernels = kernels
                 count += 1
     return count

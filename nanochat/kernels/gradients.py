@@ -1,13 +1,106 @@
-"""Operators of the model whose backward passes are written out: fewer passes over memory, and fewer launches, than by
-autograd's own. They have no second derivatives, and say so when they are asked for.
+"""Operators of the model whose backward passes are written out: fewer passes over memory, and fewer launches, than with
+autograd's. Queries and keys stay in one tensor. Second derivatives raise an error.
+
+Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from nanochat.gpt import Attention, Linear
+from nanochat.operators import TorchKernels
+
+
+class WrittenKernels(TorchKernels):
+    """torch's operators with gradients that are written out: the ground of the kernels of all devices."""
+
+    def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
+        return product(x, weight, cast)
+
+    def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Any:
+        return stacked_products(x, weight, cast)
+
+    def qkv_linear(self, has_equal_heads: bool) -> Any:
+        return StackedLinear if has_equal_heads else None
+
+    def queries_keys_values(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return joined_queries_keys_values(attention, x, cos, sin)
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return relu_squared(x)
+
+    def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return mix(x, first, a, b)
+
+
+# ---------------------------------------------------------------------- queries and keys in one tensor
+
+
+class StackedLinear(Linear):
+    """Three linear layers of one input and one shape: x (..., inputs) -> (2, ..., outputs) and (..., outputs).
+
+    Their products are one operator, and its results lie in memory one after the other. Next to each other, as columns
+    of a single product, they would be strided views, which operators of an NPU copy before they read them.
+    """
+
+    kernels: WrittenKernels
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kernels.stacked_products(x, self.weight, self.cast)
+
+
+def joined_queries_keys_values(
+    attention: Attention, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Attention.queries_keys_values`, where each operator on queries and keys is one call for both: half the launches.
+
+    Both are one tensor qk: (2, B, T, H, D) where the linear layer is a StackedLinear, (B, T, H + K, D) elsewhere.
+    """
+    c = attention.config
+    B, T, _ = x.shape
+    H = c.n_head
+    K = c.n_kv_head
+    D = c.head_dim
+    qkv = attention.qkv(x)
+    if isinstance(qkv, tuple):
+        qk = qkv[0].view(2, B, T, H, D)  # one after the other
+        v = qkv[1].view(B, T, K, D)
+    else:
+        qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # next to each other
+    if attention.lookback is not None:
+        qk = qk + attention.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
+    if c.qk_norm == "before_rotary":
+        qk = _normed(attention, qk)
+    # For the operator queries and keys are rows alike, each of as many tokens as there are angles: (2 B, T, H, D),
+    # (B, T, H + K, D), or with a cache, where B T tokens are one row, (2, B T, H, D) and (1, B T, H + K, D).
+    rows = qk.view(-1, cos.size(0), *qk.shape[-2:])
+    qk = attention.kernels.rotate(rows, cos, sin).view(qk.shape)
+    if c.qk_norm == "after_rotary":
+        qk = _normed(attention, qk)
+    q, k = _split(attention, qk)
+    return q, k, v
+
+
+def _normed(attention: Attention, qk: Tensor) -> Tensor:
+    assert attention.q_norm is not None and attention.k_norm is not None
+    # Without learned gains the two norms are the same function: one call does both.
+    if attention.q_norm.weight is None:
+        return attention.q_norm(qk)
+    q, k = _split(attention, qk)
+    normed = (attention.q_norm(q), attention.k_norm(k))
+    return torch.stack(normed) if qk.ndim == 5 else torch.cat(normed, dim=2)
+
+
+def _split(attention: Attention, qk: Tensor) -> Sequence[Tensor]:
+    return qk.unbind() if qk.ndim == 5 else qk.split((attention.config.n_head, attention.config.n_kv_head), dim=2)
+
+
+# ---------------------------------------------------------------------- operators
 
 
 def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend mac
 from torch import Tensor
 
 from nanochat.attention import Segments, cached_products
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import AdamWUpdate, TorchKernels, unfused_adamw
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
@@ -74,7 +75,7 @@ class _Rotate(torch.autograd.Function):
         return torch.ops.npu.npu_rotary_mul_backward(grads[0], grads[0], *ctx.saved_tensors)[0], None, None
 
 
-class NpuKernels(TorchKernels):
+class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
     static_shapes = True

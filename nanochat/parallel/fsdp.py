@@ -36,7 +36,7 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
             # Dropout must draw the same again. Nothing else in a block is random, and keeping the generators' states
             # would wait for the device.
             is_random = any(getattr(module, "dropout", 0) for module in block.modules())
-            block.forward = functools.partial(_recomputed, block, is_random)
+            block.recompute = functools.partial(_recomputed, is_random)
     if not layout.sharded:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # not on one process: see is_dtensor
@@ -62,8 +62,8 @@ def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: 
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
 
 
-def _recomputed(block: Any, is_random: bool, x: Any, value: Any, context: Any, compute: Callable[..., Any]) -> Any:
-    return checkpoint(compute, block, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
+def _recomputed(is_random: bool, compute: Callable[..., Any], *inputs: Any) -> Any:
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=is_random)
 
 
 def _require_means(device: Device) -> None:

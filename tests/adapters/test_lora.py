@@ -39,7 +39,8 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
-from nanochat.gpt import GPT, Linear, StackedLinear
+from nanochat.gpt import GPT, Linear
+from nanochat.kernels.gradients import StackedLinear
 from nanochat.parallel.fsdp import shard
 from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.serve.scheduler import Request, Scheduler

@@ -470,8 +470,8 @@ def test_a_command_prints_although_a_shell_exports_a_rank(monkeypatch):
     ("capability", "dtype", "name"),
     [
         ((8, 0), torch.bfloat16, "CudaKernels"),
-        ((7, 5), torch.bfloat16, "TorchKernels"),  # before Ampere
-        ((9, 0), torch.float32, "TorchKernels"),  # flash attention is for 16 bits
+        ((7, 5), torch.bfloat16, "WrittenKernels"),  # before Ampere
+        ((9, 0), torch.float32, "WrittenKernels"),  # flash attention is for 16 bits
     ],
 )
 def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, Attention, GPTConfig, Linear, StackedLinear
+from nanochat.gpt import GPT, Attention, GPTConfig, Linear
 from nanochat.kernels import gradients
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.gradients import mix
+from nanochat.kernels.gradients import StackedLinear, WrittenKernels, mix
 from nanochat.operators import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -297,8 +297,8 @@ def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
     """Their gradients too, to a rounding: a product of another width may add up in another order. Each is contiguous,
     and so is what backward computes."""
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
-    one = Linear(32, 96, bias=False)
-    three = StackedLinear(32, 96, bias=False)
+    one = Linear(32, 96, WrittenKernels())
+    three = StackedLinear(32, 96, WrittenKernels())
     three.load_state_dict(one.state_dict())
     inputs = [torch.randn(2, 5, 32).to(dtype).requires_grad_() for _ in range(2)]
     inputs[1].data = inputs[0].data

@@ -12,7 +12,7 @@ from test_scripts import call
 from tiny import lively_model, tiny_config
 
 from nanochat.cli import UserError
-from nanochat.operators import TorchKernels
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.run.probe import Probe, WatchedKernels, first_difference
 from nanochat.train import next_token_loss
 from scripts import probe as script
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAIN = str(ROOT / "tests/simnpu/chain.py")
 
 
-def recording(kernels: TorchKernels | None = None) -> list[dict[str, Any]]:
-    watched: Any = WatchedKernels(kernels or TorchKernels())
+def recording(kernels: WrittenKernels | None = None) -> list[dict[str, Any]]:
+    watched: Any = WatchedKernels(kernels or WrittenKernels())
     model = lively_model(tiny_config(), kernels=watched)
     tokens = torch.randint(100, (2, 17), generator=torch.Generator().manual_seed(0))
     probe = Probe(model)
@@ -33,7 +33,7 @@ def recording(kernels: TorchKernels | None = None) -> list[dict[str, Any]]:
     return probe.to_json()
 
 
-class Planted(TorchKernels):
+class Planted(WrittenKernels):
     """Kernels whose call number `number` of one operator is wrong."""
 
     def __init__(self, operator: str, number: int):
@@ -71,10 +71,10 @@ def test_a_wrong_kernel_is_found_at_its_layer(operator: str, number: int, expect
 def test_a_kernel_that_calls_another_is_read_as_one():
     """As on a device where it is one operator."""
 
-    class Fused(TorchKernels):
+    class Fused(WrittenKernels):
         def add_rms_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Any:
             x = x + added
-            return TorchKernels().rms_norm(x, weight, eps), x
+            return WrittenKernels().rms_norm(x, weight, eps), x
 
     readings = recording(Fused())
     assert first_difference(recording(), readings, 0.0) is None
@@ -91,7 +91,7 @@ def test_a_wrong_gradient_is_found_in_the_backward_pass():
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
             return 2 * grads[0]
 
-    class Kernels(TorchKernels):
+    class Kernels(WrittenKernels):
         def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             return super().rotate(Doubled.apply(x), cos, sin)  # type: ignore[arg-type]
 
@@ -101,7 +101,7 @@ def test_a_wrong_gradient_is_found_in_the_backward_pass():
 
 
 def test_values_that_are_not_finite_are_counted_and_hide_nothing():
-    class Broken(TorchKernels):
+    class Broken(WrittenKernels):
         def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             out = super().rotate(x, cos, sin)
             return torch.where(torch.arange(out.numel()).view(out.shape) < 3, torch.nan, out)
