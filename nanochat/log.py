@@ -1,11 +1,10 @@
-"""The output of a run: printing from rank 0 only, metrics.jsonl, trackers.
+"""The output of a run: printing from rank 0 only, and metrics.jsonl.
 
 Metrics are plain numbers; nothing here waits for a device. `step` counts from 0 and is the index of the
 optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
 """
 
 import datetime
-import importlib
 import json
 import math
 import os
@@ -17,8 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from nanochat import screen
-from nanochat.cli import UserError
+from nanochat import rooms, screen
 from nanochat.paths import base_dir, naming
 from nanochat.screen import duration
 from nanochat.untrusted import printable
@@ -120,7 +118,7 @@ class RunLog:
         total_steps: int,
         *,
         run: str | None = None,
-        trackers: str = "",  # names with commas between them
+        trackers: str = "",  # names with commas between them (run/trackers.py)
         config: Metrics | None = None,
         rank: int = 0,
         start_step: int = 0,
@@ -136,7 +134,9 @@ class RunLog:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers = _start_trackers(trackers, run or f"{stage}-{folder.name}", folder, dict(config or {}))
+        if trackers:
+            start_trackers = rooms.find("attendants", "track")
+            self._trackers = start_trackers(trackers, run or f"{stage}-{folder.name}", folder, dict(config or {}))
         self._path = folder / "metrics.jsonl"
         _keep_steps_before(self._path, start_step)
         self._file = self._path.open("a", encoding="utf-8")
@@ -282,64 +282,3 @@ def _keep_steps_before(path: Path, start_step: int) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text("".join(kept), encoding="utf-8")
     unfinished.replace(path)
-
-
-# ---------------------------------------------------------------------- trackers
-# Optional, each imported when it is requested.
-
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
-
-
-def check_trackers(trackers: str) -> list[str]:
-    """The names in `--track`.
-
-    Raises UserError: when one is unknown, or not installed where rank 0 runs.
-    """
-    names = [name.strip() for name in trackers.split(",") if name.strip()]
-    for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
-        if int(os.environ.get("RANK", "0")) == 0:
-            try:
-                importlib.import_module(TRACKERS[name])
-            except ImportError as error:
-                raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
-    return names
-
-
-def _start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Start each tracker; one that fails does not stop the run."""
-    started = {}
-    for name in check_trackers(trackers):
-        try:
-            started[name] = _start_tracker(name, run, folder, config)
-        except Exception as error:
-            warn(f"tracker {name} did not start; the run continues without it: {error!r}")
-    return started
-
-
-def _start_tracker(name: str, run: str, folder: Path, config: dict[str, Any]) -> Any:
-    """An object with `log(metrics, step=...)` and `finish()`."""
-    if name == "wandb":
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        return wandb.init(project="nanochat", name=run, config=config, dir=str(folder))
-    if name == "swanlab":
-        import swanlab  # pyright: ignore[reportMissingImports]
-
-        swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
-        return swanlab
-    return _TensorBoard(run, folder, config)
-
-
-class _TensorBoard:
-    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
-        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
-
-        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
-        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
-        self.finish = self.writer.close
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        for key, value in metrics.items():
-            self.writer.add_scalar(key, value, step)

@@ -27,6 +27,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "profile": "nanochat.run.profiling:Recorder",
         "compile": "nanochat.run.compiling:compile_model",
         "dry_run": "nanochat.run.memory:begin",
+        "check_track": "nanochat.run.trackers:check_trackers",
+        "track": "nanochat.run.trackers:start_trackers",
     },
     # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py.
     "folders": {

@@ -18,7 +18,7 @@ from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
 from nanochat.gpt import GPT
-from nanochat.log import check_trackers, print0, warn
+from nanochat.log import print0, warn
 from nanochat.mixture import EpochMixture, Mixture
 from nanochat.optim import Optimizer
 from nanochat.parallel.mesh import Layout, lay_out
@@ -56,7 +56,8 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
 
     Raises UserError: when the device is not there or cannot train, or the processes' flags contradict each other.
     """
-    check_trackers(config.track)
+    if config.track:
+        rooms.find("attendants", "check_track")(config.track)
     if config.run and not config.track:
         warn(f"--run {config.run} names the run at a tracker, and there is none: add --track, or leave --run out")
     if config.model_tag is not None:

@@ -1,0 +1,71 @@
+"""`--track` of the training scripts: the numbers of a run go to services and viewers as well.
+
+Each tracker is optional, and imported when it is requested. One that fails never stops a run.
+"""
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat.cli import UserError
+from nanochat.log import warn
+
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
+
+
+def check_trackers(trackers: str) -> list[str]:
+    """The names in `--track`.
+
+    Raises UserError: when one is unknown, or not installed where rank 0 runs.
+    """
+    names = [name.strip() for name in trackers.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--track {name!r} is unknown: use {', '.join(TRACKERS)}, with commas between several")
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                importlib.import_module(TRACKERS[name])
+            except ImportError as error:
+                raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
+    return names
+
+
+def start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Start each tracker; one that fails does not stop the run."""
+    started = {}
+    for name in check_trackers(trackers):
+        try:
+            started[name] = _start_tracker(name, run, folder, config)
+        except Exception as error:
+            warn(f"tracker {name} did not start; the run continues without it: {error!r}")
+    return started
+
+
+def _start_tracker(name: str, run: str, folder: Path, config: dict[str, Any]) -> Any:
+    """An object with `log(metrics, step=...)` and `finish()`."""
+    if name == "wandb":
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        return wandb.init(project="nanochat", name=run, config=config, dir=str(folder))
+    if name == "swanlab":
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
+        return swanlab
+    return _TensorBoard(run, folder, config)
+
+
+class _TensorBoard:
+    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
+        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
+
+        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
+        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
+        self.finish = self.writer.close
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)
