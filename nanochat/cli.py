@@ -162,6 +162,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
 def _optional_flags() -> contextlib.AbstractContextManager[None]:
     """While this is active, `--help` shows `--step INT` for a field that may be None; tyro's own is `{None}|INT`."""
+    # tyro has no marker for this. A rule of its registry decides how values of a type are read and shown.
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
     registry = ConstructorRegistry()
@@ -183,20 +184,21 @@ def _optional_flags() -> contextlib.AbstractContextManager[None]:
     return registry
 
 
-# Python's words for a text that is no number, and ours.
-NO_NUMBER = (
-    (r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number"),
-    (r"could not convert string to float: ('.*?')", r"\1 is no number"),
+# Python's words for a text that is not a number, and ours.
+NOT_A_NUMBER = (
+    (r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is not a whole number"),
+    (r"could not convert string to float: ('.*?')", r"\1 is not a number"),
 )
 
 
 def _without_frame(text: str) -> str:
     """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
+    # tyro prints such a message and exits: it has no call that returns the text, and no option that leaves the box out.
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
     text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
     sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
-    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # of its own UserError
-    for python, plain in NO_NUMBER:
+    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # of a UserError in a config
+    for python, plain in NOT_A_NUMBER:
         sections = [re.sub(python, plain, section) for section in sections]
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
@@ -287,7 +289,7 @@ def _explain(error: BaseException) -> str | None:
         if line:
             return line
     cause: BaseException | None = error
-    while cause is not None:  # torch imports an accelerator's package by itself and hides why that failed
+    while cause is not None:  # torch imports an accelerator's package, and hides why that failed
         missing = re.search(r"\S+\.so\S*(?=: cannot open shared object file)", str(cause))
         if missing:
             return (

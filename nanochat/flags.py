@@ -40,7 +40,7 @@ class TrainFlags:
     # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
     optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # of running means; bfloat16: half, but rounded
     offload_optimizer: bool = False  # keep the optimizer's state in main memory; each step copies it there and back
-    hang_seconds: Positive = 600  # when a rank makes no progress for so long, every rank ends and names it
+    hang_seconds: Positive = 600  # a rank that makes no progress for this long ends the run, which names it
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
@@ -118,7 +118,7 @@ class StageFlags(SourceFlags):
 
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
-    bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
+    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
@@ -126,20 +126,20 @@ class StageFlags(SourceFlags):
 
 @dataclass(frozen=True)
 class ChatFlags(StageFlags):
-    """The flags of SFT, DPO and RL, which can train adapters alone (nanochat/adapters/lora.py)."""
+    """The flags of SFT, DPO and RL, which can train only adapters (nanochat/adapters/lora.py)."""
 
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    # With adapters its default is this. Good rates for them are about ten times those of full fine-tuning, at any rank
+    # The default with adapters. Good rates for them are about ten times those of full fine-tuning, at any rank
     # (source: Schulman et al. 2025, LoRA Without Regret); the one of SFT is QLoRA's (source: Dettmers et al. 2023).
     adapter_rate: ClassVar[float] = 2e-4
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
-    lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train adapters of this rank alone; 0: the model itself
-    lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # they are multiplied by alpha / rank
-    lora_rslora: Frozen[bool] = False  # by alpha / sqrt(rank), for ranks of 64 and more
-    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of what an adapter reads, in training
+    lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train only adapters of this rank; 0: the model itself
+    lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # adapters are multiplied by alpha / rank
+    lora_rslora: Frozen[bool] = False  # multiply by alpha / sqrt(rank), for ranks of 64 and more
+    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of an adapter's input, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
 
@@ -157,14 +157,14 @@ class ChatFlags(StageFlags):
 
     @property
     def adamw_rate(self) -> float | None:
-        """The rate at which AdamW trains; None: the rates by the rules, of Muon."""
+        """The rate of AdamW; None: Muon trains, at the rates by rule."""
         if self.learning_rate is None and self.lora_rank:
             return self.adapter_rate
         return self.learning_rate
 
     @property
     def largest_norm(self) -> float | None:
-        """What `train_step` clips gradients to; None: it does not."""
+        """The norm to which `train_step` clips gradients; None: it does not."""
         # Trainers of models from elsewhere clip to 1, and so do their recipes. Muon's updates have one size, however
         # large the gradient is.
         default = 0.0 if self.adamw_rate is None else 1.0
@@ -179,8 +179,8 @@ class EpochFlags(ChatFlags):
     # horizon and batch
     num_iterations: Positive = 200  # steps
     num_epochs: Epochs | None = None  # instead of --num_iterations: every example of --tasks comes once an epoch
-    # What elsewhere is batch size x gradient accumulation x devices.
-    target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as it takes
+    # Elsewhere: batch size x gradient accumulation x devices.
+    target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as needed
     val_share: Frozen[Share | None] = None  # held out of a file that has no test split; default: 0.1
     # optimizer
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all

@@ -208,7 +208,7 @@ class RunLog:
         return None
 
     def _note(self, values: Metrics) -> str:
-        """The numbers beside the bar: `loss 3.2141  12,345 tok/s`; where there is a reward, it counts more."""
+        """The numbers next to the bar: `loss 3.2141  12,345 tok/s`; a reward counts more than the loss."""
         parts = []
         name = "reward" if values.get("reward") is not None else "loss"
         if values[name] is not None:

@@ -65,7 +65,7 @@ class Attendant:
         return 0.0
 
     def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
-        """Within it the run does not train but does this. It may stand still for `seconds`."""
+        """Within it the run does this instead of training, and may make no progress for `seconds`."""
         return contextlib.nullcontext()
 
 
@@ -213,7 +213,7 @@ class Run:
         self.due = Due(config, self.saver, steps)
         self.meter = Meter(self.progress, start.device, token_flops)
         self.stop = Stop(start.device, self.progress.step)
-        self.failure = ""  # why the run ends early, where it was no signal
+        self.failure = ""  # why the run ends early, unless by a signal
         self.attendants: list[Attendant] = []
 
     def compile(
@@ -279,9 +279,9 @@ class Run:
         self.meter.restart()
         while True:
             if self.progress.step - self.first_step == FREEZE_AFTER:
-                # Python's collector of garbage now and then looks through every object that it knows of, 300,000 after
-                # the imports, on each rank at another moment, and all ranks wait for the one that does. What is loaded
-                # now stays, so it need not look there (docs/measurements.md).
+                # Python's garbage collector now and then visits every object, 300,000 after the imports. Each rank does
+                # it at another moment, and all ranks wait. What is loaded now stays, so the collector can skip it
+                # (docs/measurements.md).
                 gc.collect()
                 gc.freeze()
             yield self.progress.step
@@ -291,15 +291,17 @@ class Run:
             self.due.stopped = self.due.stopped or self.stop.boundary(self.progress.step)
 
     def should_stop(self) -> bool:
-        """Whether a signal requests a stop: long work calls it at every batch. Where the model is sharded, ranks must
-        make equally many forward passes, so that it is a collective there."""
+        """Whether a signal requests a stop; long work calls it at every batch. Ranks of a sharded model must make
+        equally many forward passes, so there it is a collective."""
         stopping = self.stop.should_stop()
         return self.stop.agree(stopping) if self.start.layout.sharded else stopping
 
     @contextlib.contextmanager
     def interruptible(self, phase: str) -> Iterator[None]:
-        """Long work that a signal may end with Interrupted: the run is stopped then, and the block's rest left out. So
-        it is where the work has failed on any rank; `finish` then raises the reason."""
+        """Long work that a signal may end with Interrupted: the run then stops, and skips the rest of the block.
+
+        The run also stops where the work has failed on any rank; `finish` then raises the reason.
+        """
         try:
             with self.phase(phase), user_code.failures():
                 yield
@@ -310,7 +312,7 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Report to the attendants that the run does not train but does this, which may stand still for `seconds`."""
+        """Report to the attendants what the run does instead of training, maybe without progress for `seconds`."""
         with contextlib.ExitStack() as stack:
             for attendant in self.attendants:
                 stack.enter_context(attendant.phase(name, seconds))

@@ -21,7 +21,7 @@ SCRIPTS = {
     "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_rm", "dpo": "chat_dpo", "rl": "chat_rl",
 }  # fmt: skip
 TRAINING_SCRIPTS = {*SCRIPTS.values(), "continue_train"}  # which makes a base model of another one
-# Those of a chat model: reward models judge replies and write none.
+# The stages of a chat model. A reward model judges replies, and writes none.
 STAGES = {stage: script for stage, script in SCRIPTS.items() if stage != "rm"}
 
 
@@ -83,7 +83,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-_locks: dict[Path, IO[str]] = {}  # those that this process holds
+_locks: dict[Path, IO[str]] = {}  # held by this process
 
 
 def lock(folder: Path, flag: str = "--model_tag") -> None:
@@ -116,7 +116,7 @@ def lock(folder: Path, flag: str = "--model_tag") -> None:
 def open_lock(path: Path) -> IO[str]:
     """Open a file for `flock`, made where it is missing.
 
-    Raises UserError: when it is a link, which would let whoever planted it choose a file for us to overwrite.
+    Raises UserError: when it is a link: its author would choose a file for us to overwrite.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

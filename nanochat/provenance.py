@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache  # it reads the metadata of every package
 def versions() -> dict[str, str]:
-    """Of Python, nanochat and torch, with the package that torch needs for an accelerator; nothing is imported."""
+    """The versions of Python, nanochat and torch, and of torch's package for an accelerator; nothing is imported."""
     found = {"Python": platform.python_version()}
     for package in metadata.distributions():
         name = package.metadata["Name"] or ""

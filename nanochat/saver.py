@@ -114,7 +114,7 @@ def resume(
     """Load the weights, optimizer and generators of a folder's newest whole checkpoint.
 
     Returns the run's progress and the loader's state of every rank that saved; a new progress and no state where
-    there is no checkpoint yet. `steps` is where the run is to end, `meta` what it will save about itself.
+    no checkpoint is there yet. `steps` is where the run will end, `meta` what it will save about itself.
     Raises UserError: when anything of this is not as in the checkpoint, or when no checkpoint is whole.
     """
 

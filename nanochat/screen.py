@@ -6,8 +6,8 @@
         replies.done += 1
     phase("loading torch")                         # no bar, but words and their seconds, until the next phase
 
-`cli.run` opens a screen for the scripts that want one. Without a screen, such as in somebody's own Python or in the
-server, all of these show nothing. What is printed while bars are shown appears above them.
+`cli.run` opens a screen for the scripts that want one. Without a screen, as in a notebook or in the server, all
+of these show nothing. What is printed while bars are shown appears above them.
 
 Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports what is going on after
 HEARTBEAT_SECONDS without any other line, and again after twice and four times as long, so that a log stays short.
@@ -38,7 +38,7 @@ class Bar:
     """Something that takes long. A loop sets its fields, which costs nothing: the screen reads them when it draws."""
 
     text: str
-    total: float | None = None  # None: nobody knows how much there is to do
+    total: float | None = None  # None: the amount of work is unknown
     done: float = 0
     note: str = ""  # what else there is to show, such as the loss
     is_run: bool = False  # a training run: shown at once, and without the seconds since it began
@@ -65,11 +65,11 @@ class Bar:
 
 
 class Screen:
-    """Shows the bars of a command from a thread of its own, the outermost bar first."""
+    """Shows the bars of a command in a thread, the outermost bar first."""
 
     def __init__(self, is_terminal: bool):
         self.bars: list[Bar] = []
-        self.phase = Bar("starting")  # shown where there is no bar
+        self.phase = Bar("starting")  # shown while no bar is
         self.printed = time.monotonic()  # when the command printed its last line
         self._closed = threading.Event()
         self._live: Any = self._draw() if is_terminal else None
@@ -116,7 +116,7 @@ class Screen:
             redirect_stderr=sys.stderr.isatty(),
         )  # fmt: skip
         live.start()
-        console.show_cursor(True)  # a process that is killed could not bring it back
+        console.show_cursor(True)  # a killed process could not show it again
         return live
 
     def _render(self) -> Any:
@@ -174,19 +174,19 @@ def has_bars() -> bool:
 
 
 def printed() -> None:
-    """A line was printed: there is no need for a heartbeat."""
+    """A line was printed: a heartbeat can wait."""
     if _screen is not None:
         _screen.printed = time.monotonic()
 
 
 def phase(text: str) -> None:
-    """What the command does from here on, outside of all bars; "" for what shows itself, such as another program."""
+    """Name what the command does from here on, outside of all bars; "": a program that shows its own progress."""
     if _screen is not None:
         _screen.phase = Bar(text)
 
 
 def begin(text: str, total: float | None = None, **fields: Any) -> Bar:
-    """Show a bar until `end`; `fields` are those of Bar."""
+    """Show a bar until `end`; `fields` are fields of Bar."""
     one = Bar(text, total, **fields)
     if _screen is not None:
         _screen.bars.append(one)

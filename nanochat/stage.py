@@ -42,12 +42,12 @@ class Start:
     # What the model has read: data, tokens and batch_tokens of the base model, conversations of mid-training and SFT.
     pretraining: dict[str, Any] = dataclasses.field(default_factory=lambda: {"data": "", "tokens": 0})
     source: Path | None = None  # the checkpoint it began from
-    tasks: list[str] = dataclasses.field(default_factory=list)  # those that the source has learned
-    # How its replies are to be drawn.
+    tasks: list[str] = dataclasses.field(default_factory=list)  # that the source has learned
+    # How to draw its replies.
     sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
-    reference_source: Path | None = None  # its checkpoint; another one's of a teacher
-    adapter: dict[str, Any] | None = None  # of a model that trains adapters alone: their settings and their base
+    reference_source: Path | None = None  # the reference's checkpoint; a teacher has another one
+    adapter: dict[str, Any] | None = None  # where only adapters are trained: their settings and their base
     ledger: Any = None  # of --dry_run: the model has no weights, and everything is counted (run/memory.py)
 
 
@@ -59,7 +59,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     if config.track:
         rooms.find("attendants", "check_track")(config.track)
     if config.run and not config.track:
-        warn(f"--run {config.run} names the run at a tracker, and there is none: add --track, or leave --run out")
+        warn(f"--run {config.run} names the run at a tracker, and no tracker is set: add --track, or leave --run out")
     if config.model_tag is not None:
         safe_tag(config.model_tag)
     device = devices.init(config.device, config.dtype, config.deterministic)
@@ -80,7 +80,7 @@ def begin(
 
     `with_reference` also keeps a frozen copy of its model, for losses that compare with it; `teacher` is the source of
     another model in its place. `with_scalar_head` gives the model a scalar head, of zeros where the source has none.
-    Raises UserError: when there is no such checkpoint, or it is damaged, or the teacher reads other tokens.
+    Raises UserError: when the checkpoint is missing or damaged, or the teacher reads other tokens.
     """
     began = time.time()
     device, layout = open_device(config)
@@ -167,11 +167,11 @@ class Horizon:
     steps: int
     examples: int  # per step
     first: int = 0  # number of the run's first example
-    epoch: int = 0  # examples in an epoch, whose last step has those that are left; 0: there are no epochs
+    epoch: int = 0  # examples in an epoch, whose last step has the rest; 0: without epochs
 
     @classmethod
     def of(cls, config: EpochFlags, mixture: Mixture, first: int = 0) -> "Horizon":
-        """That of --num_iterations or --num_epochs; of the latter, an epoch is all of the mixture."""
+        """The horizon that --num_iterations or --num_epochs sets. An epoch is all of the mixture."""
         examples = config.target_examples_per_step
         if config.num_epochs is None:
             return cls(config.num_iterations, examples, first)
@@ -192,7 +192,7 @@ class Horizon:
 
 
 def open_optimizer(config: ChatFlags, start: Start, rates: Rates) -> tuple[Optimizer, float]:
-    """The optimizer of SFT, DPO or RL, and its peak rate for the log: that of AdamW, or of Muon's matrices."""
+    """The optimizer of SFT, DPO or RL, and its peak rate for the log: AdamW's, or Muon's for matrices."""
     clipping = ""
     if config.largest_norm is not None:
         clipping = f"; gradients are clipped to a norm of {config.largest_norm:g}"

@@ -1,7 +1,7 @@
 """The store in which the processes of a job find each other: a server of keys and values, with no password.
 
-Each process writes its address there and reads the others'; later they agree there on when to stop. Whoever reaches
-the port can write, too. On one host the store listens on 127.0.0.1, which other hosts cannot reach.
+Each process writes its address there and reads the others'; later they agree there on when to stop. Any process
+that reaches the port can write. On one host the store listens on 127.0.0.1, which other hosts cannot reach.
 """
 
 import os
@@ -37,7 +37,7 @@ def connect(timeout: timedelta, port: int | None = None) -> TCPStore:
 
 
 def serve(timeout: timedelta, port: int = 0) -> TCPStore:
-    """A store in this process, for the processes of this host alone; port 0: any that is free."""
+    """A store in this process, only for the processes of this host; port 0: any free one."""
     # torch listens on every network interface, unless it is handed a socket that listens already.
     listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
@@ -48,7 +48,7 @@ def serve(timeout: timedelta, port: int = 0) -> TCPStore:
 
 def is_open_to_others(port: int) -> bool:
     """Whether something listens at this port on every address of this host."""
-    # 127.0.0.2 is this host as well. Nothing listens there by itself, so that what answers listens everywhere.
+    # 127.0.0.2 is this host as well. A server that answers there listens on every address.
     try:
         socket.create_connection(("127.0.0.2", port), timeout=1).close()
     except OSError:

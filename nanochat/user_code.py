@@ -1,6 +1,6 @@
-"""Code of the user's own that a flag names: `file.py:NAME`, a function or a class.
+"""Code of the user that a flag names: `file.py:NAME`, a function or a class.
 
-It runs with the rights of whoever starts the command, like a script: name only files that you would run yourself.
+It runs with the user's rights, like a script: name only files that you would run yourself.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _files: set[str] = set()  # that have been loaded
 def load(flag: str, place: str) -> Any:
     """What `file.py:NAME` is. A file runs once, and may import its neighbours.
 
-    Raises UserError: when there is no such file or name, or the file fails; `flag` is for the message.
+    Raises UserError: when the file or the name is missing, or the file fails; `flag` is for the message.
     """
     match = PLACE.fullmatch(place)
     assert match is not None
     path = Path(match["path"]).expanduser().resolve()
     if not path.is_file():
-        raise UserError(f"{flag} {place}: there is no file {match['path']} here")
-    name = f"user code {path}"  # of no other module
+        raise UserError(f"{flag} {place}: no file {match['path']} here")
+    name = f"user code {path}"  # not the name of any other module
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

@@ -99,7 +99,7 @@ def main(config: Config) -> None:
     for split, corpus in zip(("train", "val"), corpora, strict=True):
         phase(f"reading the {split} text")
         bits = []
-        for part in parts_of(corpus):  # those of a mixture one by one
+        for part in parts_of(corpus):  # the corpora of a mixture, one by one
             rows = validation_rows(part.corpus, tokenizer, context, math.ceil(part.weight * config.eval_tokens))
             bits.append(
                 bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: whole conversations, packed, with a loss on what the assistant says alone.
+"""Supervised fine-tuning: whole conversations, packed, with a loss only on what the assistant says.
 
 python -m scripts.chat_sft --device_batch_size=4
 

@@ -790,7 +790,7 @@ def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatc
 def test_a_name_for_a_tracker_that_is_not_there_warns(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=1", "--run=mine")
     out, err = capsys.readouterr()
-    assert "warning: --run mine names the run at a tracker, and there is none: add --track" in err
+    assert "warning: --run mine names the run at a tracker, and no tracker is set: add --track" in err
     assert "done: 1 step, " in out and "horizon: 1 step of" in out
 
 

@@ -1,8 +1,8 @@
 """A model whose blocks torch.compile has compiled, and the time that takes.
 
-Blocks are alike: what is compiled for one runs all. Compiled by itself, each hands its gradients on before the block
-below it begins its backward pass, and FSDP gathers and frees the weights of one block at a time. What is outside of the
-blocks stays eager: a few operators, and the loss (cross_entropy.py).
+Blocks are alike: a program that is compiled for one runs all. Each is compiled separately, so it passes its gradients
+on before the block below it begins its backward pass, and FSDP gathers and frees the weights of one block at a time.
+What is outside of the blocks stays eager: a few operators, and the loss (cross_entropy.py).
 """
 
 import time
@@ -80,7 +80,7 @@ def compile_blocks(
     """A model as `Device.compile` decides, and what was decided. It is compiled for tokens of one `shape` (rows,
     tokens); for others, as packed micro-batches have them, it stays eager. None: there is one shape.
 
-    Raises UserError: when `mode` is "on" and there is no compiler.
+    Raises UserError: when `mode` is "on" and the compiler is missing.
     """
     compute, how = device.compile(Block.compute, mode, run_flops)
     return (model if compute is Block.compute else CompiledBlocks(model, compute, shape)), how
@@ -90,7 +90,7 @@ class CompiledBlocks:
     """A model as a function of what it takes, with compiled blocks. The model itself stays eager."""
 
     def __init__(self, model: GPT, compute: Any, shape: Sequence[int] | None):
-        # Under the name that torch.compile's own wrapper has it by, where `unwrapped` of parallel/fsdp.py looks for it.
+        # The name in torch.compile's own wrapper, where `unwrapped` of sharding.py looks for the model.
         self._orig_mod = model
         self._compute = compute
         self._shape = None if shape is None else torch.Size(shape)
@@ -108,8 +108,8 @@ class CompiledBlocks:
         try:
             # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another
             # program, which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
-            # (docs/measurements.md). With one program a policy and its reference, or an earlier policy, differ by their
-            # weights alone.
+            # (docs/measurements.md). With one program a policy and its reference, or an earlier policy, differ only by
+            # their weights.
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)
         finally:

@@ -3,9 +3,9 @@
     python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12
 
 It takes torchrun's flags, such as `--max_restarts=3`, and differs in the rendezvous, where the processes of a job learn
-each other's addresses. torchrun's own listens on every network interface without a password, and that of
-`--standalone` also unpickles what it is sent: whoever reaches the port can run any program. This one listens on
-127.0.0.1 at a free port and unpickles nothing.
+each other's addresses. torchrun's own listens on every network interface without a password, and with
+`--standalone` it also unpickles what it is sent: any process that reaches the port can run any program. This one
+listens on 127.0.0.1 at a free port and unpickles nothing.
 """
 
 import sys

@@ -3,8 +3,8 @@
 The run's own code makes its model and its optimizer and takes one step, on tensors that have a shape, a dtype and a
 device but no data (torch's FakeTensorMode): nothing is computed, and a model of any size fits. What is counted is every
 storage, from the operator that returns it until Python drops it, in the blocks of 512 bytes that allocators round to.
-So there is no formula that could age, and every option of a run is in the count. Left out is what operators take inside
-of themselves, what lies unused between an allocator's blocks, and the device's runtime. torch.compile usually takes
+So no formula can become wrong, and every option of a run is in the count. The count leaves out the memory inside of
+operators, what lies unused between an allocator's blocks, and the device's runtime. torch.compile usually takes
 less: the step that is counted is eager.
 
 The tests compare the count with the peak of a device's own allocator: they are within 2%
@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
-        """FSDP frees and reuses what it gathers by a storage's `resize_`, which is no operator."""
+        """FSDP frees and reuses what it gathers by `resize_` of a storage, which no mode sees."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:

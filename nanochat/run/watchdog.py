@@ -61,7 +61,7 @@ class Watchdog(Attendant):
         self._start = step
         self._passed = step
         self._host = socket.gethostname()
-        self._phase = ("training", 0.0)  # and the seconds that it may stand still
+        self._phase = ("training", 0.0)  # and the seconds that it may last without progress
         # What it has seen of the others: the newest value of each thing, and since when it has it.
         self._seen: dict[str, tuple[Any, float]] = {}
         # Its own threads, and their clock. The clock does not count time in which this process itself was stopped: the
@@ -103,7 +103,7 @@ class Watchdog(Attendant):
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Name what the run does instead of training. It may stand still for `seconds` where that is longer than
+        """Name what the run does instead of training. It may make no progress for `seconds`, where that is longer than
         `hang_seconds`."""
         before = self._phase
         self._phase = (name, seconds)

@@ -108,8 +108,8 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
         (["--share=1.1"], "--share 1.1: at most 1"),
         (["--share=nan"], "at least 0"),
         (["--top_p=0"], "--top_p 0.0: above 0"),
-        (["--seed=1.5"], "Error parsing --seed: '1.5' is no whole number; "),
-        (["--ratio=x"], "Error parsing --ratio: 'x' is no number; "),
+        (["--seed=1.5"], "Error parsing --seed: '1.5' is not a whole number; "),
+        (["--ratio=x"], "Error parsing --ratio: 'x' is not a number; "),
         (["--ratio=inf"], ""),  # no range, no limit
     ],
 )
