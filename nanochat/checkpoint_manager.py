@@ -34,10 +34,10 @@ from nanochat.cli import UserError
 from nanochat.collectives import decide_on_rank_zero, gather_values
 from nanochat.device import Device
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
+from nanochat.layout import Layout
 from nanochat.log import warn
 from nanochat.model_folder import Weights
 from nanochat.optim import Optimizer
-from nanochat.parallel.mesh import Layout
 from nanochat.scaling import ContextMethod, with_context
 from nanochat.sharding import fill, held_rows, local, trained_parameters, whole_weights
 from nanochat.storage import load_whole

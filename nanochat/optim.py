@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nanochat.collectives import all_gather, reduce_scatter
+from nanochat.layout import Layout
 from nanochat.operators import AdamWUpdate, TorchKernels, split_like
-from nanochat.parallel.mesh import Layout
 from nanochat.sharding import local
 
 # Polar Express: a polynomial a x + b x^3 + c x^5 a step, each the best one for what the steps before have left.

@@ -53,6 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     # A model on several processes.
     "layouts": {
+        "several processes": "nanochat.parallel.mesh:lay_out_ranks",
         "shard": "nanochat.parallel.fsdp:shard",
     },
     # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.

@@ -18,10 +18,10 @@ from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
 from nanochat.gpt import GPT
+from nanochat.layout import Layout, lay_out
 from nanochat.log import print0, warn
 from nanochat.mixture import EpochMixture, Mixture
 from nanochat.optim import Optimizer
-from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.paths import SCRIPTS, safe_tag
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.scaling import Rates

@@ -18,8 +18,8 @@ from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
+from nanochat.layout import Layout, lay_out
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
-from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.scaling import Rates
 from nanochat.screen import track
 from nanochat.sharding import synchronize_gradients, unwrapped

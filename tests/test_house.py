@@ -16,23 +16,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What the core still imports from rooms: file -> rooms. The list may only shrink; the aim is an empty one.
 LEAKS: dict[str, set[str]] = {
-    "nanochat/checkpoint_manager.py": {"parallel"},
     "nanochat/losses.py": {"alignment"},
-    "nanochat/optim.py": {"parallel"},
     "nanochat/rollout.py": {"alignment"},
-    "nanochat/stage.py": {"parallel"},
-    "nanochat/train.py": {"parallel"},
 }
 
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
-    "base_train": 10891,
-    "mid_train": 10849,
-    "chat_sft": 10728,
-    "chat_dpo": 10895,
-    "chat_rl": 15060,
-    "chat_cli": 8575,
+    "base_train": 10880,
+    "mid_train": 10838,
+    "chat_sft": 10717,
+    "chat_dpo": 10884,
+    "chat_rl": 15049,
+    "chat_cli": 8564,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

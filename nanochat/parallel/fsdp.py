@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.cli import UserError
 from nanochat.collectives import reduce_scatter
 from nanochat.device import Device
-from nanochat.parallel.mesh import Layout
+from nanochat.layout import Layout
 
 
 def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:

@@ -32,8 +32,8 @@ from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
+from nanochat.layout import lay_out
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.parallel.mesh import lay_out
 from nanochat.sharding import whole_weights
 from nanochat.storage import load_whole
 from nanochat.train_service.losses import TokenLoss, find_loss

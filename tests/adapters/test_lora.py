@@ -41,8 +41,8 @@ from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.gradients import StackedLinear
+from nanochat.layout import Layout, lay_out
 from nanochat.parallel.fsdp import shard
-from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.sharding import fill, whole
 from nanochat.train import make_adamw, next_token_loss, train_step

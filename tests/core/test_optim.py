@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from nanochat import optim
 from nanochat.device import Device
+from nanochat.layout import Layout, lay_out
 from nanochat.operators import TorchKernels, unfused_adamw
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
-from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.sharding import whole
 
 ONE = torch.ones(())

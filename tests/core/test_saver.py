@@ -30,10 +30,10 @@ from nanochat.checkpoint_manager import clean_up, load_training
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.flags import TrainFlags
+from nanochat.layout import lay_out
 from nanochat.loader import Loader, LoaderState
 from nanochat.model_folder import newest, steps
 from nanochat.parallel.fsdp import shard
-from nanochat.parallel.mesh import lay_out
 from nanochat.saver import resume
 from nanochat.scaling import Rates
 from nanochat.stage import Start

@@ -17,7 +17,7 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine, SamplingParams
 from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.parallel.mesh import lay_out
+from nanochat.layout import lay_out
 from nanochat.sharding import whole_weights
 from nanochat.tokenizer import EXPORTED_NAME
 from nanochat.train import make_adamw, next_token_loss, train_step

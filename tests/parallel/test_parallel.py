@@ -31,9 +31,9 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Block, GPTConfig
+from nanochat.layout import Layout, lay_out
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.fsdp import shard
-from nanochat.parallel.mesh import Layout, lay_out
 from nanochat.run.compiling import CompiledBlocks, compile_blocks
 from nanochat.sharding import local, unwrapped, whole, whole_weights
 from nanochat.storage import load_whole

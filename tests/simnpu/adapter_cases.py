@@ -19,11 +19,11 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.kernels import npu
+from nanochat.layout import lay_out
 from nanochat.losses import masked_loss
 from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
 from nanochat.parallel.fsdp import shard
-from nanochat.parallel.mesh import lay_out
 from nanochat.run.memory import begin as begin_ledger
 from nanochat.run.memory import full_rows
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step

@@ -14,9 +14,9 @@ from tiny import tiny_config
 
 from nanochat import device as devices
 from nanochat.gpt import GPT
+from nanochat.layout import lay_out
 from nanochat.optim import StateFormat
 from nanochat.parallel.fsdp import shard
-from nanochat.parallel.mesh import lay_out
 from nanochat.sharding import local
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
