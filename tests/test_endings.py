@@ -4,8 +4,6 @@ long one does not grow.
 `NANOCHAT_TRIALS=20 pytest -m soak tests/test_endings.py -k signal` is the long form.
 """
 
-import hashlib
-import json
 import os
 import random
 import re
@@ -18,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import ROOT, environment, lasting, running, sha256, until_gone, wait_for, workers_of
 from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
-from tiny import is_running, run_command
+from tiny import run_command
 
 from nanochat import model_folder
 from nanochat.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = {"base": 40, "sft": 24, "dpo": 16, "rl": 8}
 MIDWAY = "step_000024"
 RUN = (
@@ -71,50 +69,13 @@ def undisturbed(base: Path, ranks: int, stage: str, *flags: str) -> None:
         run_command(script_of(stage), *flags, ranks=ranks)
 
 
-def environment(base: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
-
-
-def start(base: Path, arguments: list[str]) -> tuple[subprocess.Popen, Path]:
-    """A run whose output goes to a file; Ctrl-C is not ignored, as it would be behind a shell's &."""
-    output = base.with_suffix(".txt")
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment(base), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-    return process, output
-
-
-def wait_for(output: Path, pattern: str, process: subprocess.Popen, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not re.search(pattern, output.read_text(), re.MULTILINE):
-        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-        time.sleep(0.02)
-
-
 TAGS = {"base": "d1", "sft": "run", "dpo": "run", "rl": "run"}
 
 
 def result(base: Path, stage: str = "base") -> tuple[str, list[dict[str, Any]]]:
     """The sha256 of the final weights, and what was logged that does not depend on time."""
-    weights = base / f"checkpoints/{stage}/{TAGS[stage]}/step_{STEPS[stage]:06d}/model.safetensors"
-    text = (base / f"runs/{stage}/{TAGS[stage]}/metrics.jsonl").read_text()
-    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "sampling_seconds", "training_seconds"}
-    lines = [{k: v for k, v in json.loads(line).items() if k not in timed} for line in text.splitlines()]
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), lines
-
-
-def workers_of(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def kill(process: subprocess.Popen) -> None:
-    """What is left of a failed test."""
-    left = [] if process.poll() is not None else [*workers_of(process), process.pid]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
+    tag = TAGS[stage]
+    return sha256(base, stage, STEPS[stage], tag), lasting(base, stage, tag)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +118,8 @@ def trial(
     expected, seconds, begin = straight(ranks, stage)
     shutil.copytree(begin, base)
     flags = flags_of(stage, begin)
-    process, output = start(base, command(ranks, stage, *flags))
     number = chance.choice((signal.SIGTERM, signal.SIGINT))
-    try:
+    with running(base, command(ranks, stage, *flags)) as (process, output):
         if early:
             wait_for(output, "^horizon: ", process)
             deadline = time.monotonic() + 60
@@ -179,8 +139,6 @@ def trial(
         os.kill(to, number)
         status = process.wait(timeout=30)
         took = time.monotonic() - sent
-    finally:
-        kill(process)
     text = output.read_text()
     stopped = re.search(r"^stopped by (SIG\w+): saved (\S+); continue with --resume$", text, re.MULTILINE)
     assert stopped and stopped[1] == number.name, text
@@ -235,19 +193,12 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, home, stra
     base = tmp_path / "base"
     shutil.copytree(home, base)
     arguments = command(2, "base", *RUN, "--resume", torchrun=("--max-restarts=3",), launcher=launcher)
-    process, output = start(base, arguments)
-    try:
+    with running(base, arguments) as (process, output):
         wait_for(output, f"^saved .*{MIDWAY}", process)
         ranks = workers_of(process)
-        killed = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
-        while any(map(is_running, ranks)):
-            assert time.monotonic() - killed < 30, output.read_text()
-            time.sleep(0.05)
-        gone = time.monotonic() - killed
-        assert process.wait(timeout=120) == 0, output.read_text()
-    finally:
-        kill(process)
+        gone = until_gone(ranks, output)
+        assert process.wait(timeout=300) == 0, output.read_text()
     print(f"all ranks gone after {gone:.1f} s")
     assert "resumed from" in output.read_text()
     assert result(base) == expected
@@ -259,17 +210,12 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
     expected, _, _ = straight(2)
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    process, output = start(base, command(2, "base", *RUN, "--hang_seconds=100", launcher=launcher))
-    try:
+    arguments = command(2, "base", *RUN, "--hang_seconds=100", launcher=launcher)
+    with running(base, arguments) as (process, output):
         wait_for(output, "^base +3/", process)
         ranks = workers_of(process)
         os.kill(process.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        while any(map(is_running, ranks)):
-            assert time.monotonic() - killed < 30, output.read_text()
-            time.sleep(0.05)
-    finally:
-        kill(process)
+        until_gone(ranks, output)
     text = output.read_text()
     (step,) = model_folder.steps(base / "checkpoints/base/d1")
     assert f"step_{step:06d}; continue with --resume" in text and step < STEPS["base"], text
@@ -303,17 +249,15 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     steps = 100_000 if stopped else 4
-    process, output = start(base, [
+    arguments = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=3"),
         *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=6", f"--num_iterations={steps}"),
-    ])  # fmt: skip
-    try:
+    ]  # fmt: skip
+    with running(base, arguments) as (process, output):
         wait_for(output, "^base +3/", process)
         if stopped:
             os.kill(workers_of(process)[1], signal.SIGTERM)
-        status = process.wait(timeout=90)
-    finally:
-        kill(process)
+        status = process.wait(timeout=300)
     text = output.read_text()
     assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
     folder = base / "checkpoints/base/d1"

@@ -5,7 +5,6 @@ The helpers are test_scripts'; most tests run a script's `main` in this process.
 
 import functools
 import gc
-import hashlib
 import json
 import math
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import exactly_resumed, forget_after, lasting, losses, metrics, sha256
 from safetensors.torch import load_file
 from test_scripts import ROOT, base, call, mistake, process  # noqa: F401 (base is a fixture)
 from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
@@ -121,19 +121,6 @@ def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
         *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1"),
         *("--kl=0.1", "--kl_in=reward", "--importance_cap=2", "--updates_per_step=2"),
     )
-
-
-def metrics(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F811
-    return [json.loads(line) for line in (base / "runs" / stage / tag / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(base: Path, stage: str, tag: str = "d1") -> list[float]:  # noqa: F811
-    return [line["loss"] for line in metrics(base, stage, tag)]
-
-
-def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "model.safetensors") -> str:  # noqa: F811
-    path = base / "checkpoints" / stage / tag / f"step_{step:06d}" / name
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # ---------------------------------------------------------------------- before a run
@@ -296,34 +283,6 @@ def test_rl_resumes_exactly(start, extra):
     flags = (*rl, *extra.split(), "--source=base", "--num_iterations=4", "--save_every=1", "--eval_every=2")
     exactly_resumed(start, "chat_rl", "rl", flags, 4)
     assert ("kl" in metrics(start, "rl")[-1]) == ("dapo" not in extra)
-
-
-def exactly_resumed(
-    base: Path,  # noqa: F811
-    script: str,
-    stage: str,
-    flags: Sequence[str],
-    steps: int,
-    parts: Sequence[int] = (),
-) -> None:
-    """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
-    call(script, *flags)
-    folder = base / "checkpoints" / stage / "d1"
-    files = [path.name for path in (folder / f"step_{steps:06d}").iterdir() if path.name != "manifest.json"]
-    files = [name for name in files if name != "meta.json"]  # it has seconds in it
-    straight = lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}
-    assert {"model.safetensors", "adapter.safetensors"} & set(files) and len(files) > 3
-    for kept in parts or (steps // 2, steps // 4):
-        for step in range(kept + 1, steps + 1):
-            shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)
-        call(script, *flags, "--resume")
-        assert (lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in files}) == straight
-
-
-def lasting(base: Path, stage: str, tag: str = "d1") -> list[dict]:  # noqa: F811
-    """What was logged, without the times."""
-    timed = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta", "sampling_seconds", "training_seconds"}
-    return [{name: value for name, value in line.items() if name not in timed} for line in metrics(base, stage, tag)]
 
 
 @pytest.fixture
@@ -755,13 +714,12 @@ def test_ranks_train_as_one_and_any_layout_continues(taught, stage, extra):
     same_training(taught, stage, "one", "many", 6)
 
     folder = taught / "checkpoints" / stage / "many"
-    for step in (4, 6):
-        shutil.rmtree(folder / f"step_{step:06d}")
+    forget_after(taught, stage, 2, "many")
     run_command(*on_two, "--parallel=ddp", "--resume")
     assert (folder / "step_000006/training.rank1.safetensors").exists()
     same_training(taught, stage, "one", "many", 6)
 
-    shutil.rmtree(folder / "step_000006")
+    forget_after(taught, stage, 4, "many")
     call(script, *flags, "--model_tag=many", "--resume")
     assert not (folder / "step_000006/training.rank1.safetensors").exists()
     same_training(taught, stage, "one", "many", 6)
@@ -1054,6 +1012,6 @@ def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):
         good, odd_ones = ([line[name] for line in metrics(start, "dpo", tag)] for tag in ("good", "odd"))
         assert odd_ones == pytest.approx(good, rel=1e-4), name
     assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]
-    shutil.rmtree(start / "checkpoints/dpo/odd/step_000003")
+    forget_after(start, "dpo", 2, "odd")
     call("chat_dpo", *odd_flags, "--resume")
     assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]

@@ -16,18 +16,11 @@ import pytest
 import test_stages as stages
 import torch
 import torch.nn.functional as F
+from runs import exactly_resumed, losses, metrics
 from safetensors.torch import load_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
-from test_stages import (  # noqa: F401 (fixtures)
-    SFT,
-    exactly_resumed,
-    losses,
-    metrics,
-    pretrained,
-    sha256,
-    start,
-)
+from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 from torch import Tensor
 

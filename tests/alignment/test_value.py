@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import exactly_resumed
 from test_losses import LOGP, OLD, Fixed, two_samples
 from test_scripts import base, mistake  # noqa: F401
-from test_stages import RL, call, exactly_resumed, pretrained, start  # noqa: F401
+from test_stages import RL, call, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
 from nanochat.alignment import value

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_endings import MIDWAY, ROOT, RUN, STEPS, home, result, wait_for  # noqa: F401 (home is a fixture)
+from runs import ROOT
+from test_endings import MIDWAY, RUN, STEPS, home, result  # noqa: F401 (home is a fixture)
 
 PAGE = (ROOT / "docs" / "multinode.md").read_text(encoding="utf-8")
 JOB = f"nc{os.getpid() % 10_000}"

@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from test_endings import ROOT, RUN, environment, home, start, wait_for  # noqa: F401 (home is a fixture)
+from runs import ROOT, start, wait_for
+from test_endings import RUN, home  # noqa: F401 (a fixture)
 from tiny import command_on_a_rank, run_ranks
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d

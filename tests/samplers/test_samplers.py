@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from runs import lasting, metrics, sha256
 from test_lora import adapt
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from test_serve import error_of, serving, until
-from test_stages import RL, graded, lasting, metrics, pretrained, sha256, start, taught, tutored  # noqa: F401 (fixtures)
+from test_stages import RL, graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
 
 from nanochat import cli, rollout

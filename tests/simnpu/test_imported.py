@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import metrics
 from safetensors.torch import load_file
 from test_scripts import call
-from test_stages import metrics
 from tiny import cpu_device
 from tiny_families import save_family
 
