@@ -4,7 +4,7 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
 
@@ -121,7 +121,7 @@ class StageFlags(SourceFlags):
     bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] = 1.0  # multiplies all learning rates of pretraining
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,6 @@ class ChatFlags(StageFlags):
 
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    # The default with adapters. Good rates for them are about ten times those of full fine-tuning, at any rank
-    # (source: Schulman et al. 2025, LoRA Without Regret); the one of SFT is QLoRA's (source: Dettmers et al. 2023).
-    adapter_rate: ClassVar[float] = 2e-4
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
@@ -154,6 +151,13 @@ class ChatFlags(StageFlags):
             for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
                 if getattr(self, name) != getattr(ChatFlags, name):
                     raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
+
+    @property
+    def adapter_rate(self) -> float:
+        """The default of --learning_rate with adapters."""
+        # Good rates for adapters are about ten times the rates of full fine-tuning, at any rank (source: Schulman et
+        # al. 2025, LoRA Without Regret). The rate of SFT is from QLoRA (source: Dettmers et al. 2023).
+        return 2e-4
 
     @property
     def adamw_rate(self) -> float | None:

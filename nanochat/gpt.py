@@ -147,7 +147,7 @@ class GPTConfig:
     # Logits are bounded to (-cap, cap), which stops the head from growing without end; 0: off
     # (source: Gemma Team 2024, Gemma 2).
     logit_cap: float = 15.0
-    # A second head, with one output: the reward of a reply (scripts/chat_rm).
+    # A second head, with one output: the reward of a reply (alignment/reward_model.py).
     scalar_head: bool = False
 
     def __post_init__(self):

@@ -18,9 +18,11 @@ from nanochat.untrusted import require_file
 
 # Each stage and the script that makes its checkpoints, in the order in which they are trained.
 SCRIPTS = {
-    "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_rm", "dpo": "chat_dpo", "rl": "chat_rl",
+    "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_dpo --loss reward", "dpo": "chat_dpo",
+    "rl": "chat_rl",
 }  # fmt: skip
-TRAINING_SCRIPTS = {*SCRIPTS.values(), "continue_train"}  # which makes a base model of another one
+# continue_train makes a base model of another one; chat_rm is in the records of earlier runs.
+TRAINING_SCRIPTS = {script.partition(" ")[0] for script in [*SCRIPTS.values(), "continue_train", "chat_rm"]}
 # The stages of a chat model. A reward model judges replies, and writes none.
 STAGES = {stage: script for stage, script in SCRIPTS.items() if stage != "rm"}
 

@@ -1,39 +1,42 @@
 """Samples for reinforcement learning: questions in, conversations with rewards and advantages out. A step of chat_rl:
 
-    1. sample      G episodes of each of Q questions, by the policy as it is now      `sample_episodes`
-    2. reward      by their tasks, such as 1 if right, or by the user's functions     `Environment.step`, rewards.py
-    3. pack        the episodes in rows, and what the policy and a reference think    `policy_batches`
-    4. compare     an advantage for each episode: its reward against the others'      `spread`, advantages.py
-    5. learn       tokens of episodes with a positive advantage become likelier       losses.py
+    1. sample      G episodes of each of Q questions, by the policy as it is now        `play`
+    2. reward      by their tasks, such as 1 if right, or by functions and models       `Environment.step`, `Reward`
+    3. pack        the samples in rows, and what the policy and a reference think       samples.py
+    4. compare     an advantage for each sample: its reward against the others'         samples.py, losses.py
+    5. learn       tokens of samples with a positive advantage become likelier          losses.py
 
-Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a row.
+Legend: Q questions, G samples a question.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from nanochat import user_code
-from nanochat.alignment import rewards as reward_functions
-from nanochat.alignment.advantages import has_signal
-from nanochat.alignment.rewards import Reward
+from nanochat import rooms, user_code
 from nanochat.cli import Failed, Interrupted, UserError
-from nanochat.collectives import gather_values, sum_over_ranks
-from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt, text_of
-from nanochat.cross_entropy import IGNORE
+from nanochat.collectives import gather_values
+from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.environment import Environment
-from nanochat.losses import PolicyBatch, token_logp
+from nanochat.gpt import GPT
+from nanochat.log import warn
 from nanochat.mixture import Mixture
-from nanochat.packing import PackedBatch, pack_sequences
+from nanochat.samples import Sample, Samples
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import bar
 from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
+
+# Mean difference in nats between a sampler's and the trainer's log probabilities of a reply. In fp32 it is 1e-6, in
+# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1.
+LARGEST_GAP = 0.1
+
+
+def never() -> bool:
+    return False
+
 
 # ---------------------------------------------------------------------- the sampler
 
@@ -44,7 +47,7 @@ class Reply:
 
     tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
     mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
-    logp: list[float] = field(default_factory=list)  # of each token in nats, at temperature 1
+    logprobs: list[float] = field(default_factory=list)  # of each token in nats, at temperature 1
     ending: Ending = "cut off"
 
 
@@ -52,31 +55,130 @@ class Reply:
 Sampler = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams], int], list[Reply]]
 
 
-def engine_sampler(engine: Engine, rows: int, should_stop: Callable[[], bool] = lambda: False) -> Sampler:
-    """Samples by an engine of this process, at most `rows` replies at once.
+class EngineSampler:
+    """Samples by an engine of this process, at most `rows` replies at once. samplers/ has others of this interface.
 
-    The sampler raises Interrupted: when `should_stop` returns True.
+    Calling it raises Interrupted: when `should_stop` returns True.
     """
 
-    def sample(prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int) -> list[Reply]:
+    def __init__(self, engine: Engine, rows: int, should_stop: Callable[[], bool] = never):
+        self.engine = engine
+        self.rows = rows
+        self.should_stop = should_stop
+
+    def hand_over(self, model: GPT) -> None:
+        """Sample with the model's present weights from now on. All ranks call it together, while none samples."""
+        self.engine.update(model)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
+    ) -> list[Reply]:
         replies = [Reply() for _ in prompts]
         if not replies:
             return replies
-        stream = engine.stream(
-            prompts, max_tokens=max_tokens, sampling=settings, max_rows=rows, should_stop=should_stop, logprobs=0
-        )
+        stream = self.engine.stream(
+            prompts, max_tokens=max_tokens, sampling=settings, max_rows=self.rows, should_stop=self.should_stop,
+            logprobs=0,
+        )  # fmt: skip
         with bar("replies", len(prompts)) as progress:
             for new in stream:
                 reply = replies[new.row.number]
                 reply.tokens.append(new.id)
                 reply.mask.append(int(new.by_model))
-                reply.logp.append(new.logprobs[0] if new.by_model else 0.0)
+                reply.logprobs.append(new.logprobs[0] if new.by_model else 0.0)
                 progress.done += new.finish_reason is not None
         for reply in replies:
-            reply.ending = engine.ending(reply.tokens, reply.mask)
+            reply.ending = self.engine.ending(reply.tokens, reply.mask)
         return replies
 
-    return sample
+
+def sampler_kind(flag: str) -> Any:
+    """The class of the sampler that `--sampler` names, other than this process's engine.
+
+    Raises UserError: when there is none of this kind, or it needs a package that is missing.
+    """
+    kind = flag.partition(":")[0]
+    if kind not in rooms.names("samplers"):
+        raise UserError(
+            f"--sampler {flag}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas"
+        )
+    sampler = rooms.find("samplers", kind)
+    sampler.check_flag(flag)
+    return sampler
+
+
+def check_gap(gap: float, staleness: int) -> None:
+    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
+
+    `gap` is the mean difference in nats a token; older weights have a larger one.
+    """
+    # How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
+    largest = LARGEST_GAP * (1 + 4 * staleness)
+    if not gap <= largest:
+        warn(
+            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:g}: "
+            "it has other weights, or log probabilities of another temperature; what is learned from them is wrong"
+        )
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A part of a sample's reward. This one is what the task or its environment gave, such as 1 if right, the default
+    of --reward; alignment/rewards.py has functions of the user's and reward models."""
+
+    name: str = "task"  # in the log
+    weight: float = 1.0
+    place: str = "task"  # what --reward names; of a model, once it is loaded, with its tag and step
+    sha256: str = ""  # of the file or the model's weights
+
+    def load(self, device: Device) -> "Reward":
+        """The same reward, ready to rate; all ranks call it together."""
+        return self
+
+    def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
+        """Try it before anything is trained. Raises UserError: when it fails."""
+
+    def rate(self, episodes: Sequence["Episode"], seconds: float, should_stop: Callable[[], bool]) -> list[float]:
+        """Its value for each finished episode, before the weight.
+
+        Raises Failed: when it fails, or takes longer than `seconds`. Raises Interrupted: when `should_stop` is True.
+        """
+        return [episode.reward for episode in episodes]
+
+
+def open_rewards(flag: str) -> list[Reward]:
+    """The parts of a --reward flag. Raises UserError: when it names what there is not."""
+    if flag == "task":
+        return [Reward()]
+    return rooms.find("rewards", "parse")(flag)
+
+
+def load_rewards(rewards: Sequence[Reward], device: Device) -> list[Reward]:
+    """The same rewards, ready to rate; all ranks call this together. Raises UserError: when a model is missing."""
+    loaded = [reward.load(device) for reward in rewards]
+    require_names(loaded)
+    return loaded
+
+
+def require_names(rewards: Sequence[Reward]) -> None:
+    names = [reward.name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--reward names {name} twice: leave one out, or give it another name")
+
+
+def reward_fingerprints(rewards: Sequence[Reward]) -> dict[str, str]:
+    """What a resumed run must find the same: what --reward names, and the sha256 of each file and model.
+
+    A model is named by tag and step, in place of the flag's value: `rm:rm` may be another one now, and a run resumes
+    when the flag then names the one that it had.
+    """
+    entries = [reward.place if reward.weight == 1 else f"{reward.place}:{reward.weight:g}" for reward in rewards]
+    sums = {f"--reward {reward.place}": reward.sha256 for reward in rewards if reward.sha256}
+    return {"--reward": ",".join(entries), **sums}
 
 
 # ---------------------------------------------------------------------- episodes
@@ -94,98 +196,34 @@ def draw_questions(mixture: Mixture, tokenizer: Tokenizer, numbers: range, conte
     return questions
 
 
-@dataclass(frozen=True)
-class Samples:
-    """S episodes; those of one question are neighbours."""
-
-    ids: list[list[int]]  # question and reply, and so on: the whole conversation
-    masks: list[list[int]]  # 1 under each token that the policy chose: not the question's, not the tool's
-    logp: list[list[float]]  # of each token in nats by the weights that sampled; 0 where the mask is
-    endings: list[Ending]  # of the last reply
-    longest: np.ndarray  # tokens of each episode's longest reply, (Q, G)
-    rewards: np.ndarray  # (Q, G)
-    parts: dict[str, np.ndarray] = field(default_factory=dict)  # of the rewards by name, before their weights: (Q, G)
-
-    def select(self, questions: Sequence[int]) -> "Samples":
-        """The episodes of these questions, in their order."""
-        G = self.rewards.shape[1]
-        chosen = [question * G + sample for question in questions for sample in range(G)]
-        numbers = list(questions)
-        return Samples(
-            [self.ids[i] for i in chosen], [self.masks[i] for i in chosen], [self.logp[i] for i in chosen],
-            [self.endings[i] for i in chosen], self.longest[numbers], self.rewards[numbers],
-            {name: values[numbers] for name, values in self.parts.items()},
-        )  # fmt: skip
-
-    def split(self, count: int) -> list["Samples"]:
-        """In `count` parts, each with all episodes of its share of the questions; a part may be empty."""
-        Q = len(self.rewards)
-        return [self.select(range(Q * part // count, Q * (part + 1) // count)) for part in range(count)]
-
-    def refill(self, more: "Samples") -> "Samples":
-        """With questions of `more` that have a signal in the places of those that have none, as far as they last."""
-        # By the rewards themselves: DAPO filters by accuracy, before its overlong penalty shapes them. Replies that are
-        # all right but not equally long would pass for a signal otherwise.
-        both = Samples(
-            self.ids + more.ids, self.masks + more.masks, self.logp + more.logp, self.endings + more.endings,
-            np.concatenate((self.longest, more.longest)), np.concatenate((self.rewards, more.rewards)),
-            {name: np.concatenate((values, more.parts[name])) for name, values in self.parts.items()},
-        )  # fmt: skip
-        chosen = list(range(len(self.rewards)))
-        free = np.flatnonzero(~has_signal(self.rewards)).tolist()
-        spare = np.flatnonzero(has_signal(more.rewards)).tolist()
-        for place, question in zip(free, spare, strict=False):
-            chosen[place] = len(self.rewards) + question
-        return both.select(chosen)
-
-    @property
-    def without_signal(self) -> int:
-        """Questions whose replies are all equally good."""
-        return int(np.count_nonzero(~has_signal(self.rewards)))
-
-    def metrics(self) -> dict[str, float]:
-        """For the log, without a look at the model."""
-        replies = max(1, self.rewards.size)
-        questions = max(1, len(self.rewards))
-        of_parts = self.parts if len(self.parts) > 1 else {}
-        return {
-            "reward": self.rewards.sum() / replies,
-            **{f"reward/{name}": values.sum() / replies for name, values in of_parts.items()},
-            # Of rewards of 0 and 1 the share of questions with a right reply among the G: pass@G.
-            "pass_at_k": self.rewards.max(axis=1).sum() / questions,
-            "no_signal": self.without_signal / questions,
-            "response_tokens": sum(sum(mask) for mask in self.masks) / replies,
-            "truncated": self.endings.count("cut off") / replies,
-        }
-
-
 @dataclass
-class LiveEpisode:
-    """A conversation as it grows: the tokens of the question, of a reply, of the environment's answer, and so on."""
+class Episode:
+    """A conversation as it grows, with its environment."""
 
-    numbers: tuple[int, int]  # of the question, and of the sample among its question's
     task: Task
     example: Example
     environment: Environment
-    question: list[Message]
-    messages: list[Message]
-    ids: list[int]
-    mask: list[int]
-    logp: list[float]
-    reward: float = 0.0
+    opening: list[Message]  # what the first reply answers
+    messages: list[Message]  # all of the conversation so far
+    sample: Sample
+    reward: float = 0.0  # from the task or its environment
     turns: int = 0  # replies so far
-    longest: int = 0  # tokens of the longest reply
-    ending: Ending = "cut off"
     is_over: bool = False
+
+    @classmethod
+    def begin(cls, task: Task, example: Example, question: int, number: int, prompt: Sequence[int]) -> "Episode":
+        environment = task.environment(example)
+        opening = list(environment.start())
+        sample = Sample(question, number, list(prompt), [0] * len(prompt), [0.0] * len(prompt))
+        return cls(task, example, environment, opening, list(opening), sample)
 
     def add(self, reply: Reply, tokenizer: Tokenizer, room: int) -> None:
         """Take in the policy's reply, and the environment's answer to it as far as the context has room."""
-        self.ids += reply.tokens
-        self.mask += reply.mask
-        self.logp += reply.logp
+        sample = self.sample
+        sample.extend(reply.tokens, reply.mask, reply.logprobs)
+        sample.longest = max(sample.longest, len(reply.tokens))
+        sample.ending = reply.ending
         self.turns += 1
-        self.longest = max(self.longest, len(reply.tokens))
-        self.ending = reply.ending
         parts = parse_reply(tokenizer, reply.tokens)
         self.messages.append({"role": "assistant", "content": parts})
         # The model must not learn to end with whatever stops the engine: such a reply is worth nothing.
@@ -198,94 +236,15 @@ class LiveEpisode:
         self.is_over = not step.messages
         if self.is_over:
             return
-        # What the environment says is context: the policy did not choose it.
+        # What the environment writes is context: the policy did not choose it.
         answer = render_continuation(
-            tokenizer, self.question, step.messages, reply.ending == "complete", self.environment.tools
+            tokenizer, self.opening, step.messages, reply.ending == "complete", self.environment.tools
         )
-        if len(self.ids) + len(answer) > room:
+        if len(sample.tokens) + len(answer) > room:
             self.is_over = True
-            self.ending = "cut off"
+            sample.ending = "cut off"
             return
-        self.ids += answer
-        self.mask += [0] * len(answer)
-        self.logp += [0.0] * len(answer)
-
-    def finished(self) -> reward_functions.Episode:
-        """What a reward function reads of it."""
-        replies = [message["content"] for message in self.messages if message["role"] == "assistant"]
-        return reward_functions.Episode(
-            self.messages, text_of(replies[-1]), reward_functions.answer_of(self.example), self.example.fields,
-            self.task.name, self.reward, sum(self.mask), self.ending,
-        )  # fmt: skip
-
-
-@dataclass
-class Share:
-    """The episodes that one rank has sampled, as JSON can hold them."""
-
-    questions: int  # of all ranks
-    samples: int  # of each question
-    episodes: list[dict[str, Any]] = field(default_factory=list)
-    interrupted: bool = False
-    failed: str = ""  # why
-
-
-def sample_episodes(
-    sampler: Sampler,
-    tokenizer: Tokenizer,
-    device: Device,
-    questions: Sequence[tuple[Task, Example]],
-    *,
-    rewards: Sequence[Reward] = (reward_functions.TASK,),
-    **settings: Any,
-) -> Samples:
-    """`samples` episodes of each question, with their rewards. All ranks call it together and get all episodes.
-
-    `settings` are those of `sample_share`. Raises Interrupted: on every rank, when the sampler did on any of them.
-    Raises Failed: on every rank, when the sampler, or the user's reward or environment, fails on any of them.
-    """
-    return exchange(sample_share(sampler, tokenizer, device, questions, rewards=rewards, **settings), device, rewards)
-
-
-def sample_share(
-    sampler: Sampler,
-    tokenizer: Tokenizer,
-    device: Device,
-    questions: Sequence[tuple[Task, Example]],
-    *,
-    rewards: Sequence[Reward] = (reward_functions.TASK,),
-    reward_seconds: float = 600.0,
-    should_stop: Callable[[], bool] = lambda: False,
-    **settings: Any,
-) -> Share:
-    """This rank's share of the episodes, with their rewards. It waits for no other rank, so any thread may call it.
-
-    `settings` are those of `play`; `reward_seconds` and `should_stop` are for `rewards`, see `score`. A reply that is
-    cut off is worth what its reward says, one that ends with another special token than the assistant's end is worth
-    nothing, or less.
-    """
-    own = Share(len(questions), settings["samples"])
-    try:
-        mine = play(sampler, tokenizer, device, questions, **settings)
-        finished = [episode.finished() for episode in mine]
-        own.episodes = [
-            {
-                "numbers": e.numbers, "ids": e.ids, "mask": e.mask, "logp": e.logp, "ending": e.ending,
-                "longest": e.longest, "parts": {},
-            }
-            for e in mine
-        ]  # fmt: skip
-        for reward in rewards:
-            values = reward_functions.score(reward, finished, reward_seconds, should_stop)
-            for episode, sampled, value in zip(finished, own.episodes, values, strict=True):
-                is_broken = episode.ending == "broken" and reward.function is not None
-                sampled["parts"][reward.name] = min(value, 0.0) if is_broken else value
-    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
-    except (Failed, UserError) as failure:
-        own.failed = str(failure)
-    except Interrupted:
-        own.interrupted = True
-    return own
+        sample.extend(answer, [0] * len(answer), [0.0] * len(answer))
 
 
 @user_code.failures()
@@ -300,7 +259,7 @@ def play(
     context: int,
     seed: int,
     **sampling: Any,
-) -> list[LiveEpisode]:
+) -> list[Episode]:
     """This rank's share of `samples` episodes of each question, to their ends.
 
     A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
@@ -327,18 +286,12 @@ def play(
     for question in by_length:
         wanted += [(question, sample) for sample in range(samples)]
     mine = []
-    for question, sample in wanted[device.rank :: device.world_size]:
+    for question, number in wanted[device.rank :: device.world_size]:
         task, example = questions[question]
-        environment = task.environment(example)
-        opening = list(environment.start())
-        prompt = prompts[question]
-        mine.append(LiveEpisode(
-            (question, sample), task, example, environment, opening, list(opening), list(prompt), [0] * len(prompt),
-            [0.0] * len(prompt),
-        ))  # fmt: skip
+        mine.append(Episode.begin(task, example, question, number, prompts[question]))
 
-    # 2. Sample, each reply from a seed of its own: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all
-    #    episodes is one batch. The reward is on the rank that has sampled: it may run a program, so the ranks share
+    # 2. Sample. Each reply has its own seed: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all episodes
+    #    is one batch. The rank that has sampled an episode rewards it: the reward may run a program, so the ranks share
     #    this work, too.
     params = SamplingParams(**sampling)
     open_episodes = mine
@@ -346,108 +299,110 @@ def play(
         settings = []
         for episode in open_episodes:
             turn = [episode.turns] if episode.turns else []
-            settings.append(replace(params, seed=seed_of(seed, *episode.numbers, *turn)))
-        replies = sampler([episode.ids for episode in open_episodes], settings, max_tokens)
+            place = (episode.sample.question, episode.sample.number)
+            settings.append(replace(params, seed=seed_of(seed, *place, *turn)))
+        replies = sampler([episode.sample.tokens for episode in open_episodes], settings, max_tokens)
         for episode, reply in zip(open_episodes, replies, strict=True):
             episode.add(reply, tokenizer, room)
         open_episodes = [episode for episode in open_episodes if not episode.is_over]
     return mine
 
 
-def exchange(own: Share, device: Device, rewards: Sequence[Reward] = (reward_functions.TASK,)) -> Samples:
-    """The episodes of all ranks, which call it together. Raises Interrupted, Failed: as `sample_episodes`."""
+@dataclass
+class Share:
+    """The samples that one rank has drawn, as JSON can hold them."""
+
+    questions: int  # of all ranks
+    group_size: int  # samples of each question
+    samples: list[dict[str, Any]] = field(default_factory=list)  # the fields of Sample
+    interrupted: bool = False
+    failed: str = ""  # why
+
+
+def sample_share(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    device: Device,
+    questions: Sequence[tuple[Task, Example]],
+    *,
+    samples: int,
+    rewards: Sequence[Reward] = (Reward(),),
+    reward_seconds: float = 600.0,
+    should_stop: Callable[[], bool] = never,
+    **settings: Any,
+) -> Share:
+    """This rank's share of `samples` episodes of each question, with their rewards. It waits for no other rank, so any
+    thread may call it.
+
+    `settings` are those of `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
+    worth what its reward says, one that ends with another special token than the assistant's end is worth nothing, or
+    less.
+    """
+    own = Share(len(questions), samples)
+    try:
+        episodes = play(sampler, tokenizer, device, questions, samples=samples, **settings)
+        for reward in rewards:
+            values = reward.rate(episodes, reward_seconds, should_stop)
+            for episode, value in zip(episodes, values, strict=True):
+                episode.sample.parts[reward.name] = value
+                episode.sample.reward += reward.weight * value
+        own.samples = [vars(episode.sample) for episode in episodes]
+    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
+    except (Failed, UserError) as failure:
+        own.failed = str(failure)
+    except Interrupted:
+        own.interrupted = True
+    return own
+
+
+def exchange(own: Share, device: Device) -> Samples:
+    """The samples of all ranks, which call it together.
+
+    Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
+    sampler, or the user's reward or environment, fails on any of them.
+    """
     shares = [Share(**share) for share in gather_values(asdict(own), device)]
     for share in shares:
         if share.failed:
             raise Failed(share.failed)
         if share.interrupted:
             raise Interrupted
-    # Every rank packs the same batch from all episodes, in the order of questions and samples.
-    episodes = [episode for share in shares for episode in share.episodes]
-    episodes.sort(key=lambda episode: episode["numbers"])
-    parts = {}
-    total = np.zeros((own.questions, own.samples))
-    for reward in rewards:
-        values = [episode["parts"][reward.name] for episode in episodes]
-        parts[reward.name] = np.array(values).reshape(total.shape)
-        total += reward.weight * parts[reward.name]
-    return Samples(
-        ids=[episode["ids"] for episode in episodes],
-        masks=[episode["mask"] for episode in episodes],
-        logp=[episode["logp"] for episode in episodes],
-        endings=[episode["ending"] for episode in episodes],
-        longest=np.array([episode["longest"] for episode in episodes]).reshape(total.shape),
-        rewards=total,
-        parts=parts,
-    )
+    # Every rank packs the same batch from all samples, in the order of questions and samples.
+    samples = [Sample(**sample) for share in shares for sample in share.samples]
+    samples.sort(key=lambda sample: (sample.question, sample.number))
+    groups = [samples[first : first + own.group_size] for first in range(0, len(samples), own.group_size)]
+    return Samples(groups, own.group_size)
 
 
-# ---------------------------------------------------------------------- batches
+def sample_episodes(
+    sampler: Sampler, tokenizer: Tokenizer, device: Device, questions: Sequence[tuple[Task, Example]], **settings: Any
+) -> Samples:
+    """Episodes of each question by all ranks, which call it together; `settings` are those of `sample_share`.
 
-
-def policy_batches(
-    samples: Samples, shape: tuple[int, int], device: Device, policy: Any = None, reference: Any = None
-) -> list[PolicyBatch]:
-    """This rank's share of the samples in micro-batches of a `shape` (rows, tokens of a row), on the device.
-
-    With the log probabilities of the models that are given; all advantages are 0 so far.
+    Raises Interrupted, Failed: as `exchange`.
     """
-    rows, row_tokens = shape
-    packed = pack_sequences(samples.ids, samples.masks, row_tokens, device.world_size, samples.logp)
-    # 1 / its number of targets, for losses that give every sample the same weight however long it is.
-    share = np.array([1 / max(1, sum(mask)) for mask in samples.masks])
-    batches = []
-    for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
-        per_token = spread(share, micro, device)
-        old_logp = None if policy is None else logp_of(policy, micro)
-        reference_logp = None if reference is None else logp_of(reference, micro)
-        batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token, old_logp, reference_logp))
-    return batches
+    return exchange(sample_share(sampler, tokenizer, device, questions, **settings), device)
 
 
-def spread(per_sample: np.ndarray, rows: PackedBatch, device: Device) -> torch.Tensor:
-    """A number of each sample, (S,) or (Q, G), at each of its targets, (N, T); 0 elsewhere."""
-    numbers = torch.from_numpy(per_sample).float().flatten()
-    if not len(numbers):
-        numbers = torch.zeros(1)  # no questions: the batch is one row of padding, which has no sample
-    # `source` (N, T) names the sample of each token. Padding has source 0 and no target: it is multiplied by 0.
-    return (rows.targets != IGNORE) * device.to_device(numbers)[rows.source]
+class OnPolicy:
+    """When the samples of a step are drawn: in the step, by its weights. samplers/ahead.py draws them earlier.
 
-
-@torch.no_grad()
-def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
-    """Log probabilities of a micro-batch's targets under a model, without a gradient."""
-    return token_logp(model, rows)
-
-
-def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], device: Device) -> np.ndarray:
-    """log p(o) - log p_reference(o) of each sample in nats, (Q, G): its share of the KL to the reference.
-
-    `parts` are the samples of each minibatch. The host waits once, for all of them.
+    `sampler` is an EngineSampler or like it; `draw(step)` draws this rank's share.
     """
-    differences = []
-    sources = []
-    samples = 0
-    for part, batches in zip(parts, minibatches, strict=True):
-        for batch in batches:
-            assert batch.rows.values is not None and batch.reference_logp is not None
-            differences.append((batch.rows.values - batch.reference_logp).flatten())
-            sources.append((samples + batch.rows.source).flatten())
-        samples += part.rewards.size
-    # A sample lies in one row of one rank: added up there, and 0 on the others.
-    own = np.bincount(torch.cat(sources).cpu().numpy(), torch.cat(differences).cpu().numpy(), samples)
-    totals = sum_over_ranks(device.to_device(torch.from_numpy(own).float()), device)
-    return totals.cpu().numpy().reshape(-1, parts[0].rewards.shape[1])
 
+    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], Share]):
+        self.sampler = sampler
+        self.model = model
+        self.draw = draw
+        self.handed_over = -1  # the step whose weights the sampler has
 
-def with_advantages(
-    parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], advantages: np.ndarray, device: Device
-) -> list[list[PolicyBatch]]:
-    """The minibatches with the advantages (Q, G) of their samples; `parts` are the samples of each."""
-    done = []
-    first = 0
-    for part, batches in zip(parts, minibatches, strict=True):
-        own = advantages[first : first + len(part.rewards)]
-        done.append([replace(batch, advantages=spread(own, batch.rows, device)) for batch in batches])
-        first += len(part.rewards)
-    return done
+    def hand_over(self, step: int) -> None:
+        """Sample with the weights of this step, which are the model's present ones. All ranks call it together."""
+        if self.handed_over != step:
+            self.sampler.hand_over(self.model)
+            self.handed_over = step
+
+    def take(self, step: int) -> Share:
+        """This rank's share of the samples of a step. All ranks call it, and exchange it before anything else."""
+        self.hand_over(step)
+        return self.draw(step)

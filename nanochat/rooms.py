@@ -99,6 +99,37 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     # ... and these only from NAME=PATH, to evaluate.
     "task files": {"first_questions": "nanochat.tasks.first_questions:FirstQuestions"},
+    # Methods of `chat_rl --loss` beyond the ones that teach: `PolicyLoss` of losses.py.
+    "policy losses": {
+        "rloo": "nanochat.alignment.policy_losses:RLOO",
+        "reinforce++": "nanochat.alignment.policy_losses:REINFORCE_PLUS_PLUS",
+        "ppo": "nanochat.alignment.policy_losses:PPO",
+        "gspo": "nanochat.alignment.policy_losses:GSPO",
+        "cispo": "nanochat.alignment.policy_losses:CISPO",
+        "distill": "nanochat.alignment.policy_losses:DISTILL",
+    },
+    # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.
+    "pair losses": {
+        "ipo": "nanochat.alignment.pair_losses:IPO",
+        "simpo": "nanochat.alignment.pair_losses:SIMPO",
+        "cpo": "nanochat.alignment.pair_losses:CPO",
+        "orpo": "nanochat.alignment.pair_losses:ORPO",
+        "kto": "nanochat.alignment.kto:KTO",
+        "reward": "nanochat.alignment.reward_model:REWARD",
+    },
+    # The parts of a --reward flag that names more than the task's own reward: text -> a list of `Reward` (rollout.py).
+    "rewards": {"parse": "nanochat.alignment.rewards:parse_rewards"},
+    # KIND of `--reward KIND:SOURCE`: (folder, device, verified) -> a function from conversations to numbers.
+    "reward models": {"rm": "nanochat.alignment.reward_model:load_reward_model"},
+    # What --sampler begins with, for samples from outside of this process: a class with the methods of EngineSampler
+    # (rollout.py), `check_flag` and `open`.
+    "samplers": {
+        "http": "nanochat.samplers.http:HttpSampler",
+        "https": "nanochat.samplers.http:HttpSampler",
+        "ray": "nanochat.samplers.ray:RaySampler",
+    },
+    # When the samples of a step are drawn, other than in the step (`OnPolicy` of rollout.py): --staleness.
+    "sampling": {"ahead": "nanochat.samplers.ahead:Ahead"},
     # What a PATH without a task's name holds -> a Task.
     "file forms": {
         "conversations": "nanochat.tasks.conversations:Conversations",

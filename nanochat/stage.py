@@ -8,6 +8,7 @@ run = Run("sft", config, start, optimizer, steps, fingerprints={...})     # loop
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,15 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
 
 
 def begin(
-    config: SourceFlags, with_reference: bool = False, teacher: str | None = None, with_scalar_head: bool = False
+    config: SourceFlags,
+    with_reference: bool = False,
+    teacher: str | None = None,
+    prepare: Sequence[checkpoint_manager.Preparation] = (),
 ) -> Start:
     """Open the device, and load the checkpoint that a stage begins from.
 
     `with_reference` also keeps a frozen copy of its model, for losses that compare with it; `teacher` is the source of
-    another model in its place. `with_scalar_head` gives the model a scalar head, of zeros where the source has none.
+    another model in its place. `prepare` is what happens to the model while it is loaded, before it receives adapters.
     Raises UserError: when the checkpoint is missing or damaged, or the teacher reads other tokens.
     """
     began = time.time()
@@ -88,11 +92,8 @@ def begin(
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
     source = model_folder.find_source(config.source, source_tag, config.source_step, device)
-    prepare: list[checkpoint_manager.Preparation] = []
-    if with_scalar_head:
-        prepare.append(checkpoint_manager.NewScalarHead())
     if isinstance(config, ChatFlags) and config.lora_rank:
-        prepare.append(rooms.find("preparations", "lora")(config, config.seed))
+        prepare = [*prepare, rooms.find("preparations", "lora")(config, config.seed)]
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
         max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, prepare=prepare,

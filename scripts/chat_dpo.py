@@ -6,13 +6,15 @@ python -m scripts.chat_dpo --loss=simpo --tasks=pairs.jsonl
 
 python -m scripts.chat_dpo --loss=kto --tasks=labelled.jsonl
 
+python -m scripts.chat_dpo --loss=reward    # a reward model instead, for `chat_rl --reward rm:rm`
+
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target_examples_per_step=64
 """
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from nanochat import cli
 from nanochat.cli import Count, Frozen, Positive, Range, UserError
@@ -29,7 +31,7 @@ class Config(EpochFlags):
     num_iterations: Positive = 100  # steps
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
-    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo, kto: a row of PAIR_LOSSES in nanochat/losses.py
+    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo, kto; reward: train a reward model, of the stage rm
     # The smaller, the further from the reference; of orpo the weight of the odds ratio. Default 0.1, for simpo 2.
     beta: Frozen[Annotated[float, Range(1e-6, 100)] | None] = None
     gamma: Frozen[Annotated[float, Range(0, 100)] | None] = None  # by how much the chosen reply should lead (simpo: 1)
@@ -39,12 +41,18 @@ class Config(EpochFlags):
     desirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # of the good replies (kto: 1)
     undesirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # of the bad replies (kto: 1)
     # optimizer
-    adapter_rate: ClassVar[float] = 1e-5
-    lr_scale: Annotated[float, Range(0, 100)] = 0.02  # multiplies all learning rates of pretraining
+    # Multiplies all learning rates of pretraining. Default 0.02, for reward 0.1.
+    lr_scale: Annotated[float, Range(0, 100)] | None = None
     # evaluation, device
     eval_every: Count = 50  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 256  # held-out pairs, or labelled replies
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+
+    @property
+    def adapter_rate(self) -> float:
+        from nanochat import losses  # not at the top: it imports torch, and --help must answer at once
+
+        return losses.find(losses.PAIR_LOSSES, "pair losses", self.loss).adapter_rate
 
 
 def main(config: Config) -> None:
@@ -56,6 +64,7 @@ def main(config: Config) -> None:
 
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
+    from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.loop import Run
     from nanochat.mixture import Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
@@ -64,15 +73,16 @@ def main(config: Config) -> None:
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
-    loss = losses.find(losses.PAIR_LOSSES, config.loss)
+    loss = losses.find(losses.PAIR_LOSSES, "pair losses", config.loss)
     names = ("beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight")
     settings = {name: getattr(config, name) for name in names}
-    losses.require_settings(losses.PAIR_LOSSES, config.loss, **settings)
+    losses.require_settings(config.loss, **settings)
     loss_fn = loss.bind(**settings)
     print0(f"loss: {config.loss} ({loss.source})")
 
     # ------------------------------------------------------------------ model, data
-    start = begin(config, with_reference=loss.has_reference)
+    prepare = [NewScalarHead()] if loss.has_scalar_head else []
+    start = begin(config, with_reference=loss.has_reference, prepare=prepare)
     device = start.device
     model = start.model
     reference = start.reference
@@ -86,26 +96,30 @@ def main(config: Config) -> None:
     held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")
 
+    # A row reads all tokens of a reply but the last, which is only a target. A reward model reads the last one, too.
+    max_tokens = row_tokens if loss.has_scalar_head else row_tokens + 1
+    sizes = (row_tokens, config.device_batch_size, device)
+
     def draw(mixture: Mixture, numbers: range) -> list[preferences.Replies]:
-        return preferences.draw_replies(mixture, start.tokenizer, numbers, row_tokens + 1)
+        return preferences.draw_replies(mixture, start.tokenizer, numbers, max_tokens)
 
     def micro_batches(examples: Sequence[preferences.Replies], frozen: Any = reference) -> Iterator[Any]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
-        batches_of = preferences.judged_batches if loss.is_unpaired else preferences.pair_batches
-        return preferences.compared(batches_of(examples, row_tokens, config.device_batch_size, device), frozen)
+        batches_of = loss.batches or preferences.pair_batches
+        return preferences.compared(batches_of(examples, *sizes), frozen)
 
     def baseline_of(examples: Sequence[preferences.Replies], policy: Any, frozen: Any = reference) -> dict[str, float]:
-        """The setting of a step that the loss of single replies has: how far the model is from its reference."""
-        if not loss.is_unpaired:
+        """What a loss of single replies compares a step's gains with: how far the model is from its reference."""
+        if loss.baseline is None:
             return {}
-        sizes = (row_tokens, config.device_batch_size, device)
-        return {"baseline": preferences.kl_baseline(policy, frozen, examples, *sizes)}
+        return {"baseline": loss.baseline(policy, frozen, examples, *sizes)}
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(config, train)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # about: a reply is shorter than a row
-    rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
+    lr_scale = loss.lr_scale if config.lr_scale is None else config.lr_scale
+    rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     schedule = Schedule.for_run(
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
@@ -116,7 +130,7 @@ def main(config: Config) -> None:
         reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.of_full_rows(rows, loss.is_unpaired, reference),
+            batch_of=lambda rows: preferences.with_reference(loss.full_batch(rows), reference),
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
@@ -128,7 +142,14 @@ def main(config: Config) -> None:
     if reference is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.source)
     run = Run(
-        "dpo", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks, fingerprints=fingerprints
+        loss.stage,
+        config,
+        start,
+        optimizer,
+        steps,
+        token_flops=token_flops,
+        tasks=train.tasks,
+        fingerprints=fingerprints,
     )
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_examples = draw(held_out, range(held_out_count))

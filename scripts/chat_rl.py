@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from nanochat import cli
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range
@@ -37,7 +37,7 @@ class Config(ChatFlags):
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    # reinforce, rloo, reinforce++, grpo, ppo, dr_grpo, dapo, gspo, cispo, distill: a row of POLICY_LOSSES in losses.py
+    # reinforce, grpo, dr_grpo, dapo (POLICY_LOSSES in losses.py), rloo, reinforce++, ppo, gspo, cispo, distill
     loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples
     minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
@@ -59,7 +59,6 @@ class Config(ChatFlags):
     value_weight: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: of the value function's error (default 0.5)
     value_clip: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: how far a value may move (default 0.2)
     # optimizer
-    adapter_rate: ClassVar[float] = 1e-5
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
     table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # scales embeddings and head again: less noise there
     # evaluation, logging, device
@@ -69,6 +68,16 @@ class Config(ChatFlags):
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+
+    @property
+    def adapter_rate(self) -> float:
+        return 1e-5
+
+    @property
+    def critic_settings(self) -> dict[str, float]:
+        """The flags of a value function that are set."""
+        settings = {name: getattr(self, name) for name in ("discount", "gae_lambda", "value_weight", "value_clip")}
+        return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def updates(self) -> int:
@@ -81,45 +90,45 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import losses, rollout, scaling
-    from nanochat.alignment import rewards, value
-    from nanochat.alignment.advantages import overlong_penalty
+    from nanochat import losses, rollout, rooms, samples, scaling
+    from nanochat.alignment import rl_checks
+    from nanochat.checkpoint_manager import NewScalarHead
+    from nanochat.engine import Engine
     from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
-    from nanochat.run import rl
-    from nanochat.samplers.ahead import Ahead
-    from nanochat.samplers.kinds import open_sampler
     from nanochat.sampling import seed_of
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Task
     from nanochat.train import StepStats, train_step
 
-    # ------------------------------------------------------------------ loss, rewards
-    method = losses.find(losses.POLICY_LOSSES, config.loss).override(
+    # ------------------------------------------------------------------ loss, rewards, sampler
+    method = losses.find(losses.POLICY_LOSSES, "policy losses", config.loss).override(
         clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills, overlong=config.overlong
     )
-    reward_parts = rewards.parse_rewards(config.reward)
-    rl.check_flags(config, method, reward_parts)
-    estimates, of_values = value.settings(config, method.has_values)
+    rewards = rollout.open_rewards(config.reward)
+    sampler_kind = None if config.sampler == "engine" else rollout.sampler_kind(config.sampler)
+    rl_checks.check_flags(config, method, rewards)
     importance_cap = config.importance_cap
     if importance_cap is None:
         importance_cap = 2.0 if config.staleness else 0.0
+    critic = None if method.critic is None else method.critic(**config.critic_settings)
     kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
     loss_fn = functools.partial(
         losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
-        importance_cap=importance_cap, **of_values,
+        importance_cap=importance_cap, critic=critic,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
 
     # ------------------------------------------------------------------ model, data, optimizer
-    start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, with_scalar_head=method.has_values)
+    prepare = [] if critic is None else [NewScalarHead()]
+    start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, prepare=prepare)
     device = start.device
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
-    reward_parts = rewards.load_models(reward_parts, device)
+    rewards = rollout.load_rewards(rewards, device)
     train, held_out = (
         open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
         for split in ("train", "test")
@@ -135,13 +144,13 @@ def main(config: Config) -> None:
     def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
         return rollout.draw_questions(mixture, start.tokenizer, range(first, first + count), row_tokens)
 
-    rl.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), reward_parts, row_tokens)
+    rl_checks.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), rewards, row_tokens)
     if start.ledger is not None:
-        rl.report_memory(config, start, optimizer, loss_fn, method)
+        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
         return
 
     # ------------------------------------------------------------------ train
-    fingerprints = {"what --tasks names": train.fingerprint(), **rewards.fingerprints(reward_parts)}
+    fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}
     if reference is not None and start.reference_source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
@@ -153,10 +162,6 @@ def main(config: Config) -> None:
     compiled_reference = None
     if reference is not None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
-    sampler = open_sampler(
-        config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
-        patience=config.sampler_patience, should_stop=run.stop.should_stop,
-    )  # fmt: skip
     reward_before = math.nan  # of held-out questions, before the first step
     reward_after = math.nan  # and at the last evaluation
     last_kl = math.nan  # to the reference or the teacher, of the last step that was logged
@@ -164,33 +169,43 @@ def main(config: Config) -> None:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
 
-    settings = {
-        "max_tokens": config.max_tokens, "context": row_tokens, "rewards": reward_parts,
-        "reward_seconds": config.hang_seconds, "should_stop": run.stop.should_stop,
-        "temperature": config.temperature, "top_k": config.top_k,
-    }  # fmt: skip
-    sample_share = functools.partial(rollout.sample_share, sampler, start.tokenizer, device, **settings)
-
-    def sample(questions: list[tuple[Task, Example]], samples: int, seed: int) -> rollout.Samples:
-        """By the weights of the present step, on all ranks."""
-        ahead.hand_over(run.progress.step)
-        return rollout.exchange(sample_share(questions, samples=samples, seed=seed), device, reward_parts)
+    # ------------------------------------------------------------------ samples
+    if sampler_kind is None:
+        engine = Engine(model, start.tokenizer, device, config.graphs)
+        sampler = rollout.EngineSampler(engine, config.rollout_rows, run.stop.should_stop)
+    else:
+        sampler = sampler_kind.open(
+            config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
+            patience=config.sampler_patience, should_stop=run.stop.should_stop,
+        )  # fmt: skip
 
     def first_of(step: int) -> int:
         """The number of a step's first question. The step decides which questions come next, refills included."""
         return step * examples * (1 + method.refills)
 
-    def share_of(step: int) -> rollout.Share:
-        questions = draw(train, first_of(step), examples)
-        return sample_share(questions, samples=config.num_samples, seed=seed_of(config.seed, step))
+    def share_of(questions: list[tuple[Task, Example]], count: int, seed: int) -> rollout.Share:
+        """This rank's share of `count` samples of each question, by the weights that the sampler has."""
+        return rollout.sample_share(
+            sampler, start.tokenizer, device, questions, samples=count, seed=seed, max_tokens=config.max_tokens,
+            context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
+            temperature=config.temperature, top_k=config.top_k,
+        )  # fmt: skip
 
-    ahead = Ahead(sampler, model, share_of, config.staleness, steps)
+    def share_of_step(step: int) -> rollout.Share:
+        return share_of(draw(train, first_of(step), examples), config.num_samples, seed_of(config.seed, step))
+
+    schedule = rollout.OnPolicy(sampler, model, share_of_step)
+    if config.staleness:
+        schedule = rooms.find("sampling", "ahead")(sampler, model, share_of_step, config.staleness, steps)
+
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
-                    earned = sample(draw(held_out, 0, config.eval_examples), 1, config.seed).rewards
+                    schedule.hand_over(step)
+                    questions = draw(held_out, 0, config.eval_examples)
+                    earned = rollout.exchange(share_of(questions, 1, config.seed), device).rewards
                     reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
@@ -204,20 +219,21 @@ def main(config: Config) -> None:
 
             # ---- sample: each rank samples some of the replies, then the ranks exchange them
             began = time.perf_counter()
-            samples = None
+            drawn = None
             metrics = {}
             with run.interruptible("sampling"):
-                samples = rollout.exchange(ahead.take(step), device, reward_parts)
-                metrics = samples.metrics()
+                drawn = rollout.exchange(schedule.take(step), device)
+                metrics = drawn.metrics()
                 # Where all replies to a question are equally good there is nothing to learn: other questions take the
                 # places of such ones (source: Yu et al. 2025, DAPO, dynamic sampling).
                 for refill in range(1, 1 + method.refills):
-                    if samples.without_signal:
-                        others = draw(train, first_of(step) + refill * examples, samples.without_signal)
+                    if drawn.without_signal:
+                        others = draw(train, first_of(step) + refill * examples, drawn.without_signal)
                         seed = seed_of(config.seed, step, refill)
-                        samples = samples.refill(sample(others, config.num_samples, seed))
-                ahead.begin(step)  # the next samples, by the present weights; with servers, while this process trains
-            if samples is None or run.due.stopped:
+                        drawn = drawn.refill(rollout.exchange(share_of(others, config.num_samples, seed), device))
+                if config.staleness:
+                    schedule.begin(step)  # the next samples, by the present weights; servers draw while this trains
+            if drawn is None or run.due.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
@@ -226,17 +242,17 @@ def main(config: Config) -> None:
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
             old = policy if config.updates > 1 else None  # with one update the samples are the present policy's own
-            parts = samples.split(config.minibatches)
-            minibatches = [rollout.policy_batches(part, shape, device, old, frozen) for part in parts]
+            parts = drawn.split(config.minibatches)
+            minibatches = [samples.policy_batches(part, shape, device, old, frozen) for part in parts]
 
-            # ---- compare: how much better was each reply than expected? A teacher judges by itself.
-            shaped = samples.rewards - overlong_penalty(samples.longest, config.max_tokens, method.overlong)
+            # ---- compare: how much better was each reply than expected?
+            longest = drawn.grid(lambda sample: sample.longest)
+            shaped = drawn.rewards - samples.overlong_penalty(longest, config.max_tokens, method.overlong)
             if config.kl_in == "reward":
-                shaped -= config.kl * rollout.kl_of_samples(parts, minibatches, device)
-            if method.advantages is not None:
-                minibatches = rollout.with_advantages(parts, minibatches, method.advantages(shaped), device)
-            if method.has_values:
-                minibatches = value.estimate(policy, minibatches, **estimates, device=device)
+                shaped -= config.kl * samples.kl_of_samples(parts, minibatches, device)
+            minibatches = samples.with_advantages(parts, minibatches, method.advantages(shaped), device)
+            if critic is not None:
+                minibatches = critic.estimate(policy, minibatches, device)
 
             # ---- learn
             policy_stats = torch.zeros(len(losses.POLICY_STATS), device=device.torch_device)
@@ -248,21 +264,22 @@ def main(config: Config) -> None:
                     device=device, lr=lr, max_grad_norm=config.largest_norm,
                 ))  # fmt: skip
             stats = StepStats.of_updates(updates)
-            run.log.add(stats, sum(len(ids) for ids in samples.ids))
+            run.log.add(stats, drawn.token_count)
 
             # ---- log
             if run.due.log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
-                rl.check_gap(means["sampler_gap"], config.staleness)
+                rollout.check_gap(means["sampler_gap"], config.staleness)
                 last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
                 run.log.step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
                 # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
-                if run.due.evaluate and samples.ids:
-                    text = start.tokenizer.decode(samples.ids[0])
-                    run.log.message(f"a question and a reply, reward {samples.rewards.flat[0]:g}: {text!r}")
+                if run.due.evaluate and drawn.groups:
+                    first = drawn.groups[0][0]
+                    text = start.tokenizer.decode(first.tokens)
+                    run.log.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
     outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"

@@ -14,12 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What the core still imports from rooms: file -> rooms. The list may only shrink; the aim is an empty one.
-LEAKS: dict[str, set[str]] = {
-    "nanochat/losses.py": {"alignment"},
-    "nanochat/rollout.py": {"alignment"},
-}
-
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
@@ -111,7 +105,7 @@ def core_is_closed(source: Source) -> Iterator[str]:
             yield f"{source.path} imports {name}: scripts import the library, nobody imports scripts"
         elif top == "nanochat" and source.path.endswith("/__init__.py"):
             yield f"{source.path} imports {name}: a package's __init__ imports nothing of ours"
-        elif top == "nanochat" and source.is_core and room in PACKAGES and room not in LEAKS.get(source.path, ()):
+        elif top == "nanochat" and source.is_core and room in PACKAGES:
             yield f"{source.path} imports {name}: the core imports no room; nanochat/rooms.py names what plugs in"
 
 
@@ -354,14 +348,6 @@ def test_no_import_circles():
     graph = import_graph()
     reached = {module: set().union(*(closure(graph, other) for other in graph[module])) for module in graph}
     assert not sorted(module for module in graph if module in reached[module])
-
-
-def test_leaks_only_shrink():
-    """A file that no longer imports a room leaves the list."""
-    by_path = {source.path: source for source in tree_of_the_project()}
-    for path, rooms in LEAKS.items():
-        found = {name.split(".")[1] for name in imports(by_path[path]) if name.startswith("nanochat.")}
-        assert not rooms - found, f"{path} no longer imports {rooms - found}: take it from LEAKS"
 
 
 @pytest.mark.parametrize("script", CLOSURES)

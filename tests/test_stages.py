@@ -38,7 +38,7 @@ from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, pol
 from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
 from nanochat.operators import TorchKernels
 from nanochat.packing import pack_pairs
-from nanochat.run import rl
+from nanochat.rollout import check_gap
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.stop import Stop
 from nanochat.task import Example, Task
@@ -58,7 +58,7 @@ DPO = (
     *(*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8"),
     *("--lr_scale=0.2", "--beta=0.3"),
 )
-RM = tuple(flag for flag in DPO if "beta" not in flag)
+RM = (*(flag for flag in DPO if "beta" not in flag), "--loss=reward")
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
     *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2", "--table_lr_scale=1"),
@@ -132,7 +132,7 @@ def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
         ("base_train", BASE),
         ("mid_train", MID),
         ("chat_sft", (*SFT, "--source=base", "--lora_rank=2")),
-        ("chat_rm", (*RM, "--source=base")),
+        ("chat_dpo", (*RM, "--source=base")),
         ("chat_dpo", (*DPO, "--source=base")),
         ("chat_rl", (*RL, "--source=base", "--kl=0.1", "--minibatches=2")),
     ],
@@ -221,7 +221,7 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
     ("script", "stage", "flags"),
     [
         ("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")),
-        ("chat_rm", "rm", RM),
+        ("chat_dpo", "rm", RM),
         ("chat_dpo", "dpo", DPO),
     ],
 )
@@ -661,7 +661,7 @@ def test_questions_that_do_not_fit_are_left_out(start, tmp_path, capsys):
 STAGES = {
     "mid": ("mid_train", "val_bpb"),
     "sft": ("chat_sft", "val_loss"),
-    "rm": ("chat_rm", "val_loss"),
+    "rm": ("chat_dpo", "val_loss"),
     "dpo": ("chat_dpo", "val_loss"),
     "rl": ("chat_rl", "eval_reward"),
 }
@@ -846,7 +846,7 @@ def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says)
 
 def test_a_sampler_that_drifts_from_the_trainer_is_reported(capsys):
     for gap, staleness, is_reported in ((0.09, 0, False), (2.0, 0, True), (math.nan, 0, True), (0.4, 1, False)):
-        rl.check_gap(gap, staleness)
+        check_gap(gap, staleness)
         assert bool(capsys.readouterr().err) == is_reported
 
 

@@ -1,23 +1,26 @@
-"""Reward models: a language model whose scalar head rates a reply (scripts/chat_rm). Read at a reply's last token.
+"""Reward models: a language model whose scalar head rates a reply, at its last token (chat_dpo --loss reward).
 
 A reply's tokens end with its end token. Row packing keeps a last token as a target only, and the head must read it: a
 place holder follows, which is the reply's one target, so that the loss finds the place where to read.
 
-Legend: S replies, N rows, T tokens a row.
+Legend: S replies, P pairs, N rows, T tokens a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.alignment.preferences import Replies
+from nanochat.alignment.preferences import Replies, pair_batches
 from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.mixture import JudgedReply
 from nanochat.packing import pack_sequences
 
@@ -29,8 +32,30 @@ def with_place(rendered: Rendered) -> Rendered:
     return Rendered([*rendered.ids, 0], [0] * len(rendered.ids) + [1], cut=rendered.cut)
 
 
-def to_rate(replies: Replies) -> Replies:
-    return [JudgedReply(with_place(reply.rendered), reply.is_good) for reply in replies]
+def rated_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
+    """This rank's share of pairs, in micro-batches of `rows` rows, each reply with its place at the end."""
+    rated = [[JudgedReply(with_place(reply.rendered), reply.is_good) for reply in pair] for pair in examples]
+    return pair_batches(rated, row_tokens, rows, device)
+
+
+def reward_loss(model: Any, batch: PairBatch, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(reward of the chosen reply - reward of the rejected one), of a model with a scalar head.
+
+    A reply's one target is at its last token, where the head has read all of it.
+    """
+    # The model of Bradley and Terry, as in DPO, with a reward that is learned. Two replies that the head rates 1.5 and
+    # 0.5: the first wins with probability sigmoid(1) = 0.73, and the loss is 0.31. Only differences count:
+    # nothing says where zero is.
+    scores = model(batch.rows.inputs, segments=batch.rows.segments, scalars=True)  # (N, T)
+    rewards = by_reply(torch.where(batch.rows.targets != IGNORE, scores, 0.0), batch)  # (P, 2)
+    losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
+    return sum_over_pairs(losses, rewards, rewards, batch, 0.0, stats)
+
+
+REWARD = PairLoss(
+    reward_loss, "Ouyang et al. 2022, InstructGPT", has_scalar_head=True, batches=rated_batches, stage="rm",
+    lr_scale=0.1, adapter_rate=1e-4,
+)  # fmt: skip
 
 
 def load_reward_model(
@@ -41,13 +66,13 @@ def load_reward_model(
     `source`, `device` and `verified` are those of `load_model`. A conversation that is longer than the model's context
     is rated by its beginning.
 
-    Raises UserError: when there is no such checkpoint, or it is no reward model.
+    Raises UserError: when there is no such checkpoint, or it is not a reward model.
     """
     if not isinstance(device, Device):
         device = devices.init(device or "auto")
     model, tokenizer, _ = load_model(source, device, verified=verified)
     if model.scalar_head is None:
-        raise UserError(f"{source} is no reward model: python -m scripts.chat_rm trains one")
+        raise UserError(f"{source} is not a reward model: python -m scripts.chat_dpo --loss reward trains one")
     row_tokens = model.config.sequence_len
 
     @torch.no_grad()

@@ -7,59 +7,75 @@ Legend: N rows, T tokens a row.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanochat.cli import UserError
 from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.losses import PolicyBatch
 
 
-def settings(flags: Any, has_values: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """The flags for `estimate`, and those for `policy_loss`. Raises UserError: when the loss has no value function."""
-    names = ("discount", "gae_lambda", "value_weight", "value_clip")
-    given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-    if given and not has_values:
-        raise UserError(f"--{next(iter(given))}: --loss {flags.loss} has no value function, ppo has")
-    estimates = {"discount": given.pop("discount", 1.0), "gae_lambda": given.pop("gae_lambda", 0.95)}
-    return estimates, given
+@dataclass(frozen=True)
+class ValueFunction:
+    """The scalar head as a critic, with the flags of chat_rl as its settings."""
+
+    discount: float = 1.0  # of the value a token later
+    gae_lambda: float = 0.95  # 1: the reward judges all tokens; 0: the next value does
+    value_weight: float = 0.5  # of the value function's error
+    value_clip: float = 0.2  # how far a value may move
+
+    @torch.no_grad()
+    def estimate(
+        self, model: Any, minibatches: Sequence[Sequence[PolicyBatch]], device: Device
+    ) -> list[list[PolicyBatch]]:
+        """Minibatches whose advantages are so far each sample's reward, with an advantage for each token, and what the
+        scalar head learns. The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO.
+        """
+        done = []
+        totals = torch.zeros(2, device=device.torch_device)  # targets, and the sum of their advantages
+        for batches in minibatches:
+            parts = []
+            for batch in batches:
+                rows = batch.rows
+                values = model(rows.inputs, rows.targets, segments=rows.segments, scalars=True)
+                values = torch.where(rows.targets != IGNORE, values, 0.0)
+                advantages = token_advantages(
+                    values, batch.advantages, rows.targets, rows.source, self.discount, self.gae_lambda
+                )
+                totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum()))
+                parts.append(replace(batch, advantages=advantages, old_values=values, returns=values + advantages))
+            done.append(parts)
+        # First the mean is subtracted, then the squares are summed: in fp32 the squares of rewards near 10,000 have no
+        # digit left for a deviation of 1.
+        count, total = sum_over_ranks(totals, device).tolist()
+        squares = torch.zeros(1, device=device.torch_device)
+        every = [batch for batches in done for batch in batches]
+        for batch in every:
+            batch.advantages.sub_(total / max(1.0, count)).mul_(batch.rows.targets != IGNORE)
+            squares += batch.advantages.square().sum()
+        variance = sum_over_ranks(squares, device).item() / max(1.0, count)
+        for batch in every:
+            batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal ones stay 0 but for their rounding
+        return done
+
+    def error(self, model: Any, batch: PolicyBatch) -> Tensor:
+        """The weighted error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
+        return self.value_weight * value_error(model, batch, self.value_clip)
 
 
-@torch.no_grad()
-def estimate(
-    model: Any, minibatches: Sequence[Sequence[PolicyBatch]], discount: float, gae_lambda: float, device: Device
-) -> list[list[PolicyBatch]]:
-    """Minibatches whose advantages are so far each sample's reward, with those of each token, and what the scalar head
-    is to learn. The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO."""
-    done = []
-    totals = torch.zeros(2, device=device.torch_device)  # targets, and the sum of their advantages
-    for batches in minibatches:
-        parts = []
-        for batch in batches:
-            rows = batch.rows
-            values = model(rows.inputs, rows.targets, segments=rows.segments, scalars=True)
-            values = torch.where(rows.targets != IGNORE, values, 0.0)
-            advantages = token_advantages(values, batch.advantages, rows.targets, rows.source, discount, gae_lambda)
-            totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum()))
-            parts.append(replace(batch, advantages=advantages, old_values=values, returns=values + advantages))
-        done.append(parts)
-    # The mean goes first, then the squares are summed: those of rewards near 10,000 have no digit left, in fp32, for a
-    # deviation of 1.
-    count, total = sum_over_ranks(totals, device).tolist()
-    squares = torch.zeros(1, device=device.torch_device)
-    every = [batch for batches in done for batch in batches]
-    for batch in every:
-        batch.advantages.sub_(total / max(1.0, count)).mul_(batch.rows.targets != IGNORE)
-        squares += batch.advantages.square().sum()
-    variance = sum_over_ranks(squares, device).item() / max(1.0, count)
-    for batch in every:
-        batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal ones stay 0 but for their rounding
-    return done
+def value_error(model: Any, batch: PolicyBatch, clip: float) -> Tensor:
+    """Half the squared error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
+    assert batch.old_values is not None and batch.returns is not None
+    values = model(batch.rows.inputs, batch.rows.targets, segments=batch.rows.segments, scalars=True)
+    # As a probability does, a value moves no further than the clip from where it was: beyond, the larger error counts,
+    # which has no gradient (source: Schulman et al. 2017, PPO, in its code).
+    near = batch.old_values + (values - batch.old_values).clamp(-clip, clip)
+    error = torch.maximum((values - batch.returns).square(), (near - batch.returns).square())
+    return 0.5 * torch.where(batch.rows.targets != IGNORE, error, 0.0)
 
 
 def token_advantages(

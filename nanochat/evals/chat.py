@@ -1,9 +1,11 @@
 """Chat evaluation: how many of a task's questions a model answers correctly.
 
-A generative task: the engine generates replies, with the tool, and the task grades them. An environment: it plays an
-episode, which is right from a reward of 1 on. A choice task takes one
-forward pass: of the question's letters, the likeliest one as the first token of the reply is the answer. ChatCORE is
-the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source: nanochat).
+    a generative task     the engine writes replies, with the tool, and the task grades them       `write_replies`
+    a choice task         one forward pass: the likeliest letter as the reply's first token        `choose_letters`
+    an environment        the engine plays an episode, which is right from a reward of 1 on        `play_episodes`
+
+ChatCORE is the mean over tasks of (accuracy - baseline) / (1 - baseline): 0 is guessing, 1 is perfect (source:
+nanochat).
 
 Ranks take whole batches, so that a batch, and with it every reply, is the same at any number of ranks, sampled and in
 bf16 too.
@@ -27,7 +29,7 @@ from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
-from nanochat.rollout import engine_sampler, play
+from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import track
 from nanochat.task import Example, Kind, Task
@@ -61,6 +63,15 @@ class Graded:
     messages: list[Message]
     reply: list[Part]
     correct: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A graded reply."""
+
+    number: int  # of its question, among the task's examples in their order
+    ending: Ending
+    graded: Graded
 
 
 # ---------------------------------------------------------------------- which tasks
@@ -104,86 +115,155 @@ def evaluate(
     in the order of the examples, of those that this rank graded. The result is the same on every rank.
     Raises UserError: when the task has no examples, or letters that are not one token each.
     """
-    if not len(task):
-        raise UserError(f"--tasks {task.name}: there are no examples in it")
     began = time.monotonic()
-    device = engine.device
-    is_choice = task.kind == "choice"
-    order = list(range(len(task)))
-    random.Random(ORDER_SEED).shuffle(order)
-    examples = [task.example(index) for index in order[:max_examples]]
-    is_played = type(task).environment is not Task.environment
-    environments = [task.environment(example) for example in examples]
-    prompts = [render_prompt(engine.tokenizer, one.start(), tools=one.tools) for one in environments]
-    letters = [_letter_ids(task, example, engine.tokenizer) for example in examples] if is_choice else []
-
-    # Batches of examples, by number, the longest prompts first: where memory runs out, it does so at once.
-    replies_each = 1 if is_choice else samples
-    room = model.config.sequence_len - (0 if is_choice else 1)  # a generated reply needs a token of its own
-    fitting = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
-    fitting.sort(key=lambda number: -len(prompts[number]))
-    rows = [number for number in fitting for _ in range(replies_each)]
-    batches = [rows[first : first + batch_rows] for first in range(0, len(rows), batch_rows)]
-
-    # Reply and grade, every world_size-th batch.
-    graded: list[tuple[int, Graded]] = []
-    cut_off = 0
-    if is_played:
-        questions = [(task, examples[number]) for number in fitting]
-        settings = {"samples": samples, "max_tokens": max_tokens, "context": model.config.sequence_len}
-        sampler = engine_sampler(engine, batch_rows)
-        try:
-            played = play(sampler, engine.tokenizer, device, questions, **settings, **asdict(sampling))
-        except Failed as failure:
-            raise UserError(f"--tasks {task.name}: {failure}") from failure
-        for live in played:
-            episode = live.finished()
-            *messages, last = episode.messages
-            is_right = episode.ending != "broken" and episode.reward >= 1
-            graded.append((fitting[live.numbers[0]], Graded(messages, parts_of(last["content"]), is_right)))
-            cut_off += episode.ending == "cut off"
-        batches = []
-    for place in track(range(device.rank, len(batches), device.world_size), "batches"):
-        batch = batches[place]
-        batch_prompts = [prompts[number] for number in batch]
-        replies: list[list[Part]] = []
-        endings: list[Ending] = ["complete"] * len(batch)  # a letter
-        if is_choice:
-            preferred = preferred_letters(model, batch_prompts, [letters[number] for number in batch], device)
-            for number, letter in zip(batch, preferred, strict=True):
-                replies.append([{"type": "text", "text": examples[number].letters[letter]}])
-        else:
-            # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
-            first = place * batch_rows
-            settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
-            sequences, masks = engine.generate(batch_prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
-            replies = [parse_reply(engine.tokenizer, ids) for ids in sequences]
-            endings = [engine.ending(ids, mask) for ids, mask in zip(sequences, masks, strict=True)]
-        for number, reply, ending in zip(batch, replies, endings, strict=True):
-            example = examples[number]
-            is_right = ending != "broken" and task.grade(example, reply)
-            graded.append((number, Graded(example.question, reply, is_right)))
-            cut_off += ending == "cut off"
+    context = model.config.sequence_len
+    questions = draw_questions(task, engine.tokenizer, context, max_examples)
+    if task.kind == "choice":
+        samples = 1
+        answers = choose_letters(task, questions, model, engine, batch_rows)
+    elif type(task).environment is not Task.environment:
+        answers = play_episodes(task, questions, engine, batch_rows, sampling, samples, max_tokens, context)
+    else:
+        answers = write_replies(task, questions, engine, batch_rows, sampling, samples, max_tokens)
 
     # Add up over the ranks. A question that does not fit counts as wrong.
-    counts = [sum(one.correct for _, one in graded), cut_off]
-    counts_here = torch.tensor(counts, dtype=torch.float32, device=device.torch_device)
-    right, cut_off = map(int, sum_over_ranks(counts_here, device).tolist())
-    total = len(examples) * replies_each
-    low, high = wilson_interval(right / replies_each, len(examples))  # of the questions: a mean over samples
+    correct = [answer for answer in answers if answer.graded.correct]
+    counts = [len(correct), len([answer for answer in answers if answer.ending == "cut off"])]
+    counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
+    right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
+    total = questions.count * samples
+    low, high = wilson_interval(right / samples, questions.count)  # of the questions: a mean over samples
     result = Result(
-        kind=task.kind, correct=right, total=total, questions=len(examples), accuracy=right / total, low=low, high=high,
-        baseline=task.baseline, too_long=len(examples) - len(fitting), cut_off=cut_off,
+        kind=task.kind, correct=right, total=total, questions=questions.count, accuracy=right / total, low=low,
+        high=high, baseline=task.baseline, too_long=questions.count - len(questions.fitting), cut_off=cut_off,
         seconds=time.monotonic() - began,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
-    for number, one in sorted(graded, key=lambda pair: pair[0]):
-        first_replies.setdefault(number, one)
+    for answer in sorted(answers, key=lambda answer: answer.number):
+        first_replies.setdefault(answer.number, answer.graded)
     return result, list(first_replies.values())[:keep]
 
 
+@dataclass(frozen=True)
+class Question:
+    number: int  # among the task's examples in their order
+    example: Example
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of an evaluation."""
+
+    count: int  # with the ones that do not fit the context
+    fitting: list[Question]  # the longest first: where memory runs out, it does so at once
+
+
+def draw_questions(task: Task, tokenizer: Tokenizer, context: int, max_examples: int | None) -> Questions:
+    """The first `max_examples` of a task's shuffled examples. Raises UserError: when the task has no examples."""
+    if not len(task):
+        raise UserError(f"--tasks {task.name}: there are no examples in it")
+    order = list(range(len(task)))
+    random.Random(ORDER_SEED).shuffle(order)
+    examples = [task.example(index) for index in order[:max_examples]]
+    # A generated reply needs a token in the context; a letter is read off the prompt.
+    room = context if task.kind == "choice" else context - 1
+    fitting = []
+    for number, example in enumerate(examples):
+        environment = task.environment(example)
+        prompt = render_prompt(tokenizer, environment.start(), tools=environment.tools)
+        if len(prompt) <= room:
+            fitting.append(Question(number, example, prompt))
+    fitting.sort(key=lambda question: -len(question.prompt))
+    return Questions(len(examples), fitting)
+
+
+def choose_letters(task: Task, questions: Questions, model: GPT, engine: Engine, batch_rows: int) -> list[Answer]:
+    """This rank's share of multiple-choice questions: of their letters the likeliest one as the reply's first token.
+
+    Raises UserError: when a letter is not one token.
+    """
+    device = engine.device
+    letters = [_letter_ids(task, question.example, engine.tokenizer) for question in questions.fitting]
+    answers = []
+    # Every world_size-th batch, so that a batch is the same at any number of ranks.
+    firsts = range(0, len(questions.fitting), batch_rows)
+    for first in track(firsts[device.rank :: device.world_size], "batches"):
+        batch = questions.fitting[first : first + batch_rows]
+        prompts = [question.prompt for question in batch]
+        preferred = preferred_letters(model, prompts, letters[first : first + batch_rows], device)
+        for question, letter in zip(batch, preferred, strict=True):
+            example = question.example
+            reply: list[Part] = [{"type": "text", "text": example.letters[letter]}]
+            graded = Graded(example.question, reply, task.grade(example, reply))
+            answers.append(Answer(question.number, "complete", graded))
+    return answers
+
+
+def write_replies(
+    task: Task,
+    questions: Questions,
+    engine: Engine,
+    batch_rows: int,
+    sampling: SamplingParams,
+    samples: int,
+    max_tokens: int,
+) -> list[Answer]:
+    """This rank's share of `samples` replies to each question, graded by the task."""
+    device = engine.device
+    rows = [question for question in questions.fitting for _ in range(samples)]
+    answers = []
+    firsts = range(0, len(rows), batch_rows)
+    for first in track(firsts[device.rank :: device.world_size], "batches"):
+        batch = rows[first : first + batch_rows]
+        # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
+        settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
+        prompts = [question.prompt for question in batch]
+        sequences, masks = engine.generate(prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
+        for question, ids, mask in zip(batch, sequences, masks, strict=True):
+            reply = parse_reply(engine.tokenizer, ids)
+            ending = engine.ending(ids, mask)
+            is_right = ending != "broken" and task.grade(question.example, reply)
+            graded = Graded(question.example.question, reply, is_right)
+            answers.append(Answer(question.number, ending, graded))
+    return answers
+
+
+def play_episodes(
+    task: Task,
+    questions: Questions,
+    engine: Engine,
+    batch_rows: int,
+    sampling: SamplingParams,
+    samples: int,
+    max_tokens: int,
+    context: int,
+) -> list[Answer]:
+    """This rank's share of `samples` episodes of each question; one is right from a reward of 1 on.
+
+    Raises UserError: when the environment fails.
+    """
+    asked = [(task, question.example) for question in questions.fitting]
+    try:
+        played = play(
+            EngineSampler(engine, batch_rows), engine.tokenizer, engine.device, asked, samples=samples,
+            max_tokens=max_tokens, context=context, **asdict(sampling),
+        )  # fmt: skip
+    except Failed as failure:
+        raise UserError(f"--tasks {task.name}: {failure}") from failure
+    answers = []
+    for episode in played:
+        *messages, last = episode.messages
+        ending = episode.sample.ending
+        is_right = ending != "broken" and episode.reward >= 1
+        number = questions.fitting[episode.sample.question].number
+        graded = Graded(messages, parts_of(last["content"]), is_right)
+        answers.append(Answer(number, ending, graded))
+    return answers
+
+
 def _letter_ids(task: Task, example: Example, tokenizer: Tokenizer) -> list[int]:
-    """The token that each letter is, written by itself."""
+    """The token of each letter."""
     ids = [tokenizer.encode(letter) for letter in example.letters]
     for letter, tokens in zip(example.letters, ids, strict=True):
         if len(tokens) != 1:

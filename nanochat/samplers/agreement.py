@@ -1,6 +1,5 @@
-"""Whether a sampler outside of this process computes what the trainer computes."""
+"""Whether a sampler outside this process computes what the trainer computes."""
 
-from nanochat import rollout
 from nanochat.cli import Failed
 from nanochat.collectives import gather_values
 from nanochat.cross_entropy import IGNORE
@@ -8,15 +7,13 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.log import print0
 from nanochat.packing import pack_sequences
-from nanochat.rollout import Reply, Sampler
+from nanochat.rollout import LARGEST_GAP, Reply, Sampler
+from nanochat.samples import logp_of
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 
 PROBE = "The first question is what"
 PROBE_TOKENS = 32
-# Mean difference in nats between the sampler's and the trainer's log probabilities of a reply. In fp32 it is 1e-6, in
-# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1.
-LARGEST_DIFFERENCE = 0.1
 
 
 def check_agreement(sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: Device) -> None:
@@ -35,15 +32,15 @@ def check_agreement(sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: 
         failed = str(error)
     rows = pack_sequences([[*prompt, *reply.tokens]], [[0] * len(prompt) + reply.mask], model.config.sequence_len)
     rows = next(rows.micro_batches(1, device))
-    own = rollout.logp_of(model, rows)[rows.targets != IGNORE].tolist()
-    theirs = [logp for logp, chosen in zip(reply.logp, reply.mask, strict=True) if chosen]
+    own = logp_of(model, rows)[rows.targets != IGNORE].tolist()
+    theirs = [logp for logp, chosen in zip(reply.logprobs, reply.mask, strict=True) if chosen]
     difference = sum(abs(one - other) for one, other in zip(own, theirs, strict=True)) / max(1, len(own))
     reports = gather_values((failed, difference), device)
     for failed, _ in reports:
         if failed:
             raise Failed(failed)
     largest = max(difference for _, difference in reports)
-    if not largest <= LARGEST_DIFFERENCE:
+    if not largest <= LARGEST_GAP:
         raise Failed(
             f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
             "other weights, another tokenization, or log probabilities that are not those of temperature 1"

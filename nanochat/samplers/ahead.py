@@ -1,6 +1,6 @@
 """Samples drawn ahead: those of step s by the weights of step s - staleness, while the trainer trains.
 
-With a staleness of 1, and a sampler outside of this process:
+With a staleness of 1, and a sampler outside this process:
 
     trainer                                     sampler
     hand over the weights of step 0             samples of step 0, by the weights of step 0
@@ -10,51 +10,41 @@ With a staleness of 1, and a sampler outside of this process:
     train step 1
     hand over the weights of step 2             samples of step 3, by the weights of step 2
 
-Weights change hands only while no rank samples, so every sample has exactly the weights of its step. Step s of the
-first ones has those of step 0. This process's own engine cannot sample while it trains: it draws the same samples
+Weights change hands only while no rank samples, so every sample has exactly the weights of its step. The first
+steps have the weights of step 0. This process's own engine cannot sample while it trains: it draws the same samples
 between two steps, which shows what staleness costs, and saves no time.
 
-What is under way when a run stops is not saved. A resumed run draws it again, by the weights that it resumes with: with
-a staleness of 0 that is what a run without the stop draws.
+Samples that are under way when a run stops are not saved. A resumed run draws them again, by the weights that it
+resumes with: with a staleness of 0 a run without the stop draws the same.
 """
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from nanochat.gpt import GPT
-from nanochat.rollout import Share
-from nanochat.samplers.kinds import EngineSampler, PolicySampler
+from nanochat.rollout import EngineSampler, OnPolicy, Share
 
 
-class Ahead:
+class Ahead(OnPolicy):
     """Draws this rank's shares of the samples of all steps below `last`, each by one call of `draw(step)`."""
 
-    def __init__(
-        self, sampler: PolicySampler, model: GPT, draw: Callable[[int], Share], staleness: int, last: int
-    ) -> None:
-        self.sampler = sampler
-        self.model = model
-        self.draw = draw
+    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], Share], staleness: int, last: int) -> None:
+        super().__init__(sampler, model, draw)
         self.staleness = staleness
         self.last = last
-        self.handed_over = -1  # the step whose weights the sampler has
         self._shares: dict[int, Share] = {}  # drawn, by step
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def hand_over(self, step: int) -> None:
-        """Sample with the weights of this step, which are the model's present ones. All ranks call it together."""
         self._wait()
-        if self.handed_over != step:
-            self.sampler.hand_over(self.model)
-            self.handed_over = step
+        super().hand_over(step)
 
     def take(self, step: int) -> Share:
-        """This rank's share of the samples of a step. All ranks call it, and exchange it before anything else."""
         self._wait()
         if step not in self._shares:  # the run's first one, or always, with a staleness of 0
-            self.hand_over(step)
-            self._shares[step] = self.draw(step)
+            return super().take(step)
         return self._shares.pop(step)
 
     def begin(self, step: int) -> None:

@@ -15,6 +15,8 @@ import contextlib
 import itertools
 import json
 import math
+import os
+import re
 import shutil
 import time
 import weakref
@@ -36,6 +38,7 @@ from nanochat.families import hf
 from nanochat.gpt import GPT
 from nanochat.log import print0, warn
 from nanochat.model_folder import FORMAT_VERSION
+from nanochat.paths import run_dir
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
@@ -115,6 +118,23 @@ class HttpSampler:
                 raise UserError(
                     f"--sampler: {self.kind} does not compute models of our own shape; use chat_web --for_rl"
                 )
+
+    @staticmethod
+    def check_flag(flag: str) -> None:
+        """Raises UserError: when `--sampler flag` is not a list of addresses."""
+        if not all(re.fullmatch(r"https?://[^/\s]\S*", address) for address in flag.split(",")):
+            raise UserError(f"--sampler {flag}: the addresses of servers are http://HOST:PORT, with commas")
+
+    @classmethod
+    def open(
+        cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
+        graphs: str, should_stop: Callable[[], bool],
+    ) -> "HttpSampler":  # fmt: skip
+        """The servers of a --sampler flag, for a run of this tag; `graphs` is the servers' own choice."""
+        return cls(
+            flag.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
+            key=os.environ.get("NANOCHAT_API_KEY", ""), should_stop=should_stop,
+        )  # fmt: skip
 
     def _find(self, address: str, rows: int) -> Server:
         try:

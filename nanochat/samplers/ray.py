@@ -8,8 +8,10 @@ The cluster is that of RAY_ADDRESS, or the one that `ray start` has started on t
 machine's own processes.
 """
 
+import importlib.util
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import print0, warn
-from nanochat.rollout import Reply, engine_sampler
+from nanochat.rollout import EngineSampler, Reply
 from nanochat.sampling import SamplingParams
 from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
@@ -73,7 +75,7 @@ class Worker:
         version: int,
     ) -> list[Reply]:
         assert self.engine is not None and self.version == version
-        return engine_sampler(self.engine, rows)(prompts, settings, max_tokens)
+        return EngineSampler(self.engine, rows)(prompts, settings, max_tokens)
 
 
 class RaySampler:
@@ -123,6 +125,25 @@ class RaySampler:
         self.weights: ObjectRef[Any] | None = None
         self.version = 0
         print0(f"sampler: {count} workers of Ray for each process, each with {options}")
+
+    @staticmethod
+    def check_flag(flag: str) -> None:
+        """Raises UserError: when `--sampler flag` is not ray:N, or the package is missing."""
+        if re.fullmatch(r"ray:[1-9]\d{0,3}", flag) is None:
+            raise UserError(f"--sampler {flag}: ray:N has a number of workers, 1 to 9999")
+        if importlib.util.find_spec("ray") is None:
+            raise UserError(f"--sampler {flag} needs the package ray: pip install -e '.[ray]'")
+
+    @classmethod
+    def open(
+        cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
+        graphs: Literal["auto", "on", "off"], should_stop: Callable[[], bool],
+    ) -> "RaySampler":  # fmt: skip
+        """The workers of a --sampler flag; the weights need no folder, so that the run's tag does not matter."""
+        count = int(flag.removeprefix("ray:"))
+        return cls(
+            count, model, tokenizer, device, rows=rows, patience=patience, graphs=graphs, should_stop=should_stop
+        )
 
     def hand_over(self, model: GPT) -> None:
         """Sample with the model's present weights from now on. All ranks call it together.

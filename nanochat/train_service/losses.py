@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanochat.alignment.policy_losses import weighted_log_objective
 from nanochat.cli import UserError
-from nanochat.losses import clipped_objective, weighted_log_objective
+from nanochat.losses import clipped_objective
 
 
 @dataclass(frozen=True)

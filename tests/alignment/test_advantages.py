@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from nanochat.alignment.advantages import batch_deviation, group_deviation, group_mean, leave_one_out, overlong_penalty
-from nanochat.losses import POLICY_LOSSES
+from nanochat.alignment.advantages import batch_deviation, leave_one_out
+from nanochat.losses import POLICY_LOSSES, group_deviation, group_mean
+from nanochat.samples import overlong_penalty
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
 

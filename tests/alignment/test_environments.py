@@ -14,6 +14,7 @@ from nanochat.conversation import Message, Part, render, render_prompt, text_of
 from nanochat.environment import Environment, Step
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import open_mixture
+from nanochat.samples import Samples
 from nanochat.task import EnvironmentTask, Example, Task
 from nanochat.task_flag import ENVIRONMENTS, TaskSpec, open_task, parse_tasks, require_pairs
 from nanochat.tasks.nim import MOVES, STONES, Nim, chance
@@ -188,7 +189,7 @@ class Talking(Task):
         return Talk(self.role)
 
 
-def episode(tokenizer: Tokenizer, role: str, replies: Sequence[tuple[Sequence[int], bool]]) -> rollout.Samples:
+def episode(tokenizer: Tokenizer, role: str, replies: Sequence[tuple[Sequence[int], bool]]) -> Samples:
     """One with these replies (tokens, whether they end by themselves)."""
     turns = iter(replies)
 
@@ -216,7 +217,7 @@ def test_an_episode_by_a_template_is_its_text(family_tokenizers, family, is_comp
     sampled = [tokenizer.encode_continuation(space + words) for words in said]
     tokens = [[*ids, end] if is_complete else ids for ids in sampled]
     drawn = episode(tokenizer, role, [(ids, is_complete) for ids in tokens])
-    ids, mask = drawn.ids[0], drawn.masks[0]
+    ids, mask = drawn.groups[0][0].tokens, drawn.groups[0][0].mask
     opening = Talk(role).start()
     prompt = render_prompt(tokenizer, opening, tools=Talk(role).tools)
     assert ids[: len(prompt)] == prompt
@@ -240,7 +241,8 @@ def test_sampled_tokens_stay_as_they_were(family_tokenizers):
     odd = [token for letter in "the boat" for token in tokenizer.encode(letter)]
     assert odd != tokenizer.encode("the boat")
     drawn = episode(tokenizer, "user", [([*odd, tokenizer.reply_ends[0]], True)] * 3)
-    assert [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m] == [*odd, tokenizer.reply_ends[0]] * 3
+    sample = drawn.groups[0][0]
+    assert [t for t, m in zip(sample.tokens, sample.mask, strict=True) if m] == [*odd, tokenizer.reply_ends[0]] * 3
 
 
 def test_tools_by_a_template(family_tokenizers):
@@ -248,7 +250,7 @@ def test_tools_by_a_template(family_tokenizers):
     tokenizer = family_tokenizers["qwen3"]
     thought = [*tokenizer.encode("<think>\n\n</think>\n\nA boat."), tokenizer.reply_ends[0]]
     drawn = episode(tokenizer, "tool", [(thought, True)] * 3)
-    decoded = tokenizer.decode(drawn.ids[0])
+    decoded = tokenizer.decode(drawn.groups[0][0].tokens)
     assert '"name": "weather"' in decoded.partition("Hello")[0], "the template has described the tools"
     between = "<|im_end|>\n<|im_start|>user\n<tool_response>\nyou said <think>\n\n</think>\n\nA boat.\n</tool_response>"
     assert decoded.count(f"A boat.{between}<|im_end|>\n<|im_start|>assistant\n<think>") == 2
@@ -260,4 +262,5 @@ def test_own_format_reads_a_tool_as_a_user():
     tokenizer = tiny_tokenizer()
     end = tokenizer.encode_special("<|assistant_end|>")
     drawn = episode(tokenizer, "tool", [([*tokenizer.encode("ab"), end], True)] * 3)
-    assert tokenizer.decode(drawn.ids[0]).count("<|user_start|>you said ab<|user_end|><|assistant_start|>ab") == 2
+    text = tokenizer.decode(drawn.groups[0][0].tokens)
+    assert text.count("<|user_start|>you said ab<|user_end|><|assistant_start|>ab") == 2

@@ -7,8 +7,8 @@ import torch
 from tiny import cpu_device, lively_model, tiny_config
 
 from nanochat.alignment import preferences
+from nanochat.alignment.kto import gain_sum, judged_batches, kl_baseline, kto_loss, to_other_questions
 from nanochat.conversation import Rendered
-from nanochat.losses import gain_sum, kto_loss
 from nanochat.mixture import JudgedReply
 
 
@@ -18,13 +18,13 @@ def reply(question: list[int], answer: list[int], is_good: bool = True) -> Judge
 
 def test_a_reply_goes_to_the_next_other_question():
     replies = [reply([1, 2], [3]), reply([1, 2], [4, 5], False), reply([6], [7, 8, 9])]
-    moved = preferences.to_other_questions(replies, max_tokens=4)
+    moved = to_other_questions(replies, max_tokens=4)
     assert [(one.rendered.ids, one.rendered.mask, one.rendered.cut) for one in moved] == [
         ([1, 2, 7, 8], [0, 0, 1, 1], True),
         ([1, 2, 7, 8], [0, 0, 1, 1], True),
         ([6, 3], [0, 1], False),
     ]
-    assert preferences.to_other_questions(replies[:2], max_tokens=4) == []
+    assert to_other_questions(replies[:2], max_tokens=4) == []
 
 
 def test_first_examples_that_cannot_teach_are_reported(capsys):
@@ -52,7 +52,7 @@ def test_the_ranks_shares_of_labelled_replies_are_the_whole():
         sums = torch.zeros(3)
         for rank in range(world_size):
             mine = replace(device, rank=rank, world_size=world_size)
-            batches = preferences.judged_batches(examples, 32, rows, mine)
+            batches = judged_batches(examples, 32, rows, mine)
             for batch in preferences.compared(batches, reference):
                 loss, count = kto_loss(model, batch, baseline=0.5, stats=stats)
                 sums += torch.stack((loss, count, gain_sum(model, batch)[0])).detach()
@@ -62,7 +62,7 @@ def test_the_ranks_shares_of_labelled_replies_are_the_whole():
     assert alone[[1, 3, 4]].tolist() == [9, 6, 3]
     for world_size, rows in ((1, 1), (2, 2), (3, 1)):
         torch.testing.assert_close(total(world_size, rows), alone)
-    few, many = (preferences.kl_baseline(model, reference, examples, 32, rows, device) for rows in (1, 9))
+    few, many = (kl_baseline(model, reference, examples, 32, rows, device) for rows in (1, 9))
     assert few == pytest.approx(many, rel=1e-5)
-    assert preferences.kl_baseline(model, model, examples, 32, 9, device) == 0
-    assert preferences.kl_baseline(model, reference, examples[:1], 32, 9, device) == 0  # there is no other question
+    assert kl_baseline(model, model, examples, 32, 9, device) == 0
+    assert kl_baseline(model, reference, examples[:1], 32, 9, device) == 0  # there is no other question

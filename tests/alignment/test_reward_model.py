@@ -15,6 +15,7 @@ from nanochat.alignment.reward_model import load_reward_model
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render
 from nanochat.gpt import GPT
+from nanochat.rollout import load_rewards
 
 
 def chat(question: str, reply: str) -> list[dict]:
@@ -49,8 +50,15 @@ def test_a_scalar_head_leaves_the_rest_of_a_model_as_it_is():
 def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, trained, most):  # noqa: F811
     """Trained, loaded, packed with others or alone; and continued."""
     tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
-    flags = (*CPU, tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--eval_examples=64")
-    call("chat_rm", *flags, *trained, "--source=base", "--num_iterations=60", "--eval_every=30")
+    flags = (
+        *CPU,
+        "--loss=reward",
+        tasks,
+        "--device_batch_size=8",
+        "--target_examples_per_step=16",
+        "--eval_examples=64",
+    )
+    call("chat_dpo", *flags, *trained, "--source=base", "--num_iterations=60", "--eval_every=30")
     lines = metrics(start, "rm")
     assert lines[0]["loss"] == pytest.approx(0.6931472) and lines[0]["accuracy"] == 0.5
     learned = sum(line["loss"] for line in lines[-10:]) / 10
@@ -67,7 +75,8 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, traine
     assert together[0] > together[1] and rate([]) == []
 
     # A run that begins from a reward model begins with its head, trained with adapters or without.
-    call("chat_rm", *flags, "--lora_rank=2", "--source=rm", "--source_tag=d1", "--num_iterations=1", "--model_tag=more")
+    more = ("--lora_rank=2", "--source=rm", "--source_tag=d1", "--num_iterations=1", "--model_tag=more")
+    call("chat_dpo", *flags, *more)
     assert losses(start, "rm", "more")[0] < lines[0]["loss"]
     saved = load_file(start / "checkpoints/rm/more/step_000001/adapter.safetensors")
     assert "scalar_head.weight" in saved
@@ -77,14 +86,14 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, traine
 @pytest.mark.slow
 def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
     """By a stage, which is the tag written last, or a tag; two add up. A resumed run has the one it began with."""
-    call("chat_rm", *RM, "--source=base", "--num_iterations=2")
+    call("chat_dpo", *RM, "--source=base", "--num_iterations=2")
     rl = (*RL, "--source=base", "--source_tag=d1", "--eval_every=0", "--save_every=1")
     call("chat_rl", *rl, "--num_iterations=1", "--reward=rm:rm")
     assert "reward rm:rm: rm/d1/step_000002" in capsys.readouterr().out.splitlines()
     (line,) = metrics(start, "rl")
     assert line["reward"] != 0
 
-    call("chat_rm", *RM, "--source=base", "--source_tag=d1", "--num_iterations=3", "--model_tag=other")
+    call("chat_dpo", *RM, "--source=base", "--source_tag=d1", "--num_iterations=3", "--model_tag=other")
     code, err = mistake(capsys, "chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm", "--resume")
     assert code == 1 and "with --reward rm:rm/d1/step_000002, not rm:rm/other/step_000003: use its flags" in err
     call("chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm/d1", "--resume")
@@ -95,7 +104,7 @@ def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
     call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
     assert load_model("auto", "cpu")[2]["folder"].endswith("rl/both/step_000001")
     for source, word in {
-        "rm:dpo": "is no reward model: python -m scripts.chat_rm", "rm:rm/gone": "--reward rm:rm/d1",
+        "rm:dpo": "is not a reward model: python -m scripts.chat_dpo --loss reward", "rm:rm/gone": "--reward rm:rm/d1",
         "rm:/gone": "--reward rm:/gone is neither",
     }.items():  # fmt: skip
-        assert word in complaint(lambda source=source: rewards.load_models(rewards.parse_rewards(source), cpu_device()))
+        assert word in complaint(lambda source=source: load_rewards(rewards.parse_rewards(source), cpu_device()))

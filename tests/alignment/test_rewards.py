@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from tiny import complaint, cpu_device, run_ranks
 
 from nanochat import rollout, user_code
 from nanochat.alignment import rewards
-from nanochat.alignment.rewards import Episode, Reward, load_models, parse_rewards, score
+from nanochat.alignment.rewards import Episode, FunctionReward, parse_rewards, score
 from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
 from nanochat.environment import Environment
 from nanochat.mixture import open_mixture
+from nanochat.rollout import Reward, load_rewards
+from nanochat.samples import Samples
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time
@@ -86,17 +89,20 @@ def mine(tmp_path_factory) -> Path:
 
 def values(mine: Path, entry: str, count: int = 2, **options: Any) -> list[float]:
     (reward,) = parse_rewards(entry.replace("mine.py", str(mine)))
+    assert isinstance(reward, FunctionReward)
     return score(reward, [EPISODE] * count, **{"seconds": 5.0, **options})
 
 
 def test_a_function_returns_a_number_for_each_episode(mine):
-    assert values(mine, "task") == [0.25, 0.25]
+    (task,) = parse_rewards("task")
+    played: Any = [SimpleNamespace(reward=0.25)] * 2
+    assert task.rate(played, 1.0, rollout.never) == [0.25, 0.25]
     assert values(mine, "mine.py:length") == [3.0, 3.0]
     assert values(mine, "mine.py:waits:0.1") == [0.5, 0.5], "async, with a module next to it; the weight comes later"
     assert values(mine, "mine.py:nan") == [0.0, 0.0], "a function's name, and no weight"
     assert values(mine, "mine.py:array", count=3) == [0.0, 1.0, 2.0]
     assert values(mine, "mine.py:fails", count=0) == [], "a process without episodes calls nothing"
-    tensor = Reward("tensor", function=lambda episodes: torch.ones(len(episodes)))
+    tensor = FunctionReward("tensor", function=lambda episodes: torch.ones(len(episodes)))
     assert score(tensor, [EPISODE], 1.0) == [1.0]
 
 
@@ -130,14 +136,14 @@ def test_a_function_that_waits_can_be_stopped(mine, name):
 def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
     parts = parse_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits")
     assert [(part.name, part.weight) for part in parts] == [("task", 0.5), ("length", -0.1), ("waits", 1.0)]
-    sums = rewards.fingerprints(parts)
+    sums = rollout.reward_fingerprints(parts)
     assert sums.pop("--reward") == f"task:0.5,{mine}:length:-0.1,{mine}:waits"
     assert set(sums) == {f"--reward {mine}:length", f"--reward {mine}:waits"} and all(map(len, sums.values()))
     (tmp_path / "broken.py").write_text("def score(episodes:\n    pass\n")
     (tmp_path / "raises.py").write_text("import nosuchmodule\n")
     for text, word in {
         "": "empty", "nosuch": "none of task", f"{tmp_path}/gone.py:f": "no file", f"{mine}:lengt": "length, waits",
-        f"{mine}:constant": "no function", f"{mine}:length:0": "weight", f"task:nan,{mine}:length": "weight",
+        f"{mine}:constant": "not a function", f"{mine}:length:0": "weight", f"task:nan,{mine}:length": "weight",
         "task:1e308": "weight",
         f"{mine}:length,{mine}:length:2": "length twice", f"{tmp_path}/broken.py:score": "broken.py:1 `def score",
         f"{tmp_path}/raises.py:f": "nosuchmodule",
@@ -150,21 +156,23 @@ def test_a_models_reward_has_the_name_of_its_folder(monkeypatch, capsys):
     folders = {"rm": Path("/c/rm/new/step_000002"), "rm/old": Path("/c/rm/old/step_000001")}
     monkeypatch.setattr(rewards, "find_source", lambda source, device, flag: folders[source])
     monkeypatch.setattr(rewards, "weights_sha256", lambda folder: f"sum of {folder.parent.name}")
-    monkeypatch.setitem(
-        rewards.KINDS, "rm", lambda folder, _: lambda episodes: [float(folder.name[-1])] * len(episodes)
-    )
-    new, old = parts = load_models(parse_rewards("rm:rm:2,rm:rm/old"), cpu_device())
+
+    def load(folder: Path, device: Device, verified: bool):
+        return lambda conversations: [float(folder.name[-1])] * len(conversations)
+
+    monkeypatch.setattr("nanochat.alignment.reward_model.load_reward_model", load)
+    new, old = parts = load_rewards(parse_rewards("rm:rm:2,rm:rm/old"), cpu_device())
     assert capsys.readouterr().out == "reward rm:rm: rm/new/step_000002\nreward rm:rm/old: rm/old/step_000001\n"
     assert (new.name, new.weight, score(new, [EPISODE], 1.0)) == ("rm", 2.0, [2.0])
     assert (old.name, old.weight, score(old, [EPISODE], 1.0)) == ("old", 1.0, [1.0])
-    assert rewards.fingerprints(parts) == {
+    assert rollout.reward_fingerprints(parts) == {
         "--reward": "rm:rm/new/step_000002:2,rm:rm/old/step_000001",
         "--reward rm:rm/new/step_000002": "sum of new", "--reward rm:rm/old/step_000001": "sum of old",
     }  # fmt: skip
     folders["rm"] = folders["rm/old"]
-    assert load_models(parse_rewards("rm:rm,rm:rm/old"), cpu_device())
+    assert load_rewards(parse_rewards("rm:rm,rm:rm/old"), cpu_device())
     folders["rm/new"] = folders["rm/old"]
-    assert "old twice" in complaint(lambda: load_models(parse_rewards("rm:rm/new,rm:rm/old"), cpu_device()))
+    assert "old twice" in complaint(lambda: load_rewards(parse_rewards("rm:rm/new,rm:rm/old"), cpu_device()))
 
 
 def test_prompts_need_no_answer(mine, tmp_path):
@@ -186,17 +194,17 @@ def test_prompts_need_no_answer(mine, tmp_path):
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
     assert "prompt" in complaint(lambda: open_mixture(str(tmp_path / "none.jsonl"), "train", files="prompts"))
     seen: list[Episode] = []
-    own = Reward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
-    rewards.check([own], [(task, examples[0]), (task, examples[4])], 1.0)
+    own = FunctionReward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
+    own.check([(task, examples[0]), (task, examples[4])], 1.0)
     assert [(one.reply, one.answer, one.task) for one in seen] == [("", None, "prompts"), ("a", "a", "prompts")]
     (fails,) = parse_rewards(f"{mine}:too_few")
-    assert "before training" in complaint(lambda: rewards.check([fails], [(task, examples[0])] * 2, 1.0))
+    assert "before training" in complaint(lambda: fails.check([(task, examples[0])] * 2, 1.0))
 
 
-def sample(device: Device, parts: list[Reward], task: Any) -> rollout.Samples:
+def sample(device: Device, parts: list[Reward], task: Any) -> Samples:
     engine = make_engine(device)
     return rollout.sample_episodes(
-        rollout.engine_sampler(engine, 8), engine.tokenizer, device, questions(4, task), samples=2, max_tokens=10,
+        rollout.EngineSampler(engine, 8), engine.tokenizer, device, questions(4, task), samples=2, max_tokens=10,
         context=64, seed=1, temperature=1.0, rewards=parts,
     )  # fmt: skip
 
@@ -208,19 +216,21 @@ def test_parts_are_weighed_and_a_broken_reply_is_worth_nothing_at_best():
         seen.extend(episodes)
         return [1.0 + len(episode.messages) for episode in episodes]
 
-    drawn = sample(cpu_device(), [Reward("task", 0.5), Reward("length", 2.0, length)], Echoing())
-    assert list(drawn.parts) == ["task", "length"] and drawn.rewards.shape == (4, 2)
-    assert np.array_equal(drawn.rewards, 0.5 * drawn.parts["task"] + 2.0 * drawn.parts["length"])
-    assert "broken" in drawn.endings and len(set(drawn.endings)) > 1
-    for ending, value in zip(drawn.endings, drawn.parts["length"].flat, strict=True):
+    drawn = sample(cpu_device(), [Reward("task", 0.5), FunctionReward("length", 2.0, function=length)], Echoing())
+    assert all(list(one.parts) == ["task", "length"] for one in drawn) and drawn.rewards.shape == (4, 2)
+    tasks, lengths = (drawn.grid(lambda one, name=name: one.parts[name]) for name in ("task", "length"))
+    assert np.array_equal(drawn.rewards, 0.5 * tasks + 2.0 * lengths)
+    endings = [one.ending for one in drawn]
+    assert "broken" in endings and len(set(endings)) > 1
+    for ending, value in zip(endings, lengths.flat, strict=True):
         assert (value == 0) == (ending == "broken")
     for episode in seen:
         roles = [message["role"] for message in episode.messages]
         assert roles[:2] == ["user", "assistant"] and episode.task == "length" and episode.answer in range(4)
         assert episode.reward in (0.0, 1.0, 3.0, 6.0) and episode.tokens > 0
-    halves = [half.parts["length"] for half in drawn.split(2)]
-    assert [half.shape for half in halves] == [(2, 2)] * 2 and np.array_equal(np.vstack(halves), drawn.parts["length"])
-    negative = sample(cpu_device(), [Reward("own", 1.0, lambda episodes: [-1.0] * len(episodes))], Length())
+    halves = [half.grid(lambda one: one.parts["length"]) for half in drawn.split(2)]
+    assert [half.shape for half in halves] == [(2, 2)] * 2 and np.array_equal(np.vstack(halves), lengths)
+    negative = sample(cpu_device(), [FunctionReward("own", function=lambda episodes: [-1.0] * len(episodes))], Length())
     assert (negative.rewards == -1).all(), "also of broken replies: they would be the best ones"
 
 
@@ -229,7 +239,7 @@ def failing_on_rank_1(device: Device) -> str:
         return [1.0 / (1 - device.rank)] * len(episodes)
 
     with pytest.raises(Failed) as caught:
-        sample(device, [Reward("own", 1.0, function)], Length())
+        sample(device, [FunctionReward("own", function=function)], Length())
     return str(caught.value)
 
 
@@ -250,7 +260,7 @@ def test_an_environments_own_mistake_is_one_line(tmp_path):
             return type("Game", (Environment,), game)(random.Random(0))
 
     with pytest.raises(Failed, match=r"game.py:2 `return.*KeyError"):
-        sample(cpu_device(), [rewards.TASK], Failing())
+        sample(cpu_device(), [Reward()], Failing())
 
 
 def test_the_functions_of_the_page_run(tmp_path):

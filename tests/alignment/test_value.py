@@ -11,8 +11,10 @@ from test_stages import RL, call, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
 from nanochat.alignment import value
+from nanochat.alignment.policy_losses import PPO
+from nanochat.alignment.value import ValueFunction, value_error
 from nanochat.checkpoint_manager import load_model
-from nanochat.losses import POLICY_LOSSES, policy_loss, value_error
+from nanochat.losses import policy_loss
 
 VALUES = torch.tensor([[0.5, 0.75, 0.2, 0.4, 0.6, 9.0]])  # of a sample of 2 targets, of one of 3, and of padding
 
@@ -49,24 +51,24 @@ def test_the_values_error_is_clipped():
     error.sum().backward()
     assert model.values.grad.flatten().tolist() == pytest.approx([-0.9, 0.0, -1.5, -1.0, -1.0, 0.0])
     # The clipped objective of the tokens is 1, 1.2, -1, -0.4, -0.5 (test_losses.py), half the squared errors 2.85.
-    loss, count = policy_loss(model, batch, method=POLICY_LOSSES["ppo"], max_tokens=8)
+    loss, count = policy_loss(model, batch, method=PPO, max_tokens=8, critic=ValueFunction())
     assert (loss.item(), count.item()) == pytest.approx((-0.3 + 0.5 * 2.85, 5))
 
 
 def test_estimates_have_one_mean_and_deviation_over_all_minibatches():
     batch = replace(two_samples(), advantages=torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]))
-    ((one,), (other,)) = value.estimate(critic(), [[batch], [batch]], 1.0, 0.5, cpu_device())
+    ((one,), (other,)) = ValueFunction(1.0, 0.5).estimate(critic(), [[batch], [batch]], cpu_device())
     advantages = one.advantages.flatten()[:5]
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.square().mean().item() == pytest.approx(1, rel=1e-4)
     assert one.returns.flatten().tolist() == pytest.approx([0.875, 1.0, 0.35, 0.3, 0.0, 0.0])
-    loss, count = policy_loss(critic(), one, method=POLICY_LOSSES["ppo"], max_tokens=8, value_weight=2.0)
+    loss, count = policy_loss(critic(), one, method=PPO, max_tokens=8, critic=ValueFunction(value_weight=2.0))
     errors = (one.returns - VALUES)[0, :5].square().sum()
     assert (loss.item(), count.item()) == pytest.approx((-advantages.sum().item() + errors.item(), 5), abs=1e-5)
     assert torch.equal(other.advantages, one.advantages)
     # They do not change where all rewards are higher by as much, as far as fp32 has digits.
     higher = replace(batch, advantages=batch.advantages + 8192)
-    ((low,),), ((high,),) = (value.estimate(critic(), [[b]], 1.0, 1.0, cpu_device()) for b in (batch, higher))
+    ((low,),), ((high,),) = (ValueFunction(1.0, 1.0).estimate(critic(), [[b]], cpu_device()) for b in (batch, higher))
     torch.testing.assert_close(high.advantages, low.advantages, atol=2e-3, rtol=0)
 
 
@@ -75,7 +77,8 @@ def test_estimates_have_one_mean_and_deviation_over_all_minibatches():
 def test_ppo_trains_its_scalar_head_and_resumes_exactly(start, capsys, lora):  # noqa: F811
     flags = (*RL, *lora, "--loss=ppo", "--source=base", "--source_tag=d1", "--minibatches=2", "--eval_every=0")
     flags = (*flags, "--reward=task,rm:rm", "--num_iterations=4", "--save_every=1")
-    call("chat_rm", "--device=cpu", "--dtype=float32", "--tasks=addition", "--source=base", "--num_iterations=1")
+    reward = ("--loss=reward", "--device=cpu", "--dtype=float32", "--tasks=addition")
+    call("chat_dpo", *reward, "--source=base", "--num_iterations=1")
     exactly_resumed(start, "chat_rl", "rl", flags, 4)
     model, _, meta = load_model("rl", "cpu")
     assert model.scalar_head.weight.abs().sum() > 0 and meta["model"]["scalar_head"]

@@ -23,7 +23,10 @@ from torch import Tensor
 
 from nanochat import losses
 from nanochat.alignment import preferences
-from nanochat.alignment.advantages import group_deviation, group_mean, leave_one_out
+from nanochat.alignment.advantages import leave_one_out
+from nanochat.alignment.kto import JudgedBatch, judged_batches, kl_baseline, to_other_questions
+from nanochat.alignment.pair_losses import ipo_loss, orpo_loss
+from nanochat.alignment.reward_model import reward_loss
 from nanochat.attention import Segments
 from nanochat.cli import UserError
 from nanochat.conversation import Rendered
@@ -32,12 +35,12 @@ from nanochat.losses import (
     POLICY_LOSSES,
     POLICY_STATS,
     REPLY_STATS,
-    JudgedBatch,
     PairBatch,
     PolicyBatch,
     clipped_objective,
     dpo_loss,
-    ipo_loss,
+    group_deviation,
+    group_mean,
     kl_estimate,
     mean_policy_stats,
     policy_loss,
@@ -46,6 +49,10 @@ from nanochat.losses import (
 )
 from nanochat.mixture import JudgedReply
 from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
+
+METHODS = losses.all_rows(POLICY_LOSSES, "policy losses")
+PAIR_ROWS = losses.all_rows(losses.PAIR_LOSSES, "pair losses")
+OF_REPLIES = [name for name, row in PAIR_ROWS.items() if not row.has_scalar_head]  # their rewards are log probabilities
 
 
 class Fixed:
@@ -84,7 +91,10 @@ OLD = torch.log(torch.tensor([0.5, 0.125, 0.25, 1.0, 0.125, 1.0])).tolist()  # r
 
 def loss_of(name: str, model: Any, batch: PolicyBatch, max_tokens: int = 10, **settings: Any) -> tuple[Tensor, Tensor]:
     own = {key: settings.pop(key) for key in ("clip_low", "clip_high") if key in settings}
-    method = POLICY_LOSSES[name].override(**own)
+    method = METHODS[name].override(**own)
+    critic = {key: settings.pop(key) for key in ("value_weight", "value_clip") if key in settings}
+    if method.critic is not None:
+        settings["critic"] = method.critic(**critic)
     return policy_loss(model, batch, method=method, max_tokens=max_tokens, **settings)
 
 
@@ -195,7 +205,7 @@ def test_the_kl_penalty_is_in_the_loss(name, weights):
     assert (with_kl - plain).item() == pytest.approx(0.1 * kl)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_finite_differences(name):
     """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
     generator = torch.Generator().manual_seed(4)
@@ -209,7 +219,7 @@ def test_gradients_are_finite_differences(name):
     settings |= {"value_weight": 0.7, "value_clip": 0.9}
     model = Fixed(LOGP.double(), values.clone())
     loss_of(name, model, batch, **settings)[0].backward()
-    gradients = [model.logp.grad, model.values.grad if POLICY_LOSSES[name].has_values else torch.zeros(1, 6)]
+    gradients = [model.logp.grad, model.values.grad if METHODS[name].critic else torch.zeros(1, 6)]
     weights = (LOGP.double() - old).exp().clamp(0.5, 1.5)  # of cispo, without a gradient
     for which, place in itertools.product(range(2), range(6)):
         found = []
@@ -225,7 +235,7 @@ def test_gradients_are_finite_differences(name):
         assert gradients[which][0, place].item() == pytest.approx(slope, abs=1e-6), (which, place)
     assert gradients[0].abs().max() > 0.05
     # Of the five values some are clipped, others are not.
-    assert 0 < torch.count_nonzero(gradients[1]) < 5 or not POLICY_LOSSES[name].has_values
+    assert 0 < torch.count_nonzero(gradients[1]) < 5 or not METHODS[name].critic
 
 
 def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
@@ -501,7 +511,7 @@ LN2 = math.log(2)
 )
 def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    row = losses.PAIR_LOSSES[name]
+    row = PAIR_ROWS[name]
     if row.is_unpaired:
         batch = judged(batch)
     if not row.has_reference:
@@ -520,11 +530,11 @@ def judged(batch: PairBatch) -> JudgedBatch:
     return JudgedBatch(batch.rows, torch.tensor([True, False]), batch.reference_logp[0])
 
 
-@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+@pytest.mark.parametrize("name", OF_REPLIES)
 def test_gradients_of_preferences_are_finite_differences(name):
     fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
     batch = replace(batch, reference_logp=batch.reference_logp.double())
-    row = losses.PAIR_LOSSES[name]
+    row = PAIR_ROWS[name]
     batch = judged(batch) if row.is_unpaired else batch
     is_target = batch.rows.targets != IGNORE
     settings = {"beta": 0.7, "sft_weight": 0.5, "baseline": 0.3, "label_smoothing": 0.1, "undesirable_weight": 0.6}
@@ -544,28 +554,28 @@ def test_the_reward_loss_by_hand():
     _, batch = one_pair([0.5], [0.25], (1.0, 1.0))
     stats = torch.zeros(len(REPLY_STATS))
     scores = torch.tensor([[1.5, 0.5, 9.0]], requires_grad=True)
-    loss, count = losses.reward_loss(lambda *_, **__: scores, batch, stats=stats)
+    loss, count = reward_loss(lambda *_, **__: scores, batch, stats=stats)
     loss.backward()
     wins = 1 / (1 + math.exp(-1))
     assert (loss.item(), count.item()) == pytest.approx((-math.log(wins), 1))
     assert scores.grad.flatten().tolist() == pytest.approx([wins - 1, 1 - wins, 0])
     assert torch.autograd.gradcheck(
-        lambda moved: losses.reward_loss(lambda *_, **__: moved, batch)[0], scores.detach().double().requires_grad_()
+        lambda moved: reward_loss(lambda *_, **__: moved, batch)[0], scores.detach().double().requires_grad_()
     )
     assert stats.tolist() == [1, 1, 2, 1.5, 0.5]
 
 
 def test_a_certain_reply_has_finite_odds():
     model, batch = one_pair([1.0], [1.0, 1.0], (1.0, 1.0))
-    loss, _ = losses.orpo_loss(model, batch)
+    loss, _ = orpo_loss(model, batch)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * LN2) and torch.isfinite(model.logp.grad).all()
 
 
 def test_settings_that_a_loss_has_not_are_refused():
-    losses.require_settings(losses.PAIR_LOSSES, "simpo", gamma=1.0, label_smoothing=None)
+    losses.require_settings("simpo", gamma=1.0, label_smoothing=None)
     with pytest.raises(UserError, match="--gamma 1.0: --loss dpo has none, simpo has"):
-        losses.require_settings(losses.PAIR_LOSSES, "dpo", gamma=1.0)
+        losses.require_settings("dpo", gamma=1.0)
 
 
 def trl_trainer(**settings: Any) -> Any:
@@ -606,7 +616,7 @@ def test_losses_of_preferences_are_those_of_trl():
 
     replies = [pair[0] for pair in examples] + [pair[1] for pair in examples]
     tokens, completion = padded(replies)
-    strangers = preferences.to_other_questions([reply for pair in examples for reply in pair], 32)
+    strangers = to_other_questions([reply for pair in examples for reply in pair], 32)
     other_tokens, other_completion = padded(strangers)
 
     def outputs(policy: torch.nn.Module, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
@@ -649,17 +659,17 @@ def test_losses_of_preferences_are_those_of_trl():
         "kto": kto._compute_loss(kto_trainer, policy, labelled, False),
     }
     device = cpu_device()
-    assert set(theirs) == {*losses.PAIR_LOSSES, "cdpo"}
+    assert set(theirs) == {*OF_REPLIES, "cdpo"}
     for name, expected_loss in theirs.items():
-        row = losses.PAIR_LOSSES["dpo" if name == "cdpo" else name]
+        row = PAIR_ROWS["dpo" if name == "cdpo" else name]
         settings: dict[str, Any] = {"beta": 0.3, "sft_weight": 0.0, "gamma": 0.7}
         if name == "cdpo":
             settings["label_smoothing"] = 0.2
         batches = preferences.pair_batches(examples, 32, 10, device)
         if row.is_unpaired:
-            batches = preferences.judged_batches(examples, 32, 20, device)
+            batches = judged_batches(examples, 32, 20, device)
             settings |= {"desirable_weight": 1.5, "undesirable_weight": 0.5}
-            settings["baseline"] = preferences.kl_baseline(model, reference, examples, 32, 4, device)
+            settings["baseline"] = kl_baseline(model, reference, examples, 32, 4, device)
             assert settings["baseline"] > 0.1
         batches = preferences.compared(batches, reference if row.has_reference else None)
         parts = [row.bind(**settings)(model, batch) for batch in batches]
@@ -676,7 +686,7 @@ def test_the_reward_loss_is_that_of_trl():
     numbers = torch.arange(10)[None]  # of the replies to five questions, each with its one target
     batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
     scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    loss, count = losses.reward_loss(lambda *_, **__: scores, batch)
+    loss, count = reward_loss(lambda *_, **__: scores, batch)
     chosen_first = torch.cat((scores[0, 0::2], scores[0, 1::2]))[:, None]
     inputs = {"attention_mask": numbers}
     theirs = trainer.compute_loss(trl_trainer(), lambda **_: SimpleNamespace(logits=chosen_first), inputs)
@@ -713,10 +723,10 @@ def by_pair(name: str, logp: Tensor, reference: Tensor, targets: Tensor, beta: f
     return beta * own if name == "orpo" else own
 
 
-@pytest.mark.parametrize("name", losses.PAIR_LOSSES)
+@pytest.mark.parametrize("name", OF_REPLIES)
 def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
     """Against each pair alone, from the logits of the model and nothing of ours."""
-    loss = losses.PAIR_LOSSES[name]
+    loss = PAIR_ROWS[name]
     sft_weight = 0.2 if loss.takes("sft_weight") else 0.0
     model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
     ids, masks = random_pairs(7)
@@ -740,7 +750,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
         [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
         for pair in range(7)
     ]
-    batches = (preferences.judged_batches if loss.is_unpaired else preferences.pair_batches)(examples, 32, 3, device)
+    batches = (judged_batches if loss.is_unpaired else preferences.pair_batches)(examples, 32, 3, device)
     micros = list(preferences.compared(batches, reference if loss.has_reference else None))
     assert 1 < len(micros) < 7
     model.zero_grad()
@@ -765,7 +775,7 @@ def test_a_micro_batch_of_padding_adds_nothing():
     stats = torch.zeros(len(REPLY_STATS))
     nobody = torch.zeros(0, dtype=torch.bool)
     judged = preferences.with_reference(JudgedBatch(pack_sequences([], [], 32), nobody), model)
-    for row in losses.PAIR_LOSSES.values():
+    for row in (PAIR_ROWS[name] for name in OF_REPLIES):
         loss, count = row.bind(sft_weight=1.0)(model, judged if row.is_unpaired else batch, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()

@@ -14,8 +14,9 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.environment import Environment, Step
-from nanochat.losses import POLICY_LOSSES
+from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
+from nanochat.samples import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
 from nanochat.sampling import seed_of
 from nanochat.task import Example, Task
 
@@ -44,10 +45,8 @@ def make_engine(device: Device) -> Engine:
     return Engine(model, tokenizer, device)
 
 
-def sample_episodes(
-    engine: Engine, asked: list[tuple[Task, Example]], *, rows: int, **settings: Any
-) -> rollout.Samples:
-    sampler = rollout.engine_sampler(engine, rows)
+def sample_episodes(engine: Engine, asked: list[tuple[Task, Example]], *, rows: int, **settings: Any) -> Samples:
+    sampler = rollout.EngineSampler(engine, rows)
     return rollout.sample_episodes(sampler, engine.tokenizer, engine.device, asked, context=64, **settings)
 
 
@@ -58,9 +57,9 @@ def questions(count: int, task: Task) -> list[tuple[Task, Example]]:
 def test_replies_stand_in_the_order_of_their_questions(engine):
     task = Length()
     drawn = sample_episodes(engine, questions(5, task), samples=3, max_tokens=12, temperature=1.0, seed=1, rows=4)
-    assert drawn.rewards.shape == (5, 3) and len(drawn.ids) == 15
+    assert drawn.rewards.shape == (5, 3) and len([*drawn]) == 15
     graded = []
-    for number, (ids, mask) in enumerate(zip(drawn.ids, drawn.masks, strict=True)):
+    for number, (ids, mask) in enumerate((sample.tokens, sample.mask) for sample in drawn):
         question = engine.tokenizer.decode(ids)
         assert question.startswith(f"<|bos|><|user_start|>{'q' * (number // 3 % 3 + 1)}<|user_end|><|assistant_start|>")
         assert len(mask) == len(ids)
@@ -70,7 +69,7 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
         graded += [] if broken else [number // 3]
     assert sorted(answer for answer, _ in task.seen) == graded, "each reply that is not broken is graded once"
     assert 5 < len(graded) < 15
-    assert len({tuple(ids) for ids in drawn.ids[:3]}) > 1  # samples differ
+    assert len({tuple(sample.tokens) for sample in drawn.groups[0]}) > 1  # samples differ
 
 
 def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
@@ -85,8 +84,9 @@ def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
     task = Length()
     drawn = sample_episodes(engine, questions(1, task), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8)
     reply = "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5<|assistant_end|>"
-    assert tokenizer.decode(drawn.ids[0]).endswith(reply)
-    chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
+    first = drawn.groups[0][0]
+    assert tokenizer.decode(first.tokens).endswith(reply)
+    chosen = [t for t, m in zip(first.tokens, first.mask, strict=True) if m]
     assert tokenizer.decode(chosen) == "<|python_start|>2+3<|python_end|>5<|assistant_end|>"
 
 
@@ -99,13 +99,20 @@ def test_only_the_assistants_end_is_an_end(engine, monkeypatch, last, reward):
     assert drawn.rewards.tolist() == [[reward] * 2]
 
 
-def numbered(rewards: list[list[float]], first: int = 0) -> rollout.Samples:
+def numbered(rewards: list[list[float]], first: int = 0) -> Samples:
     """Episodes of one token, which is their number."""
-    count = sum(map(len, rewards))
-    ids = [[first + n] for n in range(count)]
-    whole: list[Any] = ["complete"] * count
-    numbers = np.arange(first, first + count).reshape(len(rewards), -1)
-    return rollout.Samples(ids, [[1]] * count, [[0.0]] * count, whole, numbers, np.array(rewards))
+    groups: list[list[Sample]] = []
+    for question, group in enumerate(rewards):
+        numbers = [first + question * len(group) + place for place in range(len(group))]
+        groups.append([
+            Sample(question, place, [number], [1], [0.0], "complete", longest=number, reward=reward)
+            for place, (number, reward) in enumerate(zip(numbers, group, strict=True))
+        ])  # fmt: skip
+    return Samples(groups, len(rewards[0]))
+
+
+def tokens_of(samples: Samples) -> list[list[int]]:
+    return [sample.tokens for sample in samples]
 
 
 def test_questions_without_a_signal_are_replaced():
@@ -116,25 +123,26 @@ def test_questions_without_a_signal_are_replaced():
     }  # fmt: skip
     filled = samples.refill(numbered([[0, 0], [1, 0], [0.5, 1]], first=10))
     assert filled.rewards.tolist() == [[1, 0], [0, 1], [0.5, 1], [0, 0]], "the first two that have one"
-    assert filled.ids == [[12], [13], [2], [3], [14], [15], [6], [7]] and filled.longest[2].tolist() == [14, 15]
+    assert tokens_of(filled) == [[12], [13], [2], [3], [14], [15], [6], [7]]
+    assert [sample.longest for sample in filled.groups[2]] == [14, 15]
     assert filled.refill(numbered([[1, 1]])).rewards.tolist() == filled.rewards.tolist()
 
 
 def test_parts_hold_whole_questions():
     samples = numbered([[0, 1], [2, 3], [4, 5]])
-    assert [part.ids for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
+    assert [tokens_of(part) for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
     assert [part.rewards.tolist() for part in samples.split(2)] == [[[0, 1]], [[2, 3], [4, 5]]]
-    assert sorted(len(part.ids) for part in samples.split(4)) == [0, 2, 2, 2]
+    assert sorted(len([*part]) for part in samples.split(4)) == [0, 2, 2, 2]
 
 
 def test_a_batch_carries_each_samples_advantage_and_share():
-    samples = rollout.Samples(
-        [[1, 2, 3, 4], [5, 6, 7]], [[0, 0, 1, 1], [0, 1, 0]], [[0, 0, -1.0, -2.0], [0, -4.0, 0]], ["complete"] * 2,
-        np.array([[2, 1]]), np.zeros((1, 2)),
-    )  # fmt: skip
+    samples = Samples([[
+        Sample(0, 0, [1, 2, 3, 4], [0, 0, 1, 1], [0, 0, -1.0, -2.0], "complete", 2),
+        Sample(0, 1, [5, 6, 7], [0, 1, 0], [0, -4.0, 0], "complete", 1),
+    ]], 2)  # fmt: skip
     device = cpu_device()
-    minibatches = [rollout.policy_batches(samples, (4, 8), device)]
-    ((batch,),) = rollout.with_advantages([samples], minibatches, np.array([[2.0, -1.0]]), device)
+    minibatches = [policy_batches(samples, (4, 8), device)]
+    ((batch,),) = with_advantages([samples], minibatches, np.array([[2.0, -1.0]]), device)
     rows = batch.rows
     fields = (rows.source, rows.targets, batch.advantages, batch.sample_share, rows.values)
     numbers = zip(*(field.flatten().tolist() for field in fields), strict=True)
@@ -143,7 +151,7 @@ def test_a_batch_carries_each_samples_advantage_and_share():
     assert batch.sample_share.sum() == 2  # one a sample
     # What the reference thinks of the samples, summed up; parts are one after the other.
     batch = replace(batch, reference_logp=torch.where(rows.targets != IGNORE, -1.5, 0.0))
-    kl = rollout.kl_of_samples([samples, samples], [[batch], [batch]], device)
+    kl = kl_of_samples([samples, samples], [[batch], [batch]], device)
     assert kl.tolist() == [[0.0, -2.5], [0.0, -2.5]]
 
 
@@ -151,7 +159,8 @@ def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
     drawn = sample_episodes(
         make_engine(device), questions(5, Length()), samples=3, max_tokens=12, temperature=1.0, seed=7, rows=rows
     )
-    return {"ids": drawn.ids, "masks": drawn.masks, "rewards": drawn.rewards.tolist()}
+    masks = [sample.mask for sample in drawn]
+    return {"ids": tokens_of(drawn), "masks": masks, "rewards": drawn.rewards.tolist()}
 
 
 @pytest.mark.slow
@@ -176,14 +185,13 @@ def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
 
 def test_no_question_is_no_sample(engine):
     drawn = sample_episodes(engine, [], samples=3, max_tokens=5, temperature=1.0, seed=0, rows=4)
-    assert drawn.rewards.size == 0 and drawn.ids == []
-    (batch,) = rollout.policy_batches(drawn, (4, 8), cpu_device())
+    assert drawn.rewards.size == 0 and tokens_of(drawn) == []
+    (batch,) = policy_batches(drawn, (4, 8), cpu_device())
     assert (batch.rows.targets == IGNORE).all() and batch.sample_share.sum() == 0
-    for method in POLICY_LOSSES.values():
-        if method.advantages is not None:
-            advantages = method.advantages(drawn.rewards)
-            ((batch,),) = rollout.with_advantages([drawn], [[batch]], advantages, cpu_device())
-            assert batch.advantages.abs().sum() == 0
+    for method in all_rows(POLICY_LOSSES, "policy losses").values():
+        advantages = method.advantages(drawn.rewards)
+        ((batch,),) = with_advantages([drawn], [[batch]], advantages, cpu_device())
+        assert batch.advantages.abs().sum() == 0
     assert drawn.metrics()["pass_at_k"] == drawn.without_signal == 0
 
 
@@ -234,29 +242,30 @@ def test_an_episode_is_the_tokens_that_were_sampled(engine):
     drawn = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=100, **settings)
     said = "<|user_start|>you said aba<|user_end|><|assistant_start|>"
     text = f"<|user_start|>q<|user_end|><|assistant_start|>aba<|assistant_end|>{said}aba<|assistant_end|>{said}<|bos|>"
-    assert tokenizer.decode(drawn.ids[0]) == "<|bos|>" + text
-    chosen = [t for t, m in zip(drawn.ids[0], drawn.masks[0], strict=True) if m]
+    first = drawn.groups[0][0]
+    assert tokenizer.decode(first.tokens) == "<|bos|>" + text
+    chosen = [t for t, m in zip(first.tokens, first.mask, strict=True) if m]
     assert chosen == [*odd, end, *odd, tokenizer.get_bos_token_id()], "not the end that a cut-off reply had to be given"
-    assert [logp for logp, m in zip(drawn.logp[0], drawn.masks[0], strict=True) if m] == [-1.0] * 4 + [-2.0] * 3 + [
-        -3.0
-    ]
-    assert {logp for logp, m in zip(drawn.logp[0], drawn.masks[0], strict=True) if not m} == {0.0}
+    logprobs = [*zip(first.logprobs, first.mask, strict=True)]
+    assert [logprob for logprob, m in logprobs if m] == [-1.0] * 4 + [-2.0] * 3 + [-3.0]
+    assert {logprob for logprob, m in logprobs if not m} == {0.0}
     assert drawn.rewards.tolist() == [[3.0, 3.0]], "of turns 1 and 2; the broken reply is worth nothing"
-    assert drawn.endings == ["broken"] * 2 and len({seed for turn in seeds for seed in turn}) == 6
+    assert [sample.ending for sample in drawn] == ["broken"] * 2 and len({seed for turn in seeds for seed in turn}) == 6
     # Where the context has no room for what the environment says, the episode ends.
     seeds.clear()
     short = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=20, **settings)
-    assert short.endings == ["cut off"] * 2 and short.rewards.tolist() == [[1.0, 1.0]]
-    assert short.ids[0] == drawn.ids[0][: len(short.ids[0])] and short.ids[0][-1] == end
+    assert [sample.ending for sample in short] == ["cut off"] * 2 and short.rewards.tolist() == [[1.0, 1.0]]
+    tokens = short.groups[0][0].tokens
+    assert tokens == first.tokens[: len(tokens)] and tokens[-1] == end
 
 
 def test_sampler_and_trainer_agree(engine):
     """The log probabilities of the samples, with a cache and token by token, are those of training in packed rows."""
     drawn = sample_episodes(engine, questions(3, Echoing()), samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
-    assert max(ids.count(engine.tokenizer.encode_special("<|assistant_start|>")) for ids in drawn.ids) > 1
-    rows = pack_sequences(drawn.ids, drawn.masks, 64)
-    logp = rollout.logp_of(lively_model(engine.model.config), rows)  # the engine's own is packed
-    for sample, (values, mask) in enumerate(zip(drawn.logp, drawn.masks, strict=True)):
+    assert max(ids.count(engine.tokenizer.encode_special("<|assistant_start|>")) for ids in tokens_of(drawn)) > 1
+    rows = pack_sequences(tokens_of(drawn), [sample.mask for sample in drawn], 64)
+    logp = logp_of(lively_model(engine.model.config), rows)  # the engine's own is packed
+    for sample, (values, mask) in enumerate((one.logprobs, one.mask) for one in drawn):
         own = logp[(rows.source == sample) & (rows.targets != IGNORE)]
         expected = [value for value, m in zip(values, mask, strict=True) if m]
         assert own.tolist() == pytest.approx(expected, abs=1e-5)

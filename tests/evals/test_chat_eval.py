@@ -334,7 +334,7 @@ def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: floa
             replies.append(Reply(ids, [1] * len(ids), [0.0] * len(ids), "complete"))
         return replies
 
-    monkeypatch.setattr("nanochat.evals.chat.engine_sampler", lambda *_: sampler)
+    monkeypatch.setattr("nanochat.evals.chat.EngineSampler", lambda *_: sampler)
     result, replies = grade(task_class("nim")("test"), Known(str), max_examples=100, model=tiny_model(300))
     assert result.questions == 100 and result.accuracy == pytest.approx(accuracy, abs=0.06)
     assert all(reply.messages[0]["content"].startswith("Nim with") for reply in replies)

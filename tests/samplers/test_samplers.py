@@ -97,13 +97,13 @@ def test_a_server_samples_what_the_engine_samples(address, folder, temperature):
     """Greedy and drawn, through more requests than the server has slots, with the weights of the trainer."""
     model = policy()
     prompts, settings = prompts_and_settings(temperature, 24)
-    expected = rollout.engine_sampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 40)
+    expected = rollout.EngineSampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 40)
     sampler = open_http(address, model=model, folder=folder)
     sampler.hand_over(model)
     replies = sampler(prompts, settings, 40)
     for reply, wanted in zip(replies, expected, strict=True):
         assert (reply.tokens, reply.mask, reply.ending) == (wanted.tokens, wanted.mask, wanted.ending)
-        assert reply.logp == pytest.approx(wanted.logp, abs=1e-5)
+        assert reply.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
     if temperature:
         assert {reply.ending for reply in replies} == {"complete", "cut off", "broken"}
         assert any(0 in reply.mask for reply in replies), "none has called the calculator"
@@ -116,14 +116,14 @@ def test_a_server_samples_with_adapters_as_the_engine_does(address, folder, kind
     model = adapt(policy(), Lora(4, 8.0, base_format=kind))
     model.add_scalar_head()
     prompts, settings = prompts_and_settings(1.3)
-    expected = rollout.engine_sampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+    expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
     sampler = open_http(address, model=model, folder=folder, patience=60.0)
     sampler.hand_over(model)
     replies = sampler(prompts, settings, 20)
     assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
     for reply, wanted in zip(replies, expected, strict=True):
-        assert reply.logp == pytest.approx(wanted.logp, abs=2e-5)
-    plain = rollout.engine_sampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+        assert reply.logprobs == pytest.approx(wanted.logprobs, abs=2e-5)
+    plain = rollout.EngineSampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
     assert [reply.tokens for reply in plain] != [reply.tokens for reply in expected]
 
 
@@ -606,7 +606,7 @@ def test_every_sample_has_exactly_the_weights_of_its_step(staleness):
             ahead.hand_over(step)
             assert sampler.weights == step
         share = ahead.take(step)
-        assert (share.questions, share.samples) == (step, max(0, step - staleness))
+        assert (share.questions, share.group_size) == (step, max(0, step - staleness))
         trained.clear()
         ahead.begin(step)
         model.step = step + 1
@@ -651,7 +651,7 @@ def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, ca
     sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
     models = (policy(0), policy(1), adapt(policy(2), Lora(4, 8.0)))
     for model, killed in zip(models, (None, "before", "meanwhile"), strict=True):
-        expected = rollout.engine_sampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+        expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
         sampler.hand_over(model)
         if killed == "before":
             cluster.kill(sampler.workers[1])
@@ -659,7 +659,7 @@ def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, ca
             threading.Timer(0.005, cluster.kill, [sampler.workers[0]]).start()
         replies = sampler(prompts, settings, 20)
         assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
-        assert replies[3].logp == pytest.approx(expected[3].logp, abs=1e-5)
+        assert replies[3].logprobs == pytest.approx(expected[3].logprobs, abs=1e-5)
     assert "a worker has died, and is replaced" in capsys.readouterr().err
     assert "fails" in failure(lambda: sampler([[10**6]], [SamplingParams()], 4))
     sampler.should_stop = lambda: True

@@ -93,8 +93,8 @@ def losses(base: Path, stage: str, tag: str = "d2") -> list[float]:
 def commands(device: str, dtype: str) -> list[str]:
     on = f"--device={device} --dtype={dtype}"
     return [
-        f"base_train {on} {BASE}", f"mid_train {on} {MID}", f"chat_sft {on} {SFT}", f"chat_rm {on} {DPO}",
-        f"chat_dpo {on} {DPO}",
+        f"base_train {on} {BASE}", f"mid_train {on} {MID}", f"chat_sft {on} {SFT}",
+        f"chat_dpo {on} {DPO} --loss=reward", f"chat_dpo {on} {DPO}",
     ]  # fmt: skip
 
 

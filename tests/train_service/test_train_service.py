@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat.adapters.folders import load_adapters
+from nanochat.alignment.policy_losses import weighted_log_objective
 from nanochat.engine import Engine, SamplingParams
-from nanochat.losses import clipped_objective, weighted_log_objective
+from nanochat.losses import clipped_objective
 from nanochat.serve.listener import listening, make_server
 from nanochat.train_service import app as service_app
 from nanochat.train_service import service as service_module

@@ -1,38 +1,35 @@
-"""What surrounds the loop of chat_rl: its flags, checked before a model is loaded, and the memory of a dry run."""
+"""The flags and questions of chat_rl, checked before anything is trained, and the memory of its dry run."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanochat import rollout
-from nanochat.alignment import rewards
-from nanochat.alignment.rewards import Reward
 from nanochat.cli import UserError
 from nanochat.engine import Slots
-from nanochat.log import print0, warn
+from nanochat.log import print0
 from nanochat.losses import PolicyBatch, PolicyLoss, clipped_objective
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.samplers.agreement import LARGEST_DIFFERENCE
-from nanochat.samplers.kinds import require_sampler
+from nanochat.rollout import Reward
+from nanochat.samples import logp_of
 from nanochat.stage import Start
 from nanochat.task import Example, Task
 from nanochat.task_flag import parse_tasks, require_grades
 
 
-def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) -> None:
-    """Print a hint for each flag of chat_rl that will do nothing, or little good.
+def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> None:
+    """Print a hint for each flag that will do nothing, or little good.
 
     Raises UserError: when flags contradict each other, or name what there is not.
     """
-    distills = method.advantages is None
+    distills = method.teacher_advantages is not None
     if distills != (flags.teacher is not None):
         raise UserError("--loss distill and --teacher SOURCE need each other: set both, or neither")
     if distills and flags.kl:
         raise UserError(f"--kl {flags.kl:g}: --loss distill is the KL to the teacher, leave --kl out")
     if flags.kl_in == "reward" and not flags.kl:
-        raise UserError("--kl_in reward: there is no penalty without --kl")
+        raise UserError("--kl_in reward: without --kl there is no penalty")
     if flags.staleness and method.refills:
         raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
     if flags.minibatches > flags.examples_per_step:
@@ -40,9 +37,10 @@ def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) 
             f"--minibatches {flags.minibatches}: each needs a question, and --examples_per_step is "
             f"{flags.examples_per_step}: lower the one, or raise the other"
         )
-    require_sampler(flags.sampler)
+    if flags.critic_settings and method.critic is None:
+        raise UserError(f"--{next(iter(flags.critic_settings))}: --loss {flags.loss} has no value function, ppo has")
     # The default tasks, which depend on the model, all have right answers.
-    if flags.tasks and not distills and any(part.name == rewards.TASK.name for part in reward_parts):
+    if flags.tasks and not distills and any(reward.name == "task" for reward in rewards):
         require_grades(parse_tasks(flags.tasks))
 
     if flags.importance_cap and flags.importance_cap < 1:
@@ -63,7 +61,7 @@ def check_flags(flags: Any, method: PolicyLoss, reward_parts: Sequence[Reward]) 
 
 
 def check_questions(
-    flags: Any, tasks: str, questions: Sequence[tuple[Task, Example]], reward_parts: Sequence[Reward], context: int
+    flags: Any, tasks: str, questions: Sequence[tuple[Task, Example]], rewards: Sequence[Reward], context: int
 ) -> None:
     """Try the rewards on the first questions. Raises UserError: when there are none, or a reward fails."""
     if not questions:
@@ -73,38 +71,24 @@ def check_questions(
         )
     if flags.max_tokens > context:
         print0(f"--max_tokens {flags.max_tokens:,}: a reply ends at the context of {context:,} tokens all the same")
-    rewards.check(reward_parts, questions[:2], flags.hang_seconds)
-
-
-def check_gap(gap: float, staleness: int) -> None:
-    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
-
-    `gap` is the mean difference in nats a token; older weights have a larger one.
-    """
-    # How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
-    largest = LARGEST_DIFFERENCE * (1 + 4 * staleness)
-    if not gap <= largest:
-        warn(
-            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:g}: "
-            "it has other weights, or log probabilities of another temperature; what is learned from them is wrong"
-        )
+    for reward in rewards:
+        reward.check(questions[:2], flags.hang_seconds)
 
 
 def report_memory(
     flags: Any, start: Start, optimizer: Optimizer, loss_fn: Callable[..., Any], method: PolicyLoss
 ) -> None:
     """Print what a step takes, and what sampling takes on top; the command ends here."""
-    assert start.ledger is not None
     model = start.model
 
     def batch_of(rows: PackedBatch) -> PolicyBatch:
         rows = replace(rows, values=rows.targets.float())
         batch = PolicyBatch(rows, rows.targets.float(), rows.targets.float())
         if flags.updates > 1:
-            batch = replace(batch, old_logp=rollout.logp_of(model, rows))
+            batch = replace(batch, old_logp=logp_of(model, rows))
         if start.reference is not None:
-            batch = replace(batch, reference_logp=rollout.logp_of(start.reference, rows))
-        if method.has_values:
+            batch = replace(batch, reference_logp=logp_of(start.reference, rows))
+        if method.critic is not None:
             batch = replace(batch, old_values=rows.values, returns=rows.values)
         return batch
 

@@ -1,0 +1,104 @@
+"""Further methods of reinforcement learning: rows of the table in losses.py, which `chat_rl --loss` finds by name.
+
+    loss          a token's objective            weight of a token   divided by            A
+    rloo          A log p                        1                   samples               leave_one_out
+    reinforce++   min(r A, clip(r) A)            1 / |o|             samples               batch_deviation
+    gspo          min(s A, clip(s) A)            1 / |o|             samples               group_deviation
+    cispo         clip(r) A log p                1                   tokens of all samples group_deviation
+    ppo           min(r A, clip(r) A)            1                   tokens of all samples of each token: value.py
+    distill       min(r A, clip(r) A)            1                   tokens of all samples log p_teacher - log p_old
+
+losses.py explains the columns. s is the geometric mean of r over the sample; in cispo clip(r) is a constant.
+
+Legend: N rows, T tokens a row.
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from nanochat.alignment.advantages import batch_deviation, leave_one_out, no_baseline
+from nanochat.alignment.value import ValueFunction
+from nanochat.cross_entropy import IGNORE
+from nanochat.losses import (
+    PolicyBatch,
+    PolicyLoss,
+    clipped_objective,
+    group_deviation,
+    log_objective,
+    over_samples,
+    over_tokens,
+    token_ratio,
+)
+from nanochat.packing import PackedBatch
+
+
+def sample_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
+    """s of each token's sample, the geometric mean of r over its targets: (p(o) / p_old(o))^(1 / |o|)."""
+    # The reward is for the whole sample, so the ratio is, too: ratios of single tokens are noise, which adds up over a
+    # long sample. The root keeps samples of all lengths in one range, and a narrow one: hence the clip of 3e-4.
+    _, row_tokens = rows.inputs.shape
+    sequences = max(Counter((end - 1) // row_tokens for end in rows.segments.ends).values())  # in the fullest row
+    # One mask for each sequence of a row, then plain sums: as in `by_reply` they are in a fixed order.
+    numbers = torch.arange(1, sequences + 1, device=log_ratio.device)
+    own = rows.segments.numbers == numbers[:, None, None]  # (sequences, N, T)
+    sums = torch.where(own, log_ratio, 0.0).sum(dim=2, keepdim=True)
+    lengths = (own & (rows.targets != IGNORE)).sum(dim=2, keepdim=True)
+    means = sums / lengths.clamp(min=1)  # (sequences, N, 1)
+    return torch.exp(torch.where(own, means, 0.0).sum(dim=0))  # (N, T)
+
+
+def weighted_log_objective(
+    logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """clip(r, 1 - low, 1 + high) A log p, the clipped ratio without a gradient."""
+    # The weight corrects for the samples of an older policy, and the clip bounds it. Every token keeps its gradient,
+    # also the rare ones that a clipped objective drops first, at which a reply turns ("but", "wait").
+    return ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logp
+
+
+def over_whole_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sum over a sample's tokens, mean over samples: a sample is one action, and log p(o) the sum over its tokens."""
+    total, _ = over_tokens(objective, batch, max_tokens)
+    return total, batch.sample_share.sum()
+
+
+def against_the_teacher(batch: PolicyBatch, old: Tensor) -> Tensor:
+    """On-policy distillation: log p_teacher - log p_old of each token that the student has sampled."""
+    # Only the teacher judges. The mean of log p - log p_teacher over the student's samples is the reverse
+    # KL(student || teacher).
+    assert batch.reference_logp is not None
+    return batch.reference_logp - old
+
+
+RLOO = PolicyLoss(
+    token_ratio, log_objective, over_whole_samples, leave_one_out,
+    "Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization",
+)  # fmt: skip
+
+REINFORCE_PLUS_PLUS = PolicyLoss(
+    token_ratio, clipped_objective, over_samples, batch_deviation, "Hu et al. 2025, REINFORCE++"
+)
+
+PPO = PolicyLoss(
+    token_ratio, clipped_objective, over_tokens, no_baseline,
+    "Schulman et al. 2017, Proximal Policy Optimization Algorithms", critic=ValueFunction,
+)  # fmt: skip
+
+GSPO = PolicyLoss(
+    sample_ratio, clipped_objective, over_samples, group_deviation,
+    "Zheng et al. 2025, Group Sequence Policy Optimization", clip_low=3e-4, clip_high=4e-4,
+)  # fmt: skip
+
+# The paper has no lower bound; a weight of 5 at most is from Khatri et al. 2025, The Art of Scaling RL Compute.
+CISPO = PolicyLoss(
+    token_ratio, weighted_log_objective, over_tokens, group_deviation, "MiniMax 2025, MiniMax-M1",
+    clip_low=1.0, clip_high=4.0,
+)  # fmt: skip
+
+DISTILL = PolicyLoss(
+    token_ratio, clipped_objective, over_tokens, no_baseline,
+    "Gu et al. 2023, MiniLLM; Agarwal et al. 2023, On-Policy Distillation (GKD)",
+    teacher_advantages=against_the_teacher,
+)  # fmt: skip
