@@ -8,7 +8,9 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from nanochat.log import warn
 
 LOOPBACK = "127.0.0.1"
 
@@ -54,3 +56,27 @@ def is_open_to_others(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def of_this_start(timeout: timedelta) -> Store | None:
+    """The job's store, with keys that only this start of its processes uses; None: torch makes one from torchrun's
+    variables."""
+    if not is_torchruns():
+        if not on_one_host():
+            return None
+        if os.environ["RANK"] == "0":
+            return serve(timeout, address()[1])
+        return connect(timeout)
+    # The store in torchrun's process outlives the workers, and torch does not separate one start of them from the next:
+    # restarted processes looked for each other at the addresses of those that had died (torch 2.13).
+    if not on_one_host():  # each host counts its own starts, so the prefixes would differ
+        warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
+        return None
+    port = address()[1]
+    if is_open_to_others(port):
+        warn(
+            f"torchrun's port {port} is open to the network, without a password, and `--standalone` runs what it is "
+            "sent there; put `python -m nanochat.run.launch` for `torchrun --standalone`"
+        )
+    prefix = f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, connect(timeout))

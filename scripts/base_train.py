@@ -80,7 +80,8 @@ def main(config: Config) -> None:
         model.to_empty(device=device.torch_device)
         model.init_weights(config.seed)
     if config.fp8:
-        print0(f"products: {device.use_fp8(model)}")
+        use_fp8 = rooms.find("products", "fp8")
+        print0(f"products: {use_fp8(device, model)}")
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 

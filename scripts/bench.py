@@ -162,6 +162,7 @@ def train(config: Train) -> dict[str, Any]:
     from nanochat import scaling
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
+    from nanochat.kernels.fp8 import use_fp8
     from nanochat.run.compiling import compile_blocks
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -183,7 +184,7 @@ def train(config: Train) -> dict[str, Any]:
         learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
     if config.fp8:
-        print0(f"products: {device.use_fp8(model)}")
+        print0(f"products: {use_fp8(device, model)}")
     compiled, how = compile_blocks(device, model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)

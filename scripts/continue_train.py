@@ -63,7 +63,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import scaling
+    from nanochat import rooms, scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
     from nanochat.data.token_cache import cached
@@ -82,7 +82,8 @@ def main(config: Config) -> None:
     model = start.model
     tokenizer = start.tokenizer
     if config.fp8:
-        print0(f"products: {device.use_fp8(model)}")
+        use_fp8 = rooms.find("products", "fp8")
+        print0(f"products: {use_fp8(device, model)}")
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 

@@ -30,6 +30,7 @@ from tiny import run_command
 from nanochat import checkpoint_manager, cli, loader, train
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
+from nanochat.kernels import compiler
 from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
 from nanochat.saver import _facts
@@ -781,13 +782,13 @@ def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatc
     call("base_train", *TINY, "--num_iterations=1")
     out, err = capsys.readouterr()
     assert "time: about 0s, " in out and err == ""
-    monkeypatch.setattr(devices.Device, "product_flops", lambda self: 1e3)
+    monkeypatch.setattr(compiler, "product_flops", lambda device: 1e3)
     call("base_train", *TINY, "--num_iterations=2")
     out, err = capsys.readouterr()
     days = re.search(r"^time: about (\d+d\d\dh), ", out, re.M)
     assert days and out.index("time: about") < out.index("base 0/2")
     assert f"warning: this run takes about {days[1]} here: lower --num_iterations" in err
-    monkeypatch.setattr(devices.Device, "product_flops", lambda self: None)  # an accelerator whose peak is unknown
+    monkeypatch.setattr(compiler, "product_flops", lambda device: None)  # an accelerator whose peak is unknown
     call("base_train", *TINY, "--num_iterations=1")
     out, err = capsys.readouterr()
     assert "time: about" not in out and err == ""

@@ -11,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.gpt import Linear
+from nanochat.device import Device
+from nanochat.gpt import GPT, Linear
 from nanochat.kernels.gradients import WrittenKernels
 
 # Of 8 bits one is the sign. e4m3 spends 4 on the exponent and 3 on the fraction: steps of 1/8 to 1/16 of a number, up
@@ -89,8 +90,19 @@ class Fp8Kernels(WrittenKernels):
         return self.product(x, weight, cast)
 
 
-def use_fp8(blocks: nn.Module) -> int:
-    """Have the large matrices of a model's blocks multiplied in FP8; returns their number."""
+def use_fp8(device: Device, model: GPT) -> str:
+    """Have the large matrices of a model's blocks multiplied in FP8, if this chip can; returns for the log what
+    computes them."""
+    has_fp8 = device.kind == "cuda" and device.module.get_device_capability() >= (8, 9)
+    if has_fp8 and device.dtype == torch.bfloat16:
+        count = replace_products(model.blocks)
+        return f"fp8 in {count} matrices of the blocks, bfloat16 elsewhere"
+    dtype = str(device.dtype).removeprefix("torch.")
+    return f"{dtype} (--fp8 needs a GPU of compute capability 8.9 or more and bfloat16; this is {device.name})"
+
+
+def replace_products(blocks: nn.Module) -> int:
+    """Give the large matrices of a model's blocks the kernels that multiply in FP8; returns their number."""
     kernels = Fp8Kernels(torch.bfloat16)
     count = 0
     for module in blocks.modules():

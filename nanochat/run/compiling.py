@@ -18,6 +18,7 @@ from nanochat.attention import Segments
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, Block
+from nanochat.kernels import compiler
 from nanochat.log import duration, print0, warn
 from nanochat.loop import Attendant, Run
 from nanochat.train import Meter
@@ -59,7 +60,7 @@ def compile_model(
 
 def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
     """Print how long the run will take by the speed of a bare matrix product, and warn where that is days."""
-    product_flops = run.device.product_flops() if run.device.is_main else None
+    product_flops = compiler.product_flops(run.device) if run.device.is_main else None
     if product_flops is None:
         return
     # On a CPU a compiled step has half of a bare product's speed, an eager one a quarter (docs/measurements.md).
@@ -77,12 +78,12 @@ def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
 def compile_blocks(
     device: Device, model: GPT, mode: Literal["auto", "on", "off"], run_flops: float, shape: Sequence[int] | None = None
 ) -> tuple[Any, str]:
-    """A model as `Device.compile` decides, and what was decided. It is compiled for tokens of one `shape` (rows,
+    """A model as the device's policy decides, and the decision. It is compiled for tokens of one `shape` (rows,
     tokens); for others, as packed micro-batches have them, it stays eager. None: there is one shape.
 
     Raises UserError: when `mode` is "on" and the compiler is missing.
     """
-    compute, how = device.compile(Block.compute, mode, run_flops)
+    compute, how = compiler.compile_by_policy(device, Block.compute, mode, run_flops)
     return (model if compute is Block.compute else CompiledBlocks(model, compute, shape)), how
 
 

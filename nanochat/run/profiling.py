@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.device import Device
+from nanochat.kernels.profiler import make_profiler
 from nanochat.loop import Attendant
 
 SKIPPED = 3  # steps before the recording: they compile and fill caches, the last warms the profiler up
@@ -36,7 +37,7 @@ class Recorder(Attendant):
         if self.steps > 0 and device.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            self.profiler = device.profiler(self.skipped, self.steps, folder)
+            self.profiler = make_profiler(device, self.skipped, self.steps, folder)
             self.profiler.start()
         self.resumed = time.perf_counter()
 

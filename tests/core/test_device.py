@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
-from nanochat import stage
+from nanochat import stage, store
 from nanochat.cli import UserError
 from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
 from nanochat.flags import TrainFlags
@@ -217,7 +216,7 @@ def test_a_job_that_hccl_cannot_share_out_or_start_again_is_told(vendors: Any, c
     with pytest.raises(UserError, match="--nproc_per_node 3: HCCL .* 1, 2, 4, 8 or 16"):
         init("npu")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GROUP_WORLD_SIZE="2")
-    assert devices._store_of_this_start() is None
+    assert store.of_this_start(devices.PROCESS_GROUP_TIMEOUT) is None
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
 
 
@@ -341,71 +340,6 @@ def test_peak_flops_by_name(name: str, flops: float | None) -> None:
     assert peak_flops(name) == flops
 
 
-# ---------------------------------------------------------------------- compile policy
-
-
-def function(x: int) -> int:
-    return x + 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "requested", "missing", "run_flops", "outcome"),
-    [
-        ("cuda", "auto", None, 0, "compiled"),
-        ("cuda", "auto", "triton", 1e20, "eager (triton is missing)"),
-        ("cuda", "off", None, 1e20, "eager (--compile off)"),
-        ("cuda", "on", "triton", 0, UserError),
-        ("cpu", "auto", None, 0, "eager (too short a run to repay compiling)"),
-        ("cpu", "auto", None, 1e20, "compiled"),
-        ("cpu", "auto", "the C++ compiler g++", 1e20, "eager (the C++ compiler g++ is missing)"),
-        ("cpu", "on", None, 0, "compiled"),
-        ("cpu", "on", "the C++ compiler g++", 1e20, UserError),
-        ("cpu", "off", "the C++ compiler g++", 1e20, "eager (--compile off)"),
-        ("npu", "auto", None, 1e20, "eager (compile is opt-in here: --compile on)"),
-        ("npu", "on", None, 0, "compiled"),
-        ("npu", "off", None, 0, "eager (--compile off)"),
-    ],
-)
-def test_what_is_compiled(
-    kind: str, requested: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Device, "_missing_compiler", lambda self: missing)
-    monkeypatch.setattr(torch, "compile", lambda f, **options: ("compiled", f))
-    device = cpu_device(kind=kind)
-    if outcome is UserError:
-        with pytest.raises(UserError, match=f"--compile on needs {missing}".replace("+", r"\+")):
-            device.compile(function, requested, run_flops)
-        return
-    made, how = device.compile(function, requested, run_flops)
-    assert how == outcome
-    assert made == (("compiled", function) if how == "compiled" else function)
-
-
-def test_a_cpu_compiles_with_the_compiler_that_torch_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one of CXX, else g++ (clang++ on a Mac); it must run."""
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    os.environ.pop("CXX", None)
-    os.environ["PATH"] = str(tmp_path)
-    assert cpu_device()._missing_compiler() == f"the C++ compiler {default}"
-    (tmp_path / default).symlink_to(sys.executable)
-    assert cpu_device()._missing_compiler() is None
-    os.environ["CXX"] = str(tmp_path / "nothing")
-    assert cpu_device()._missing_compiler() == f"the C++ compiler {tmp_path}/nothing"
-    os.environ["CXX"] = "/bin/false"
-    assert cpu_device()._missing_compiler() == "the C++ compiler /bin/false"
-
-
-class InductorError(RuntimeError):
-    """As torch's, whose module would load the compiler."""
-
-
-def test_code_that_cannot_be_compiled_is_one_line() -> None:
-    error = InductorError("CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\nno header")
-    line = devices.explain(error)
-    assert line is not None and "\n" not in line
-    assert "C++ compile error" in line and "--compile off" in line
-
-
 # ---------------------------------------------------------------------- several processes
 
 
@@ -480,12 +414,6 @@ def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(
     pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert type(devices.kernels("cuda", dtype)).__name__ == name
-
-
-def test_the_speed_of_a_product_is_measured_or_known():
-    assert cpu_device().product_flops() > 1e6
-    assert cpu_device(kind="npu", peak_flops=100.0).product_flops() == pytest.approx(60.0)
-    assert cpu_device(kind="npu").product_flops() is None
 
 
 # Each process opens the device, computes a product with two threads and then the functions, twice.

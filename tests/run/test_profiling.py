@@ -14,6 +14,7 @@ from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixt
 from tiny import cpu_device
 
 from nanochat.device import Device
+from nanochat.run import profiling
 from nanochat.run.profiling import Recorder
 
 
@@ -48,7 +49,7 @@ class VendorProfiler:
 def accelerator(
     monkeypatch: pytest.MonkeyPatch, profiler: VendorProfiler, synchronize: Callable[[], object] = lambda: None
 ) -> Device:
-    monkeypatch.setattr(Device, "profiler", lambda self, skipped, steps, folder: profiler)
+    monkeypatch.setattr(profiling, "make_profiler", lambda device, skipped, steps, folder: profiler)
     module: Any = SimpleNamespace(synchronize=synchronize, max_memory_allocated=lambda: 3 * 2**30)
     return cpu_device(kind="npu", module=module, name="Ascend910B3", dtype=torch.bfloat16)
 
@@ -72,7 +73,7 @@ def test_the_steps_asked_for_or_as_many_as_there_are(tmp_path, asked, left, expe
     ("asked", "left", "rank"), [(0, 9, 0), (3, 0, 0), (3, 9, 1)], ids=["not asked", "none left", "another rank"]
 )
 def test_nothing_is_recorded(tmp_path, monkeypatch, asked, left, rank):
-    monkeypatch.delattr(Device, "profiler")
+    monkeypatch.delattr(profiling, "make_profiler")
     device = cpu_device(rank=rank, world_size=rank + 1)
     assert run(Recorder(asked, left, device, tmp_path / "profile", pytest.fail), left) == [0.0] * left
     assert not (tmp_path / "profile").exists()

@@ -1,0 +1,88 @@
+"""What is compiled on which device, and what is said where a compiler is missing or fails."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import cpu_device
+
+from nanochat.cli import UserError
+from nanochat.kernels import compiler
+from nanochat.kernels.compiler import compile_by_policy, missing_compiler, product_flops
+
+
+@pytest.fixture(autouse=True)
+def restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sets in the environment goes with it."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+
+
+def function(x: int) -> int:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "requested", "missing", "run_flops", "outcome"),
+    [
+        ("cuda", "auto", None, 0, "compiled"),
+        ("cuda", "auto", "triton", 1e20, "eager (triton is missing)"),
+        ("cuda", "off", None, 1e20, "eager (--compile off)"),
+        ("cuda", "on", "triton", 0, UserError),
+        ("cpu", "auto", None, 0, "eager (too short a run to repay compiling)"),
+        ("cpu", "auto", None, 1e20, "compiled"),
+        ("cpu", "auto", "the C++ compiler g++", 1e20, "eager (the C++ compiler g++ is missing)"),
+        ("cpu", "on", None, 0, "compiled"),
+        ("cpu", "on", "the C++ compiler g++", 1e20, UserError),
+        ("cpu", "off", "the C++ compiler g++", 1e20, "eager (--compile off)"),
+        ("npu", "auto", None, 1e20, "eager (compile is opt-in here: --compile on)"),
+        ("npu", "on", None, 0, "compiled"),
+        ("npu", "off", None, 0, "eager (--compile off)"),
+    ],
+)
+def test_what_is_compiled(
+    kind: str, requested: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "missing_compiler", lambda device: missing)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: ("compiled", f))
+    device = cpu_device(kind=kind)
+    if outcome is UserError:
+        with pytest.raises(UserError, match=f"--compile on needs {missing}".replace("+", r"\+")):
+            compile_by_policy(device, function, requested, run_flops)
+        return
+    made, how = compile_by_policy(device, function, requested, run_flops)
+    assert how == outcome
+    assert made == (("compiled", function) if how == "compiled" else function)
+
+
+def test_a_cpu_compiles_with_the_compiler_that_torch_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one of CXX, else g++ (clang++ on a Mac); it must run."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    os.environ.pop("CXX", None)
+    os.environ["PATH"] = str(tmp_path)
+    assert missing_compiler(cpu_device()) == f"the C++ compiler {default}"
+    (tmp_path / default).symlink_to(sys.executable)
+    assert missing_compiler(cpu_device()) is None
+    os.environ["CXX"] = str(tmp_path / "nothing")
+    assert missing_compiler(cpu_device()) == f"the C++ compiler {tmp_path}/nothing"
+    os.environ["CXX"] = "/bin/false"
+    assert missing_compiler(cpu_device()) == "the C++ compiler /bin/false"
+
+
+class InductorError(RuntimeError):
+    """As torch's, whose module would load the compiler."""
+
+
+def test_code_that_cannot_be_compiled_is_one_line() -> None:
+    error = InductorError("CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\nno header")
+    line = compiler.explain(error)
+    assert line is not None and "\n" not in line
+    assert "C++ compile error" in line and "--compile off" in line
+
+
+def test_the_speed_of_a_product_is_measured_or_known():
+    assert product_flops(cpu_device()) > 1e6
+    assert product_flops(cpu_device(kind="npu", peak_flops=100.0)) == pytest.approx(60.0)
+    assert product_flops(cpu_device(kind="npu")) is None
