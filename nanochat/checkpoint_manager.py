@@ -352,7 +352,7 @@ def load_model(
     fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds only its rows
-    (parallel/fsdp.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
+    (layout.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
     trained with needs `rope_scaling`. `prepare` changes the model on its way, in order. `without_weights` leaves it on
     the meta device.
 
@@ -388,8 +388,10 @@ def load_model(
         with torch.device("meta"):
             for one in preparations:
                 one.reshape(model, device)
-        if activation_checkpointing or (layout is not None and layout.sharded):
-            rooms.find("layouts", "shard")(model, layout or Layout(), device, activation_checkpointing)
+        if activation_checkpointing:
+            model.recompute_activations()
+        if layout is not None:
+            layout.shard(model, device)
         if without_weights:
             return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 

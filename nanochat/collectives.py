@@ -1,4 +1,4 @@
-"""The collectives that files outside of the optimizer call, and two that torch renamed.
+"""What all ranks agree on in a run: sums of numbers, small values, a decision of rank 0.
 
 Every rank calls a collective, in the same order; a rank that does not call it leaves the others waiting.
 """
@@ -57,18 +57,3 @@ def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str
     if message is not None:
         raise UserError(message)
     return decision
-
-
-# torch 2.13 renamed both; older versions know the second name only.
-
-
-def reduce_scatter(share: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
-    """Sum `whole` over the ranks, and leave in `share` the part of the sum that belongs to this rank."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(share, whole, **options)
-
-
-def all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
-    """Fill `whole` with the ranks' shares, in rank order."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(whole, share, **options)

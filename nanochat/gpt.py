@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments
@@ -385,17 +386,17 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, kernels)
         self.mlp_norm = AddNorm(config.width, config, kernels)
         self.mlp = MLP(config, kernels)
-
-    # How the backward pass gets what it needs, set by a room: a function of `compute` and its inputs, which computes
-    # the block a second time instead of keeping its activations (parallel/fsdp.py).
-    recompute: Callable[..., Tensor] | None = None
+        self.is_recomputed = False  # see GPT.recompute_activations
 
     def forward(
         self, x: Tensor, value: Tensor | None, context: ForwardContext, compute: Callable[..., Tensor]
     ) -> Tensor:
-        if self.recompute is not None:
-            return self.recompute(compute, self, x, value, context)
-        return compute(self, x, value, context)
+        if not self.is_recomputed:
+            return compute(self, x, value, context)
+        # Dropout must draw the same again, and only adapters have it. Nothing else in a block is random, and keeping
+        # the generators' states would wait for the device.
+        is_random = any(getattr(module, "dropout", 0) for module in self.modules())
+        return checkpoint(compute, self, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
 
     def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
         # The norms are before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach every
@@ -538,6 +539,13 @@ class GPT(nn.Module):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
         return self._apply(allocated, recurse=recurse)
+
+    def recompute_activations(self) -> None:
+        """Have the backward pass compute each block again instead of keeping its activations: less memory, one more
+        forward pass (source: Chen et al. 2016, Training deep nets with sublinear memory cost)."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.is_recomputed = True
 
     def add_scalar_head(self) -> None:
         """Give a model its scalar head, if it has none. On the meta device it is still to be filled, with zeros."""

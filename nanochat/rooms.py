@@ -51,10 +51,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "lora": "nanochat.adapters.lora:NewAdapters.from_flags",
         "merge": "nanochat.adapters.folders:MergeAdapters",
     },
-    # A model on several processes.
+    # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
     "layouts": {
-        "several processes": "nanochat.parallel.mesh:lay_out_ranks",
-        "shard": "nanochat.parallel.fsdp:shard",
+        "ddp": "nanochat.parallel.ddp:lay_out",
+        "fsdp": "nanochat.parallel.fsdp:lay_out",
     },
     # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.
     "file formats": {

@@ -84,19 +84,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
 
 
-def unwrapped(model: Any) -> Any:
-    """The module inside of a compiled model's wrapper; any other model as it is."""
-    return getattr(model, "_orig_mod", model)
-
-
 def is_sharded(model: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # `shard` imports it
-    return fsdp is not None and isinstance(unwrapped(model), fsdp.FSDPModule)
-
-
-def synchronize_gradients(model: Any, last: bool) -> None:
-    """Call before each backward: sharded gradients travel only in the step's last one."""
-    model = unwrapped(model)
-    if is_sharded(model):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+    """Whether several ranks share the parameters of a model between them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # as in is_dtensor: a sharded model has imported it
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)

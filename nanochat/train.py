@@ -22,7 +22,6 @@ from nanochat.layout import Layout, lay_out
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.scaling import Rates
 from nanochat.screen import track
-from nanochat.sharding import synchronize_gradients, unwrapped
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device. A sum and a
 # count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.
@@ -204,18 +203,18 @@ def make_optimizer(
     layout: Layout | None = None,
     kept_as: StateFormat | None = None,
 ) -> Optimizer:
-    """The recipe's optimizer of a model: Muon (or AdamW) for the blocks' matrices, AdamW for all else.
+    """The optimizer of pretraining: Muon (or AdamW) for the matrices of the blocks, AdamW for all else.
 
-    `layout` is the one that the model was sharded by; without one every rank holds all of it.
+    `layout` is the one that has sharded the model; without one every rank holds the whole model.
     """
     roles = model.parameter_groups()
     c = model.config
     decay = rates.weight_decay
-    # Muon reads the second alone, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
+    # Muon reads only the second, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
     # (source: Brown et al. 2020, GPT-3).
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
-    # One matrix holds the projections to queries, keys and values; Muon orthogonalises each of the three by itself. So
-    # it does with gate and up of a gated MLP.
+    # One parameter holds the projections to queries, keys and values, and Muon orthogonalises each of the three
+    # separately. Likewise gate and up of a gated MLP.
     qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
     splits = {name: qkv_rows for name, _ in roles["qkv"]}
     if c.mlp == "swiglu":
@@ -224,23 +223,17 @@ def make_optimizer(
     # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
     # into whole steps.
     noise_eps = 1e-4
-    return Optimizer(
-        [
-            # Weight decay for the matrices alone. In a table it would erase the rows of rare tokens: every step shrinks
-            # them, and few steps restore them.
-            ParameterGroup(matrices, roles["matrix"] + roles["qkv"], rates.matrix, decay, betas, row_splits=splits),
-            ParameterGroup("adamw", roles["embedding"], rates.embedding),
-            ParameterGroup("adamw", roles["value_embedding"], rates.value_embedding),
-            ParameterGroup("adamw", roles["head"], rates.head),
-            ParameterGroup("adamw", roles["vector"], rates.vector, eps=noise_eps),
-            ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale, eps=noise_eps),
-        ],
-        layout=layout or lay_out(device),
-        dtype=device.dtype,
-        order=model.gradient_order(),
-        kernels=model.kernels,
-        kept_as=kept_as,
-    )
+    groups = [
+        # Weight decay only for the matrices. In a table it would erase the rows of rare tokens: every step shrinks
+        # them, and few steps restore them.
+        ParameterGroup(matrices, roles["matrix"] + roles["qkv"], rates.matrix, decay, betas, row_splits=splits),
+        ParameterGroup("adamw", roles["embedding"], rates.embedding),
+        ParameterGroup("adamw", roles["value_embedding"], rates.value_embedding),
+        ParameterGroup("adamw", roles["head"], rates.head),
+        ParameterGroup("adamw", roles["vector"], rates.vector, eps=noise_eps),
+        ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale, eps=noise_eps),
+    ]
+    return _optimizer(groups, model, device, layout, kept_as)
 
 
 def make_adamw(
@@ -265,12 +258,20 @@ def make_adamw(
     # squares sooner; fine-tuning takes few and small steps, whose sizes should not fluctuate.
     betas = (0.9, 0.999)
     eps = 1e-8
+    groups = [
+        ParameterGroup("adamw", matrices, learning_rate, weight_decay, betas, eps),
+        ParameterGroup("adamw", others, learning_rate, 0.0, betas, eps),
+    ]
+    return _optimizer(groups, model, device, layout, kept_as)
+
+
+def _optimizer(
+    groups: Sequence[ParameterGroup], model: GPT, device: Device, layout: Layout | None, kept_as: StateFormat | None
+) -> Optimizer:
+    layout = layout or lay_out(device)
     return Optimizer(
-        [
-            ParameterGroup("adamw", matrices, learning_rate, weight_decay, betas, eps),
-            ParameterGroup("adamw", others, learning_rate, 0.0, betas, eps),
-        ],
-        layout=layout or lay_out(device),
+        groups,
+        exchange=layout.exchange(model),
         dtype=device.dtype,
         order=model.gradient_order(),
         kernels=model.kernels,
@@ -306,14 +307,12 @@ def train_step(
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, squared gradients
 
     # ---- gradients: micro-batches add up in each parameter's .grad, as if they were one batch.
-    with unwrapped(model).cast_weights():
-        for batch, last in _with_last(batches):
-            # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch.
-            synchronize_gradients(model, last)
+    with model.cast_weights():
+        for batch, is_last in _with_last(batches):
             loss, targets = loss_fn(model, batch)
-            if last:
-                # The exchange of a layer's gradient starts as soon as it is there, while earlier layers still compute.
-                optimizer.send_as_ready()
+            # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch. The exchange of a
+            # layer's gradient starts as soon as it is complete, while earlier layers still compute.
+            optimizer.before_backward(is_last)
             # The gradient of the sum: what it must be divided by is known after the last micro-batch of the last rank.
             loss.backward()
             totals[:2] += torch.stack((loss.detach().float(), targets.float()))

@@ -71,8 +71,9 @@ def main(config: Config) -> None:
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(dataclasses.replace(model_config, logit_cap=config.logit_cap), device.kernels)
-    if layout.sharded or config.activation_checkpointing:
-        rooms.find("layouts", "shard")(model, layout, device, config.activation_checkpointing)
+    if config.activation_checkpointing:
+        model.recompute_activations()
+    layout.shard(model, device)
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}")
     if config.dry_run:
         start.ledger = rooms.find("attendants", "dry_run")(device, model)

@@ -36,7 +36,7 @@ from nanochat.checkpoint_manager import Preparation
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
-from nanochat.sharding import fill, local, unwrapped, whole
+from nanochat.sharding import fill, local, whole
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class without_adapters:  # noqa: N801 (called as a function)
         return without_adapters(model)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        found = adapters_in(unwrapped(self.model))
+        found = adapters_in(self.model)
         for adapters in found:
             adapters.enabled = False
         try:

@@ -1,69 +1,103 @@
-"""Sharded models: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
+"""fsdp: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
 
 Source: Zhao et al. 2023, PyTorch FSDP, in its second form, `fully_shard`, whose parameters are DTensors. sharding.py
 reads and writes them.
 """
 
-import functools
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanochat.cli import UserError
-from nanochat.collectives import reduce_scatter
 from nanochat.device import Device
 from nanochat.layout import Layout
+from nanochat.optim import Exchange, Share
+from nanochat.parallel.ddp import reduce_scatter
+from nanochat.parallel.exchange import RankExchange
+from nanochat.parallel.mesh import Place, find_place
 
 
-def shard(model: Any, layout: Layout, device: Device, activation_checkpointing: bool = False) -> None:
-    """Under fsdp, leave this rank its rows of each parameter, in place; make the optimizer afterwards.
+@dataclass(frozen=True)
+class Fsdp(Layout):
+    """A part of every parameter on each rank."""
 
-    The model, a GPT, may still be on the meta device. Its forward gathers what it needs; every rank must call it
-    equally often. Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head and the
-    vectors stay in fp32, so that the gradients of frequent tokens add up.
+    place: Place
+    sharded = True
 
-    With `activation_checkpointing`, under any layout, backward computes a block's activations again instead of
-    keeping them (source: Chen et al. 2016, Training deep nets with sublinear memory cost).
+    def __str__(self) -> str:
+        replicas = self.place.replicas
+        return f"fsdp over {self.place.ranks}" + (f", {replicas} replicas" if replicas > 1 else "")
 
-    Raises UserError: when this torch sums gradients on a CPU where FSDP needs their mean.
-    """
-    if activation_checkpointing:
-        for block in model.blocks:
-            # Dropout must draw the same again. Nothing else in a block is random, and keeping the generators' states
-            # would wait for the device.
-            is_random = any(getattr(module, "dropout", 0) for module in block.modules())
-            block.recompute = functools.partial(_recomputed, is_random)
-    if not layout.sharded:
-        return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # not on one process: see is_dtensor
+    def shard(self, model: Any, device: Device) -> None:
+        """The forward of the model then gathers what it needs; every rank must call it equally often.
 
-    if device.kind == "cpu":
-        _require_means(device)
+        Raises UserError: when this torch sums gradients on a CPU where FSDP needs their mean.
+        """
+        assert self.place.mesh is not None
+        if device.kind == "cpu":
+            _require_means(device)
+        _shard(model, self.place.mesh, device)
+
+    def exchange(self, model: Any) -> Exchange:
+        return FsdpExchange(self.place, model)
+
+
+def lay_out(device: Device, replicate: int = 1) -> Fsdp:
+    """Raises UserError: when the processes do not form `replicate` groups."""
+    return Fsdp(find_place(device, "fsdp", replicate))
+
+
+def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
+    # Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head and the vectors stay in
+    # fp32, so that the gradients of frequent tokens add up.
     # The warning is about views that are written in place. A value embedding returns a view; nothing writes to it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Tables first: each is gathered by itself, in fp32, and only in the forward pass.
+    # Tables first: each is gathered separately, in fp32, and only in the forward pass.
     tables = list(model.value_embeddings.values())
     if model.head is not None:  # else the embedding is the head too, and belongs to the root
         tables += [model.embedding, model.head]
     for table in tables:
-        fully_shard(table, mesh=layout.mesh, reshard_after_forward=True)
+        fully_shard(table, mesh=mesh, reshard_after_forward=True)
         table.set_unshard_in_backward(False)  # no table's gradient needs the table
     # Then each block, gathered in the dtype that it computes in: half of the bytes in bf16.
     block_dtype = None if device.dtype == torch.float32 else device.dtype
     policy = MixedPrecisionPolicy(param_dtype=block_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # The root takes the rest. By default it would stay gathered, and after an evaluation its gathered parameters
     # would miss the optimizer's updates of the shards.
-    fully_shard(model, mesh=layout.mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def _recomputed(is_random: bool, compute: Callable[..., Any], *inputs: Any) -> Any:
-    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=is_random)
+class FsdpExchange(RankExchange):
+    """FSDP2 sums the gradients and gathers the weights. What is left to exchange is Muon's detour."""
+
+    def __init__(self, place: Place, model: Any):
+        super().__init__(place)
+        self.model = model  # as `fully_shard` has made it
+        # FSDP2 returns means, the one reduction that all backends and versions know. The optimizer works with sums.
+        self.divided_by = place.ranks * place.replicas
+
+    def share(self, parameter: nn.Parameter, is_matrix: bool) -> Share:
+        share = Share(parameter)
+        share.is_part = True  # FSDP2 has split the parameter
+        return share
+
+    def before_backward(self, is_last: bool) -> None:
+        # Gradients travel only in the last backward of a step, not in that of each micro-batch.
+        self.model.set_requires_gradient_sync(is_last)
+        self.model.set_is_last_backward(is_last)
+
+    def reduce(self) -> list[Tensor]:
+        grads = super().reduce()
+        # All replicas hold the same gradients, which count in the first.
+        return [] if self.place.replica else grads
 
 
 def _require_means(device: Device) -> None:

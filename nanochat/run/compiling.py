@@ -6,11 +6,12 @@ What is outside of the blocks stays eager: a few operators, and the loss (cross_
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanochat import screen
 from nanochat.adapters import lora
@@ -91,15 +92,20 @@ class CompiledBlocks:
     """A model as a function of what it takes, with compiled blocks. The model itself stays eager."""
 
     def __init__(self, model: GPT, compute: Any, shape: Sequence[int] | None):
-        # The name in torch.compile's own wrapper, where `unwrapped` of sharding.py looks for the model.
-        self._orig_mod = model
+        self.model = model
         self._compute = compute
         self._shape = None if shape is None else torch.Size(shape)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.model.modules()
+
+    def cast_weights(self) -> AbstractContextManager[None]:
+        return self.model.cast_weights()
 
     def __call__(
         self, tokens: Tensor, targets: Tensor | None = None, segments: Segments | None = None, **options: Any
     ) -> Tensor:
-        model = self._orig_mod
+        model = self.model
         if self._shape is not None and tokens.shape != self._shape:
             return model(tokens, targets, segments=segments, **options)
         # One program for any number of documents; without the mark it is one for each number that an operator is given.

@@ -171,7 +171,7 @@ class _CountedOptimizer:
     def __init__(self, optimizer: Optimizer, ledger: Ledger):
         self.optimizer = optimizer
         self.ledger = ledger
-        self.send_as_ready = optimizer.send_as_ready
+        self.before_backward = optimizer.before_backward
         self.reduce = optimizer.reduce
 
     def step(self, *inputs: Any, **options: Any) -> None:

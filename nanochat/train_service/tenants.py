@@ -173,7 +173,10 @@ class TrainedModel:
         parameters = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
         group = ParameterGroup("adamw", parameters, 1.0, weight_decay=1.0)
         self.optimizer = Optimizer(
-            [group], layout=lay_out(self.device), dtype=self.device.dtype, kernels=self.model.kernels
+            [group],
+            exchange=lay_out(self.device).exchange(self.model),
+            dtype=self.device.dtype,
+            kernels=self.model.kernels,
         )
 
     # ---- gradients

@@ -34,8 +34,7 @@ from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.gradients import StackedLinear
-from nanochat.layout import Layout, lay_out
-from nanochat.parallel.fsdp import shard
+from nanochat.layout import lay_out
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.sharding import fill, whole
 from nanochat.train import make_adamw, next_token_loss, train_step
@@ -163,7 +162,7 @@ def test_dropout_is_for_learning_alone():
 
 def test_recomputed_blocks_draw_the_same_dropout():
     kept, recomputed = (adapted_model(settings=Lora(4, 8.0, dropout=0.5)) for _ in range(2))
-    shard(recomputed, Layout(), cpu_device(), activation_checkpointing=True)
+    recomputed.recompute_activations()
     torch.manual_seed(1)
     expected = gradients(kept)
     torch.manual_seed(1)
@@ -525,7 +524,7 @@ def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
         with torch.device("meta"):
             model = GPT(base_weights.config, device.kernels).to(device.dtype)
             lora.attach(model, settings)
-        shard(model, layout, device)
+        layout.shard(model, device)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         parameters = dict(model.named_parameters())

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from nanochat import optim
 from nanochat.device import Device
-from nanochat.layout import Layout, lay_out
+from nanochat.layout import lay_out
 from nanochat.operators import TorchKernels, unfused_adamw
-from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
+from nanochat.optim import POLAR_EXPRESS, Exchange, Optimizer, ParameterGroup, StateFormat, orthogonalize
+from nanochat.parallel.ddp import DdpExchange
+from nanochat.parallel.mesh import Place
 from nanochat.sharding import whole
 
 ONE = torch.ones(())
@@ -185,7 +187,7 @@ SHAPES = {
 
 
 def make_optimizer(
-    layout: Layout | None = None, kernels: TorchKernels | None = None, kept_as: StateFormat | None = None
+    exchange: Exchange | None = None, kernels: TorchKernels | None = None, kept_as: StateFormat | None = None
 ) -> tuple[Optimizer, dict[str, nn.Parameter]]:
     """Every kind of share: stacks and rows that two ranks do not divide, split rows, large, odd and small tensors."""
     parameters = {
@@ -198,7 +200,7 @@ def make_optimizer(
         ParameterGroup("muon", qkv, 0.05, 0.1, betas=(0.8, 0.9), row_splits={name: (8, 4, 4) for name, _ in qkv}),
         ParameterGroup("adamw", adamw, 0.01, 0.1),
     ]
-    return Optimizer(groups, layout=layout, dtype=torch.float32, kernels=kernels, kept_as=kept_as), parameters
+    return Optimizer(groups, exchange=exchange, dtype=torch.float32, kernels=kernels, kept_as=kept_as), parameters
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], index: int, ranks: Iterable[int]) -> None:
@@ -345,7 +347,7 @@ def test_empty_groups_are_left_out() -> None:
 
 
 def steps_on_a_rank(device: Device, steps: int) -> dict[str, Any]:
-    optimizer, parameters = make_optimizer(lay_out(device))
+    optimizer, parameters = make_optimizer(lay_out(device).exchange(None))
     squares = run_steps(optimizer, parameters, range(steps), [device.rank])
     return {
         "values": values(parameters),
@@ -388,7 +390,8 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
         matrices = [(f"m{i}", nn.Parameter(torch.zeros(32, 32))) for i in range(4)]
         tables = [("table", nn.Parameter(torch.zeros(256, 32)))]
         groups = [ParameterGroup("muon", matrices, 0.1), ParameterGroup("adamw", tables, 0.1)]
-        return Optimizer(groups, layout=Layout(rank=rank, ranks=world_size))
+        exchange = DdpExchange(Place(rank=rank, ranks=world_size)) if world_size > 1 else None
+        return Optimizer(groups, exchange=exchange)
 
     whole = state_elements(make(0, 1))
     assert whole == 4 * (32 * 32 + 32) + 2 * 256 * 32 + 1

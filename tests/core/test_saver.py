@@ -33,7 +33,6 @@ from nanochat.flags import TrainFlags
 from nanochat.layout import lay_out
 from nanochat.loader import Loader, LoaderState
 from nanochat.model_folder import newest, steps
-from nanochat.parallel.fsdp import shard
 from nanochat.saver import resume
 from nanochat.scaling import Rates
 from nanochat.stage import Start
@@ -566,7 +565,7 @@ def train(device: Device, base: str, until: int, save_every: int, layout: str = 
     torch.manual_seed(device.rank)
     model = smallest_model(1)
     laid_out = lay_out(device, layout)  # type: ignore[arg-type]
-    shard(model, laid_out, device)
+    laid_out.shard(model, device)
     rates = Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1)
     optimizer = make_optimizer(model, rates, device, layout=laid_out)
     meta = {"config": {"seed": 0}, "fingerprints": {}}

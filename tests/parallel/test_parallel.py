@@ -33,9 +33,10 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.layout import Layout, lay_out
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
-from nanochat.parallel.fsdp import shard
+from nanochat.parallel.ddp import DdpExchange
+from nanochat.parallel.mesh import Place
 from nanochat.run.compiling import CompiledBlocks, compile_blocks
-from nanochat.sharding import local, unwrapped, whole, whole_weights
+from nanochat.sharding import local, whole, whole_weights
 from nanochat.storage import load_whole
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -57,7 +58,9 @@ def make_run(
 ) -> Run:  # fmt: skip
     model = lively_model(config, kernels=device.kernels).to(device.torch_device)
     layout = lay_out(device, how, replicate)
-    shard(model, layout, device, recompute)
+    if recompute:
+        model.recompute_activations()
+    layout.shard(model, device)
     optimizer = make_optimizer(model, RATES, device, matrices, layout, kept_as)
     if is_tuned:
         optimizer = make_adamw(model, 0.003, device, 0.1, layout)
@@ -75,8 +78,8 @@ def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[f
     return stats
 
 
-def weights(model: GPT) -> dict[str, Tensor]:
-    model = unwrapped(model)
+def weights(model: Any) -> dict[str, Tensor]:
+    model = model.model if isinstance(model, CompiledBlocks) else model
     return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
@@ -201,7 +204,7 @@ def weights_in_and_out(device: Device) -> bool:
     with torch.device("meta"):
         model, other = GPT(CONFIG), GPT(CONFIG)
     for each, seed in ((model, 3), (other, 4)):
-        shard(each, layout, device)
+        layout.shard(each, device)
         each.to_empty(device="cpu")
         each.init_weights(seed)
     reference = GPT(CONFIG)
@@ -320,7 +323,7 @@ def overlapped(device: Device) -> list[bool]:
     for learn in (steps, unlike_losses):
         one = make_run(device)
         other = make_run(device)
-        other[1].send_as_ready = lambda: None  # type: ignore[method-assign]
+        other[1].before_backward = lambda is_last: None  # type: ignore[method-assign]
         alike = learn(one, device, 4) == learn(other, device, 4)
         alike &= same_bits(weights(one[0]), weights(other[0]))
         same.append(alike and same_bits(state(one[1]), state(other[1])))
@@ -566,15 +569,16 @@ def test_four_ranks_learn_as_one() -> None:
 def test_a_failed_backward_is_noticed() -> None:
     """Its gradients are partly sent: the ranks would sum those of different steps."""
     parameter = torch.nn.Parameter(torch.zeros(4, 4))
-    optimizer = Optimizer([ParameterGroup("adamw", [("p", parameter)], 0.1)], layout=Layout(ranks=2))
-    optimizer._started = 1
+    exchange = DdpExchange(Place(ranks=2))
+    optimizer = Optimizer([ParameterGroup("adamw", [("p", parameter)], 0.1)], exchange=exchange)
+    exchange._started = 1
     with pytest.raises(AssertionError, match="partly sent"):
-        optimizer.send_as_ready()
+        optimizer.before_backward(is_last=True)
 
 
 def test_one_process_sends_nothing_early() -> None:
     model, optimizer = make_run(cpu_device())
-    optimizer.send_as_ready()
+    optimizer.before_backward(is_last=True)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
@@ -587,13 +591,13 @@ def test_rows_are_shared_out_as_torch_does() -> None:
             rows = torch.arange(size)
             chunks = [c.tolist() for c in rows.chunk(ranks)] if size else []
             chunks += [[]] * (ranks - len(chunks))
-            assert [rows[share].tolist() for share in Layout(ranks=ranks).shares(size)] == chunks
+            assert [rows[share].tolist() for share in Place(ranks=ranks).shares(size)] == chunks
 
 
 def test_one_process_has_nothing_to_shard() -> None:
     model = lively_model(CONFIG)
     assert lay_out(cpu_device(), "fsdp") == Layout()
-    shard(model, Layout(), cpu_device())
+    Layout().shard(model, cpu_device())
     assert type(model) is GPT
 
 

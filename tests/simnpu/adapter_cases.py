@@ -23,7 +23,6 @@ from nanochat.layout import lay_out
 from nanochat.losses import masked_loss
 from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
-from nanochat.parallel.fsdp import shard
 from nanochat.run.memory import begin as begin_ledger
 from nanochat.run.memory import full_rows
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
@@ -117,7 +116,9 @@ def counted(
             if lora_rank:
                 targets = lora.choose_targets("all", lora_rank, config)
                 lora.attach(model.to(device.dtype), lora.Lora(lora_rank, targets=targets))
-        shard(model, layout, device, activation_checkpointing)
+        if activation_checkpointing:
+            model.recompute_activations()
+        layout.shard(model, device)
         ledger = begin_ledger(device, model) if is_counted else None
         if ledger is None:
             model.to_empty(device=device.torch_device)

@@ -16,7 +16,6 @@ from nanochat import device as devices
 from nanochat.gpt import GPT
 from nanochat.layout import lay_out
 from nanochat.optim import StateFormat
-from nanochat.parallel.fsdp import shard
 from nanochat.sharding import local
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
@@ -67,7 +66,7 @@ def memory(device: devices.Device) -> dict[str, int]:
     layout = lay_out(device, "fsdp")
     with torch.device("meta"):
         model = GPT(config, device.kernels)
-    shard(model, layout, device)
+    layout.shard(model, device)
     model.to_empty(device=device.torch_device)
     model.init_weights()
     optimizer = make_optimizer(model, RATES, device, layout=layout)
