@@ -5,6 +5,7 @@ planted violation, so that no rule passes because it looks at nothing.
 """
 
 import ast
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,17 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from nanochat import rooms
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
-    "base_train": 10880,
-    "mid_train": 10838,
-    "chat_sft": 10717,
-    "chat_dpo": 10884,
-    "chat_rl": 15049,
-    "chat_cli": 8564,
+    "base_train": 10712,
+    "mid_train": 10669,
+    "chat_sft": 10268,
+    "chat_dpo": 10398,
+    "chat_rl": 11992,
+    "chat_cli": 8387,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
@@ -312,6 +315,36 @@ ALLOWED = [
 @pytest.mark.parametrize(("rule", "path", "text"), ALLOWED, ids=lambda value: getattr(value, "__name__", None))
 def test_what_is_allowed_passes(rule: Callable[[Source], Iterator[str]], path: str, text: str):
     assert not list(rule(Source(path, text)))
+
+
+# ---- What plugs in ---------------------------------------------------------------------------------------
+
+PLUGS = [
+    (room, seam, name, place)
+    for room in sorted(PACKAGES)
+    for seam, rows in getattr(importlib.import_module(f"nanochat.{room}"), "PLUGS", {}).items()
+    for name, place in rows.items()
+]
+
+
+@pytest.mark.parametrize(("room", "seam", "name", "place"), PLUGS)
+def test_every_row_names_a_seam_and_something_of_its_room(room: str, seam: str, name: str, place: str):
+    module, _, attribute = place.partition(":")
+    assert seam in rooms.SEAMS and module.startswith(f"nanochat.{room}.")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    defined = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    assert attribute.partition(".")[0] in defined
+
+
+def test_no_name_has_two_places_and_every_seam_is_used():
+    assert {seam for _, seam, _, _ in PLUGS} == rooms.SEAMS
+    keys = [(seam, name) for _, seam, name, _ in PLUGS]
+    assert len(keys) == len(set(keys))
 
 
 # ---- The imports as a graph ------------------------------------------------------------------------------

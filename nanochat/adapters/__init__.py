@@ -1,1 +1,17 @@
 """Adapters: fine-tuning through small matrices, over a base of 16 or 4 bits."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "folders": {
+        "peft": "nanochat.adapters.peft:FORMAT",
+    },
+    "adapters": {
+        "lineage": "nanochat.adapters.folders:lineage",
+        "weights": "nanochat.adapters.folders:with_saved_adapters",
+        "base": "nanochat.adapters.folders:base_of",
+    },
+    "preparations": {
+        "lora": "nanochat.adapters.lora:NewAdapters.from_flags",
+        "merge": "nanochat.adapters.folders:MergeAdapters",
+    },
+}

@@ -1,1 +1,27 @@
 """What preferences and RL add to the core: what a reply is worth, and against what it is compared."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "policy losses": {
+        "rloo": "nanochat.alignment.policy_losses:RLOO",
+        "reinforce++": "nanochat.alignment.policy_losses:REINFORCE_PLUS_PLUS",
+        "ppo": "nanochat.alignment.policy_losses:PPO",
+        "gspo": "nanochat.alignment.policy_losses:GSPO",
+        "cispo": "nanochat.alignment.policy_losses:CISPO",
+        "distill": "nanochat.alignment.policy_losses:DISTILL",
+    },
+    "pair losses": {
+        "ipo": "nanochat.alignment.pair_losses:IPO",
+        "simpo": "nanochat.alignment.pair_losses:SIMPO",
+        "cpo": "nanochat.alignment.pair_losses:CPO",
+        "orpo": "nanochat.alignment.pair_losses:ORPO",
+        "kto": "nanochat.alignment.kto:KTO",
+        "reward": "nanochat.alignment.reward_model:REWARD",
+    },
+    "rewards": {
+        "parse": "nanochat.alignment.rewards:parse_rewards",
+    },
+    "reward models": {
+        "rm": "nanochat.alignment.reward_model:load_reward_model",
+    },
+}

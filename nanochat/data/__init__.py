@@ -1,1 +1,26 @@
 """Text and records beyond the core: downloads, other formats of files, records of tasks, a cache of tokens."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "hubs": {
+        "hf": "nanochat.data.hub:fetch_model",
+        "modelscope": "nanochat.data.hub:fetch_model",
+    },
+    "file formats": {
+        ".jsonl.gz": "nanochat.data.formats:GzipFile",
+        ".csv": "nanochat.data.formats:CsvFile",
+        ".json": "nanochat.data.formats:JsonFile",
+    },
+    "corpora": {
+        "pydoc": "nanochat.data.python_docs:PydocCorpus",
+    },
+    "hub corpora": {
+        "climbmix": "nanochat.data.hub:fetch",
+        "fineweb-edu": "nanochat.data.hub:fetch",
+        "fineweb-edu-chinese": "nanochat.data.hub:fetch",
+        "ORG/NAME": "nanochat.data.hub:fetch",
+    },
+    "token caches": {
+        "disk": "nanochat.data.token_cache:cached",
+    },
+}

@@ -1,1 +1,9 @@
 """One model over many processes: the ranks' mesh, sharded parameters, and the collectives that other files call."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "layouts": {
+        "ddp": "nanochat.parallel.ddp:lay_out",
+        "fsdp": "nanochat.parallel.fsdp:lay_out",
+    },
+}

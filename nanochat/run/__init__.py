@@ -1,1 +1,13 @@
 """What surrounds a training loop; imported by scripts only."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "attendants": {
+        "watchdog": "nanochat.run.watchdog:Watchdog",
+        "profile": "nanochat.run.profiling:Recorder",
+        "compile": "nanochat.run.compiling:compile_model",
+        "dry_run": "nanochat.run.memory:begin",
+        "check_track": "nanochat.run.trackers:check_trackers",
+        "track": "nanochat.run.trackers:start_trackers",
+    },
+}

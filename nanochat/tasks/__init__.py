@@ -1,1 +1,43 @@
 """What a chat model learns from and is graded on: one file a task."""
+
+# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "tasks": {
+        "stories": "nanochat.tasks.stories:Stories",
+        "questions": "nanochat.tasks.stories:StoryQuestions",
+        "addition": "nanochat.tasks.arithmetic:Addition",
+        "arithmetic": "nanochat.tasks.arithmetic:Arithmetic",
+        "spelling": "nanochat.tasks.spelling:Spelling",
+        "letters": "nanochat.tasks.spelling:LetterCount",
+        "identity": "nanochat.tasks.identity:Identity",
+        "unknown": "nanochat.tasks.identity:Unknown",
+    },
+    "environments": {
+        "nim": "nanochat.tasks.nim:Nim",
+        "tool_use": "nanochat.tasks.tool_use:ToolUse",
+    },
+    "task datasets": {
+        "gsm8k": "nanochat.tasks.gsm8k:Gsm8k",
+        "mmlu": "nanochat.tasks.mmlu:Mmlu",
+        "arc_easy": "nanochat.tasks.arc:ArcEasy",
+        "arc_challenge": "nanochat.tasks.arc:ArcChallenge",
+        "humaneval": "nanochat.tasks.humaneval:HumanEval",
+        "smoltalk": "nanochat.tasks.smoltalk:SmolTalk",
+        "smoltalk_zh": "nanochat.tasks.smoltalk:SmolTalkChinese",
+        "ultrafeedback": "nanochat.tasks.ultrafeedback:UltraFeedback",
+    },
+    "task files": {
+        "first_questions": "nanochat.tasks.first_questions:FirstQuestions",
+    },
+    "file forms": {
+        "conversations": "nanochat.tasks.conversations:Conversations",
+        "prompts": "nanochat.tasks.conversations:Prompts",
+        "pairs": "nanochat.tasks.preferences:Preferences",
+        "labelled": "nanochat.tasks.preferences:Labelled",
+    },
+    "default tasks": {
+        "sft": "nanochat.tasks.defaults:default_tasks",
+        "rl": "nanochat.tasks.defaults:default_rl_tasks",
+        "dpo": "nanochat.tasks.defaults:default_dpo_tasks",
+    },
+}
