@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # The closure of each core script: the lines of all files of ours that it imports, directly or not. A closure may only
 # fall: whoever makes one smaller lowers its number.
 CLOSURES = {
-    "base_train": 10712,
-    "mid_train": 10669,
-    "chat_sft": 10268,
-    "chat_dpo": 10398,
-    "chat_rl": 11992,
-    "chat_cli": 8387,
+    "base_train": 10501,
+    "mid_train": 10457,
+    "chat_sft": 10056,
+    "chat_dpo": 10186,
+    "chat_rl": 11780,
+    "chat_cli": 8176,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
