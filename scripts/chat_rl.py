@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from nanochat import cli
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range
@@ -194,7 +194,7 @@ def main(config: Config) -> None:
     def share_of_step(step: int) -> rollout.Share:
         return share_of(draw(train, first_of(step), examples), config.num_samples, seed_of(config.seed, step))
 
-    schedule = rollout.OnPolicy(sampler, model, share_of_step)
+    schedule: Any = rollout.OnPolicy(sampler, model, share_of_step)
     if config.staleness:
         schedule = rooms.find("sampling", "ahead")(sampler, model, share_of_step, config.staleness, steps)
 
