@@ -127,7 +127,8 @@ class Screen:
         progress = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
         for place, one in enumerate(self._shown()):
             name = " " * place + one.text
-            progress.add_task(name, total=one.total, completed=one.done, count=one.count(), facts=one.facts())
+            done: Any = one.done  # a float, where rich's type names an int
+            progress.add_task(name, total=one.total, completed=done, count=one.count(), facts=one.facts())
         return progress.make_tasks_table(progress.tasks)
 
     # ---------------------------------------------------------------------- a pipe, a file
