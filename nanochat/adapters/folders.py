@@ -92,7 +92,7 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
                     f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
                 )
             return read, {"folder": str(folder)}
-        entry = read_json(folder / "meta.json").get("adapter") if format_of(folder).is_folder(folder) else None
+        entry = read_json(folder / "meta.json")["adapter"] if format_of(folder).holds_adapters(folder) else None
         if entry is None:
             raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
         if base is not None and weights_sha256(base) != entry["base_sha256"]:
