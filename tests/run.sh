@@ -57,9 +57,10 @@ failures() { "$bin/python" -c 'import json, sys; print(*json.load(open(sys.argv[
 failed=.pytest_cache/v/cache/lastfailed # pytest removes it when nothing fails
 # shellcheck disable=SC2086 # several words, or none
 OMP_NUM_THREADS=1 "$bin/python" -m pytest --cache-clear $workers "$@" </dev/null || result=$?
-if [[ $result == 1 && -n $workers ]]; then
+first=$(failures "$failed")
+# Without a failed test pytest itself has failed, such as while it collected: nothing is tried again then.
+if [[ $result == 1 && -n $workers && -n $first ]]; then
   echo '== pytest, once more: what failed beside another file, now alone'
-  first=$(failures "$failed")
   result=0
   OMP_NUM_THREADS=1 "$bin/python" -m pytest --last-failed "$@" </dev/null || result=$?
   flaky=$(comm -23 <(echo "$first") <(failures "$failed"))

@@ -523,7 +523,7 @@ def pins(name: str, python: str, processor: str) -> dict[str, str]:
     return {one.name: str(one.specifier)[2:] for one in found if not one.marker or one.marker.evaluate(place)}
 
 
-@pytest.mark.parametrize("name", NEEDS.keys() - UNLOCKED)
+@pytest.mark.parametrize("name", sorted(NEEDS.keys() - UNLOCKED))
 def test_a_lock_has_what_its_extra_needs_with_hashes(name: str):
     """Every package but torch, in a version that pyproject.toml allows, on every Python and processor."""
     text = (ROOT / f"locks/{name}.lock").read_text()

@@ -656,3 +656,23 @@ def test_a_row_longer_than_the_context_is_refused() -> None:
     model = GPT(tiny_config())
     with pytest.raises(AssertionError, match="33 tokens in a row of at most 32"):
         model(torch.zeros(1, 33, dtype=torch.long))
+
+
+@pytest.mark.parametrize("norm", ["none", "before_rotary", "after_rotary"])
+@pytest.mark.parametrize("options", [{}, {"n_kv_head": 1}, {"norm_weight": True}, {"attention_bias": True}])
+def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options: dict[str, Any]) -> None:
+    """Loss and every gradient of whole models: separate queries and keys against joined ones, and autograd's gradients
+    against those that are written out."""
+    config = tiny_config(qk_norm=norm, lookback_heads=1, **options)
+    tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = []
+    for kernels in (TorchKernels(), WrittenKernels()):
+        model = lively_model(config, kernels=kernels)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (plain_loss, plain), (loss, written) = found
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    assert plain.keys() == written.keys()
+    for name, grad in written.items():
+        torch.testing.assert_close(grad, plain[name], rtol=1e-4, atol=1e-4)
