@@ -126,7 +126,7 @@ NUMBER_WORDS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 ]
-# Both numbers are below one of these, or each is below one of its own.
+# One of these bounds both numbers, or each number has its own bound.
 SIZES = (*(10,) * 6, *(13,) * 2, *(21,) * 2, *(100,) * 5, *(1000,) * 4, *(10_000,) * 2)
 
 
@@ -202,7 +202,7 @@ class Arithmetic(GeneratedTask):
 
 
 class Addition(Arithmetic):
-    """Two-digit addition, asked in ways that the train split has: its test split has new numbers alone."""
+    """Two-digit addition, asked in ways that the train split has: only the numbers of its test split are new."""
 
     name = "addition"
 

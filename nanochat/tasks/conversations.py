@@ -1,7 +1,7 @@
 """Conversations of your own, or of any data set of a hub: a conversation per row, in one of these forms.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-    [{"role": "user", "content": "..."}, ...]                         the list alone
+    [{"role": "user", "content": "..."}, ...]                         only the list
     {"conversations": [{"from": "human", "value": "..."}, ...]}       ShareGPT's: human, gpt, system
     {"instruction": "...", "input": "...", "output": "..."}           Alpaca's
     {"prompt": ..., "completion": ...}                                texts, messages or lists of messages
@@ -15,9 +15,9 @@ Functions that the assistant calls are in OpenAI's form: a list "tools", `"tool_
 "arguments": ...}}]` in an assistant's message, and their results as messages of the role "tool". Only a model with a
 chat template learns from such a row.
 
-The rows are those of data/records.py. All are checked when they are opened. One that is in a known form and still no
-conversation is left out and counted, or with `bad_records="fail"` an error; so is a row in no known form, always. A
-last question without an answer is dropped: there is nothing to learn from it.
+data/records.py reads the rows. All are checked when they are opened. A row in a known form that is still not a
+conversation is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is always an
+error. A last question without an answer is dropped: it teaches nothing.
 
 Where rewards need no right answer (chat_rl --reward) a question is enough, under the same names.
 """
@@ -76,7 +76,7 @@ class Conversations(RecordTask):
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         self.name = label or self.name
         self.records = open_part(path, split, hub, self.columns_to_read, val_share)
-        self.numbers = self._checked(f"{path} ({split})", bad_records)  # of the records that are used
+        self.numbers = self._checked(f"{path} ({split})", bad_records)  # numbers of the records that are used
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -91,7 +91,7 @@ class Conversations(RecordTask):
         return Example(messages_of(record), tools=tools_of(record))
 
     def check(self, record: Any) -> bool:
-        """Whether a last question is dropped of it. Raises ValueError: when it is no conversation."""
+        """Whether its last question is dropped. Raises ValueError: when the record is not a conversation."""
         messages = conversation_of(record)
         tools_of(record)
         return len(answered(messages)) < len(messages)
@@ -103,14 +103,14 @@ class Conversations(RecordTask):
         return has_both or any(name in LISTS for name in names)
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:
-        """Of the columns of a .parquet; all of them where the form is unknown, for the message."""
+        """The columns of a .parquet to read; all of them if the form is unknown, so that the message can list them."""
         return [name for name in names if name in self.columns] if self.is_known(names) else None
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
 
-        Raises UserError: for a record in no known form, with `bad_records="fail"` for any that is no conversation, and
-        when there are no others.
+        Raises UserError: for a record in an unknown form; with `bad_records="fail"` for any record that is not a
+        conversation; and when no conversation is left.
         """
         count = len(self.records)
         used = np.ones(count, dtype=bool)
@@ -184,7 +184,7 @@ def answered(messages: list[Message]) -> list[Message]:
     """A conversation without a last question that nobody answers. Raises ValueError: when nothing is left of it."""
     replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
-        raise ValueError("there is no message from the assistant")
+        raise ValueError("the assistant has no message")
     return messages[: replies[-1] + 1]
 
 
@@ -206,7 +206,7 @@ def conversation_of(record: Any) -> list[Message]:
 
 
 def question_of(fields: dict[str, Any]) -> list[Any]:
-    """The messages before the reply, of a record that has the question in a field of its own."""
+    """The messages before the reply, for a record with a separate field for the question."""
     question = first_of(fields, QUESTIONS)
     more = first_of(fields, INPUTS)
     if isinstance(question, str) and isinstance(more, str) and more:

@@ -7,7 +7,7 @@ Each line has a `question` and one or more ways to be right:
     {"question": "who are you?", "says": ["nanochat"]}               any of these, in upper or lower case
     {"question": "What time is it?", "honest": true}                 it says that it does not know, or what it does know
 
-It is for evaluation alone; nothing is trained on it. `tests/first_questions.jsonl` has a hundred.
+It is only for evaluation; nothing is trained on it. `tests/first_questions.jsonl` has a hundred.
 """
 
 import re
@@ -46,7 +46,7 @@ class FirstQuestions(RecordTask):
         rules = {name: rule for name, rule in record.items() if name != "question"}
         if not rules or any(not isinstance(rule, RULES.get(name, ())) for name, rule in rules.items()):
             raise ValueError(f"its ways to be right are {rules}: at least one of {', '.join(RULES)}")
-        # There is no reference reply. The text stands for one where a conversation needs its last message.
+        # The questions have no reference reply: the empty text is the conversation's last message.
         return Example(turn(record["question"], ""), rules)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:

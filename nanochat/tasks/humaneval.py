@@ -53,7 +53,7 @@ def above(prompt: str, function: str) -> str:
 def complete_program(prompt: str, function: str, reply: str) -> str:
     """The program of a reply: its code block that defines the function, else its first, else all of it.
 
-    The part of the prompt above the function is put before it; a body alone gets the whole prompt.
+    A whole function gets the part of the prompt above it; a body without its header gets the whole prompt.
     """
     definition = _definition(function)
     blocks = BLOCK.findall(reply) or [reply]

@@ -19,7 +19,7 @@ from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.typed import as_typed
 
 SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.", "You are a helpful assistant.")
-USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # of the questions are from the first line of their group
+USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
 KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SLOT = re.compile(r"\{(\w+)\}")
 

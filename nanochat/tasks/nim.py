@@ -50,7 +50,7 @@ class Nim(Environment):
 
 @cache
 def chance(left: int, is_best: bool = True) -> float:
-    """How likely the model wins with so many stones before its move: by the best play, or by random moves."""
+    """The chance that the model wins with `left` stones before its move: by the best play, or by random moves."""
     chances = []
     for move in MOVES[:left]:
         after = left - move

@@ -12,8 +12,8 @@ last message. Pairs are taken apart for it; a file may hold both.
     {"prompt": ..., "completion": ..., "label": true}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "label": false}
 
-A text under "system" or "system_prompt" goes before the prompt. Splits, other names of a field, and what becomes of a
-row that cannot be used, are those of conversations.py.
+A text under "system" or "system_prompt" goes before the prompt. conversations.py describes the splits, the other names
+of a field, and how an unusable row is handled.
 """
 
 from collections.abc import Iterable
@@ -148,6 +148,6 @@ def _question(record: dict[str, Any], side: str) -> list[Any]:
     elif isinstance(turns, list):
         messages = turns
     else:
-        problem = "is a reply alone, and there is no prompt that is a text or a list of messages"
+        problem = "is only a reply, and the prompt (a text or a list of messages) is missing"
         raise ValueError(f"{side} {problem}; known forms: {KNOWN}")
     return [plain(message) for message in with_system(record, messages)]

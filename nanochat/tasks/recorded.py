@@ -37,9 +37,9 @@ class RecordTask(Task):
 
 
 def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
-    """A multiple-choice question as one text; its answer is a letter alone.
+    """A multiple-choice question as one text; its answer is a single letter.
 
-    Raises ValueError: when there is not a text for each letter, or the answer is no letter.
+    Raises ValueError: when a letter has no text, or the answer is not one of the letters.
     """
     are_lists = isinstance(choices, Sequence) and isinstance(letters, Sequence) and len(choices) == len(letters)
     if not are_lists or not all(isinstance(text, str) for text in [*choices, *letters]):

@@ -15,7 +15,7 @@ from nanochat.tasks.recorded import RecordTask
 
 
 class SmolTalk(RecordTask):
-    """A dialogue of one or more turns; checked when it is read, as there are so many."""
+    """A dialogue of one or more turns; checked when it is read, because the dataset is large."""
 
     name = "smoltalk"
     kind = "dialogue"

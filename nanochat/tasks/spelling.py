@@ -1,6 +1,6 @@
 """Letters of words: a model that reads tokens has to learn how they are spelled.
 
-The words are those of the demo corpus; about one in ten is held out, and appears in the test split only.
+The words come from the demo corpus; about one in ten is held out and appears only in the test split.
 """
 
 import random
@@ -66,7 +66,7 @@ class LetterCount(Spelling):
         rng = self.rng(index)
         word = self.word(index)
         repeated = sorted({letter for letter in word if word.count(letter) > 1})
-        # Repeated letters are rare: drawn from the alphabet or the word alone, nearly every answer would be 0 or 1.
+        # Repeated letters are rare: drawn only from the alphabet or the word, nearly every answer would be 0 or 1.
         if repeated and rng.random() < 0.7:
             letter = rng.choice(repeated)
         else:

@@ -593,8 +593,8 @@ BAD_ROWS = [
     ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
     ({}, "cannot be used: unknown form (with nothing)"),
     ("Hello", "cannot be used: unknown form (but str)"),
-    ([HELLO[0]], "cannot be used: there is no message from"),
-    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "cannot be used: there is no message from"),
+    ([HELLO[0]], "cannot be used: the assistant has no message"),
+    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "cannot be used: the assistant has no message"),
 ]
 
 
@@ -721,8 +721,8 @@ BAD_PAIRS = [
     ({"messages": HELLO}, "unknown form (with messages)"),
     ({"chosen": HELLO}, "unknown form (with chosen)"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
-    ({"chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
-    ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is a reply alone, and there is no prompt"),
+    ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
+    ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
     ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
