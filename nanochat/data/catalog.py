@@ -15,7 +15,7 @@ class Source:
 
     repo: str
     revision: str  # a commit where one is known; a branch is resolved to a commit once, and recorded (hub.py)
-    folder: str = ""  # of the repo; empty: all of it
+    folder: str = ""  # a folder in the repo; empty: all of it
     train_shards: int = 8  # how many files to train on without --shards
 
 
@@ -28,7 +28,7 @@ class Dataset:
 
     sources: dict[str, Source]  # by hub
     licence: str
-    splits: dict[str, Files] = field(default_factory=dict)  # the sha256 are those of the pinned revision on hf
+    splits: dict[str, Files] = field(default_factory=dict)  # sha256 of the pinned revision on hf
     language: str = "en"  # decides the default tasks of a model that was pretrained on it
 
 

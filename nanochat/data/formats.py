@@ -1,4 +1,4 @@
-"""Formats of text and records beyond those of text_files.py.
+"""The formats of text and records that text_files.py does not read.
 
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
 .json       a list, of which each item is a row; or one JSON value a line
@@ -30,7 +30,7 @@ from nanochat.text_files import (
 )
 
 MAX_CSV_ROW_BYTES = 16 << 20  # after a quote without an end, all the rest is one row, of four bytes a character
-STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # of JSON: a text up to its end or its first \, or a mark
+STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # JSON: a text up to its end or its first \, or a mark
 IN_TEXT = re.compile(rb'["\\]')
 
 
@@ -62,7 +62,7 @@ class JsonFile(JsonLinesFile):
         # would hold the whole list as objects, which take ten times the bytes of the file.
         with mapped(self.path) as data:
             depth = 0
-            begin = 0  # of the item
+            begin = 0  # where the item begins
             place = 0  # where to look on
             while match := STRUCTURE.search(data, place):
                 place = match.end()
@@ -121,7 +121,7 @@ class CsvFile(SpanFile):
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each row after the header."""
-        end = 0  # of the lines that the parser has taken; those of a row, as it takes no more
+        end = 0  # where the parser has read to: it reads no line beyond the current row
 
         def lines(file: IO[bytes]) -> Iterator[str]:
             nonlocal end

@@ -1,5 +1,5 @@
-"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_part` for those of any
-`org/name`, `fetch_model` for a model to start from, `fetch_url` for a single file.
+"""Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_part` for the examples
+of any `org/name`, `fetch_model` for a model to start from, `fetch_url` for a single file.
 
 The hub's own client does the transfer: huggingface_hub, or modelscope with `--hub modelscope`. This file adds what a
 training run needs:
@@ -37,11 +37,11 @@ from nanochat.paths import data_dir, model_dir, open_lock
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0
-MAX_LISTED_FILES = 200_000  # of one repo: a hub that lists more is broken or hostile
-MAX_PAGES = 1000  # of such a list, a request each
+MAX_LISTED_FILES = 200_000  # in one repo: a hub that lists more is broken or hostile
+MAX_PAGES = 1000  # pages of such a list, one request each
 
 
-Kind = Literal["dataset", "model"]  # of a repository
+Kind = Literal["dataset", "model"]  # the kind of a repository
 
 
 class HuggingFace:
@@ -149,7 +149,7 @@ def fetch_split(name: str, split: str, hub: str = "hf") -> list[Path]:
     """
     files = TASKS[name].splits[split]
     if hub != "hf":
-        files = dict.fromkeys(files)  # the sha256 in the table are those of hf
+        files = dict.fromkeys(files)  # the table has the sha256 of hf's files
     with _opened(name, TASKS[name], hub, f"a local file or folder by {name}=PATH") as copy:
         return copy.fetch(files)
 
@@ -199,7 +199,7 @@ def fetch_model(source: str) -> Path:
         wanted = {path: digest for path, digest in listed.items() if MODEL_FILES.fullmatch(path)}
         if "config.json" not in wanted or not any(path.endswith(".safetensors") for path in wanted):
             kinds = {Path(path).suffix for path in listed} & {".bin", ".pt", ".pth", ".gguf"}
-            instead = f"it has {', '.join(sorted(kinds))} alone" if kinds else "it is another kind of repository"
+            instead = f"it has only {', '.join(sorted(kinds))}" if kinds else "it is another kind of repository"
             raise UserError(
                 f"{client.endpoint}/{repo} has no config.json with model.safetensors ({instead}): name a repository of "
                 "the original weights in safetensors"
@@ -209,7 +209,7 @@ def fetch_model(source: str) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError: when this is no name of a repository to push to."""
+    """Raises UserError: when this is not a repository name to push to."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or leaves_folder(name):
         raise UserError(f"--push {name}: the repository is ORG/NAME, such as me/my-model")
 
@@ -231,7 +231,7 @@ def push_model(folder: Path, name: str) -> str:
 
 
 class _OnlyHttp(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect to http and https alone; urllib's own would also fetch from ftp:// for whoever answers."""
+    """Follows redirects only to http and https; urllib's own handler would also follow one to ftp://."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if not re.match(r"https?://", newurl, re.IGNORECASE):

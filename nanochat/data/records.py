@@ -24,7 +24,7 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:
-    """The records of some files and folders in order. `columns`: of a .parquet; by default those of `fields`.
+    """The records of some files and folders in order. `columns`: of a .parquet; default: `fields`.
 
     Raises UserError: when a path is missing, of no known format or damaged, or all of them hold no record.
     """
@@ -34,7 +34,7 @@ def open_records(paths: Iterable[str | Path], fields: Fields | None = None, colu
     files = [open_file(file, columns) for path in paths for file in list_files(path, RECORD_SUFFIXES)]
     records = Records(files, fields)
     if not len(records):
-        raise UserError(f"{', '.join(map(str, paths))}: there are no rows in it")
+        raise UserError(f"{', '.join(map(str, paths))}: it has no rows")
     return records
 
 
@@ -98,8 +98,8 @@ def open_part(
 def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only: bool = False) -> list[Path]:
     """The files of a split with one of `names`: `path` itself, or the files in that folder or its subfolder `inside`.
 
-    `only`: there is no other split, so a folder's single data file is it. Raises UserError: for a file that has the
-    name of another split.
+    `only`: the dataset has only this split, so a folder's single data file belongs to it. Raises UserError: for a file
+    that has the name of another split.
     """
     if not path.is_dir():
         first_word = re.split(r"[.-]", path.name.lower())[0]

@@ -16,7 +16,7 @@ from nanochat.cli import UserError
 
 TRAIN_WORDS = ("train", "training")
 HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval")  # the first that is there is taken
-# A word alone, or with others after underscores: `train` in `alpaca-train-1`, `train_sft` in `train_sft_0`.
+# A single word, or more words after underscores: `train` in `alpaca-train-1`, `train_sft` in `train_sft_0`.
 SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[a-z]+)*)(?![a-z])")
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".json")  # of several copies in a repo the first is taken
@@ -55,7 +55,7 @@ def choose_files(paths: Sequence[str], requested: str | None = None) -> Chosen:
     elif requested.lower() in files:
         names = [requested.lower()]
     else:
-        raise UserError(f"there is no split {requested}: it has {shown(files)}")
+        raise UserError(f"split {requested} is missing: it has {shown(files)}")
     train = [path for name in names for path in files[name]]
     for word in HELD_OUT_WORDS:
         # train_sft is tested by test_sft; parts without a split's name by `test`.
@@ -100,7 +100,7 @@ def choose_config(paths: Iterable[str], config: str | None) -> list[str]:
         found = [path for name, files in configs.items() if config in name.split("/") for path in files]
         found = found or [path for path in configs.get("", []) if PurePosixPath(path).name.startswith(config)]
         if not found:
-            raise UserError(f"there is no configuration {config}: it has {shown(filter(None, configs))}")
+            raise UserError(f"configuration {config} is missing: it has {shown(filter(None, configs))}")
     elif "" in configs or "default" in configs or len(configs) == 1:
         found = next(configs[name] for name in ("", "default", *configs) if name in configs)
     else:

@@ -1,6 +1,6 @@
 """Tokens on the disk: a second epoch, and a second run on the same files, never tokenize again.
 
-    NANOCHAT_BASE_DIR/tokens/<key>/about.json      what it holds, for whoever looks
+    NANOCHAT_BASE_DIR/tokens/<key>/about.json      what it holds, for human readers
                                    <block>.tokens  the tokens of one block, memory-mapped when they are read
 
 The key is a hash of what the tokens depend on: the tokenizer's fingerprint, which rows are read, and of the files
@@ -9,8 +9,8 @@ folder. Only an edit that keeps a file's size and time, outside of the sample, i
 at any time. A block is written once all of it is tokenized, as a new file that is renamed: several processes may write
 the same one, and a kill leaves no half of one. A checksum finds a damaged block, which is tokenized again.
 
-All folders together stay within a size, those of other runs and of older files included. When it is reached, nothing is
-deleted and nothing more is written.
+All folders together stay within a size limit, including the folders of other runs and of older files. When they reach
+it, nothing is deleted and nothing more is written.
 
 Only files are cached: `demo` never ends, and `pydoc` is small.
 """
@@ -44,7 +44,7 @@ RECOUNT_BYTES = 64 << 20  # what a process writes between two looks at what all 
 def cached(
     corpus: Corpus | WeightedCorpora, tokenizer: Tokenizer, gib: float, workers: int = 1
 ) -> Corpus | WeightedCorpora:
-    """The corpus with the tokens of its files on the disk, where all of them take no more than so many GiB.
+    """The corpus with the tokens of its files on the disk, unless all of them would exceed the limit in GiB.
 
     Each process may go beyond by `RECOUNT_BYTES`, as it looks at what the others have written only now and then.
 
@@ -123,7 +123,7 @@ class CachedCorpus:
             self._stop_writing(f"{self.folder}: {error.strerror}")
 
     def _bytes_on_disk(self) -> int:
-        """Of all folders. Removes what killed processes left unfinished."""
+        """The size of all folders. Removes the unfinished files of killed processes."""
         total = 0
         for folder, _, names in os.walk(self._root):
             for name in names:

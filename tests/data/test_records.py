@@ -122,7 +122,7 @@ def test_paths_that_cannot_be(tmp_path):
     (tmp_path / "a.xlsx").write_text("[]")
     assert "unknown suffix '.xlsx'" in complaint(lambda: open_records([tmp_path / "a.xlsx"]))
     (tmp_path / "a.jsonl").write_text("\n \n")
-    assert "a.jsonl: there are no rows in it" in complaint(lambda: open_records([tmp_path / "a.jsonl"]))
+    assert "a.jsonl: it has no rows" in complaint(lambda: open_records([tmp_path / "a.jsonl"]))
 
 
 # ---- .json, .csv -----------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_a_damaged_json_list_is_named(tmp_path, monkeypatch):
         ('[{"a": "x\\', "the list does not end"),
         ("[" * 100_000, "the list does not end"),
         ("[1]\n[2]", "something follows the list; for one JSON value a line name it .jsonl"),
-        ("[]", "there are no rows in it"),
-        ("", "there are no rows in it"),
+        ("[]", "it has no rows"),
+        ("", "it has no rows"),
     ):
         path.write_text(text)
         assert problem in complaint(lambda: open_records([path]))
@@ -191,7 +191,7 @@ def test_a_damaged_csv_is_named(tmp_path, monkeypatch):
         ("a,b\n1,你\n".encode("gb18030"), "is not UTF-8 (byte 6): convert it, for example iconv -f gb18030 -t utf-8"),
         ("a,b\n1,2\n".encode("utf-16"), "is not UTF-8"),
         (b"a,b\n1,2\0\n", "") if sys.version_info >= (3, 11) else (b"a,b\n1,2\0\n", "is a damaged .csv"),
-        (b"a,b\n", "there are no rows in it"),
+        (b"a,b\n", "it has no rows"),
     ):
         path.write_bytes(data)
         if problem:
