@@ -12,7 +12,7 @@ from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, S
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
 from nanochat.tokenizer import Tokenizer
 
-CALL_ID = "000000000"  # of a tool's call, in the form that the templates of Mistral check
+CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check
 
 
 class TemplateFormat(ChatFormat):
@@ -125,7 +125,7 @@ class TemplateFormat(ChatFormat):
                 what = "thoughts (<think>) of a reply out" if text != "OK" else "a reply not as it was"
                 raise UserError(
                     f"this model's chat template leaves {what} once a message by {messages[0]['role']} follows it, so "
-                    "episodes of several turns would be other texts than those of its chats: choose another "
+                    "the texts of episodes with several turns would differ from its chats: choose another "
                     "environment or model, or put a chat_template.jinja that keeps replies next to its tokenizer.json"
                 )
             specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]

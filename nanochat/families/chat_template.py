@@ -34,7 +34,7 @@ from typing import Any
 from nanochat.conversation import Settings, UnrenderableChat
 from nanochat.tokenizer import replace_surrogates
 
-MAX_CHARACTERS = 1 << 24  # of a rendered conversation: a context of a million tokens has about 4 million
+MAX_CHARACTERS = 1 << 24  # in a rendered conversation: a context of a million tokens has about 4 million
 MAX_SECONDS = 10.0  # to write it; the longest conversations take about 0.1
 TRIAL_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
 # Unicode has set aside characters that no text contains, for uses like ours.
@@ -198,7 +198,7 @@ class ChatTemplate:
         specials: list[Special] = []
         marked: list[Span] = []
         pieces = []
-        length = 0  # of the text so far, without any of our characters
+        length = 0  # length of the text so far, without our own characters
         opened = 0
         for place, piece in enumerate(re.split(f"([{begin}{end}{guard}]|{self._names})", text)):
             if piece == begin:

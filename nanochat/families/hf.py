@@ -5,9 +5,9 @@
     model-00001-of-00002.safetensors  ...    model.safetensors.index.json names the file of each tensor
     tokenizer.json ...                       tokenizer.py reads these
 
-There is no second model: Qwen, Llama and Mistral are values of GPTConfig. Weights are read a piece at a time, each rank
-its own rows, from files that are mapped and never unpickled. Whoever made the folder may be hostile: what config.json
-asks for is compared with the headers of the weights before anything is built.
+All families share one model: Qwen, Llama and Mistral are values of GPTConfig. Weights are read a piece at a time, each
+rank its own rows, from files that are mapped and never unpickled. The author of the folder may be hostile, so the sizes
+in config.json are compared with the headers of the weights before anything is built.
 
 Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/families/test_hf.py.
 """
@@ -31,9 +31,9 @@ from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_setti
 from nanochat.untrusted import read_json, require_file
 
 PIECE_BYTES = 32 << 20  # read at once: what a load takes beyond the weights themselves
-SHARD_BYTES = 5 << 30  # of a file that is written: hubs and file systems take larger ones badly
+SHARD_BYTES = 5 << 30  # size of a written file: hubs and file systems handle larger ones badly
 MAX_SHARDS = 1000
-MAX_SIZE = 1 << 24  # of a vocabulary, a width or a context
+MAX_SIZE = 1 << 24  # largest vocabulary, width or context
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # ---------------------------------------------------------------------- names
@@ -59,7 +59,7 @@ IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_
 
 
 def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
-    """The tensors that our parameter of so many rows is stacked from, and the rows of each.
+    """The tensors that our parameter of `rows` rows is stacked from, and the rows of each.
 
     Raises ValueError: for a parameter that no other family has.
     """
@@ -456,7 +456,7 @@ class FamilyWeights:
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
         """Fill `target` with rows of our parameter `name` from row `first` on; the whole parameter has `rows`."""
-        start = 0  # of the next of theirs, counted in the parameter's rows
+        start = 0  # the first row of their next tensor, counted in the parameter's rows
         end = first + len(target)
         for theirs, count in self.theirs_of(name, rows):
             begin = max(start, first)

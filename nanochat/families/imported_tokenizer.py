@@ -70,7 +70,7 @@ class ImportedTokenizer(Tokenizer):
     def __init__(self, definition: dict[str, Any], template_file: str = ""):
         """`definition` has the keys of `_definition`; `template_file` is where its chat templates were read.
 
-        Raises ValueError: when it is no tokenizer, or of a kind that is not read.
+        Raises ValueError: when it is not a tokenizer, or its kind is not supported.
         """
         self._content = definition["tokenizer"]
         self.config: dict[str, Any] = definition["config"]  # tokenizer_config.json
@@ -131,7 +131,7 @@ class ImportedTokenizer(Tokenizer):
 
     @classmethod
     def from_folder(cls, folder: Path, content: dict[str, Any]) -> "ImportedTokenizer":
-        """From the files of Hugging Face's form; `content` is that of tokenizer.json.
+        """From files in Hugging Face's format; `content` is the content of tokenizer.json.
 
         Raises ValueError: when one of them cannot be used.
         """
@@ -146,7 +146,7 @@ class ImportedTokenizer(Tokenizer):
         added = config.pop("added_tokens_decoder", {})
         content = _with_added(content, added, config, ends)
 
-        # A file of its own, a text in the config, or several by name in the config.
+        # A separate file, a text in the config, or several by name in the config.
         template = config.pop("chat_template", None)
         file = "tokenizer_config.json"
         if (folder / "chat_template.jinja").exists():
@@ -177,7 +177,7 @@ class ImportedTokenizer(Tokenizer):
         return ImportedTokenizer, (self._definition(), self.chat_template.file if self.chat_template else "")
 
     def hugging_face_files(self) -> dict[str, Any]:
-        """The files of Hugging Face's form by name, as JSON or as text; without those of the model."""
+        """The files of Hugging Face's format by name, as JSON or as text, without the model's files."""
         files: dict[str, Any] = {"tokenizer.json": self._content, "tokenizer_config.json": dict(self.config)}
         if set(self.templates) == {"default"}:
             files["chat_template.jinja"] = self.templates["default"]
@@ -190,7 +190,7 @@ class ImportedTokenizer(Tokenizer):
         return self._sha256
 
     @cached_property
-    def _sha256(self) -> str:  # of megabytes
+    def _sha256(self) -> str:  # cached: it hashes megabytes
         return super().fingerprint()
 
     def _definition(self) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class ImportedTokenizer(Tokenizer):
     ) -> tuple[list[int], list[int]]:
         """The ids of a conversation, and a mask with a 1 under the tokens of the spans (start, end) of its text.
 
-        They are those of the whole text, unless a token would cross the border of a span, or the place where a reply
-        begins: the model reads what is before it as a prompt, and begins with a new token.
+        The ids equal the encoding of the whole text, unless a token would cross the border of a span or the beginning
+        of a reply: the model reads the text before a reply as a prompt, and begins the reply with a new token.
         """
         ids: list[int] = []
         mask: list[int] = []
@@ -310,7 +310,7 @@ class ImportedTokenizer(Tokenizer):
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
+    """The object in a JSON file; an empty one if the file is missing."""
     if not path.exists():
         return {}
     try:
@@ -361,7 +361,7 @@ def _with_added(
 
 def _build(content: dict[str, Any]) -> Any:
     """The library's tokenizer. Raises ValueError: with its complaint."""
-    # Its own threads would compete with those of torch, and it warns about them after a fork.
+    # Its threads would compete with torch's threads, and it warns about them after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import tokenizers  # here, because our own tokenizer does not need it
 
@@ -372,7 +372,7 @@ def _build(content: dict[str, Any]) -> Any:
             raise
         raise ValueError(f"the tokenizers library cannot read it: {str(error)[:200]}") from error
     if getattr(library.model, "dropout", None):
-        library.model.dropout = None  # of training: a text has one encoding
+        library.model.dropout = None  # dropout is for training: here a text has one encoding
     library.encode_special_tokens = True  # as plain text; see ImportedTokenizer
     return library
 
@@ -401,7 +401,7 @@ def _strips_space(part: dict[str, Any]) -> bool:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's names of bytes: printable ones are named by themselves, the others by the characters from U+0100 on."""
+    """GPT-2's names of bytes: a printable byte is its own name, the others have the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
     bytes_of = {chr(byte): byte for byte in printable}
     for byte in range(256):

@@ -13,7 +13,7 @@ from typing import Any
 from nanochat.families.chat_template import ChatTemplate, TemplateError, TooMuchWork
 
 CPU_SECONDS = 1.0  # the slowest template that is in use takes 0.1
-MEMORY_BYTES = 400 << 20  # of address space, the interpreter's own 150 MB included
+MEMORY_BYTES = 400 << 20  # address space, including 150 MB of the interpreter
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 QUESTION = {"role": "user", "content": "2+3?"}
