@@ -77,8 +77,8 @@ def base_of(source: Path) -> dict[str, str]:
 
 
 def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:
-    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as of `load_model`; of
-    peft's it is "folder" alone.
+    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as from `load_model`; for
+    a folder of peft's the meta data are only "folder".
 
     Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
     """
@@ -94,7 +94,7 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
             return read, {"folder": str(folder)}
         entry = read_json(folder / "meta.json")["adapter"] if format_of(folder).holds_adapters(folder) else None
         if entry is None:
-            raise UserError(f"{folder} holds no adapters: it is no run with --lora_rank, and has no {peft.SETTINGS}")
+            raise UserError(f"{folder} holds no adapters: it is not a run with --lora_rank, and has no {peft.SETTINGS}")
         if base is not None and weights_sha256(base) != entry["base_sha256"]:
             raise UserError(
                 f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
@@ -163,7 +163,7 @@ class MergedWeights:
 
 
 def with_saved_adapters(base: Weights, folders: list[Path], config: GPTConfig) -> Weights:
-    """The weights of a checkpoint of adapters: those of its base with the adapters of `folders`, the first one last."""
+    """The weights of a checkpoint of adapters: its base with the adapters of `folders`, the first one last."""
     return MergedWeights(base, [read_adapters(folder, config) for folder in reversed(folders)], config)
 
 

@@ -10,9 +10,9 @@ the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
     Adapters                 the adapters of a model as tensors, to be merged into weights
     NewAdapters              what gives a model new adapters while it is loaded
 
-The matrices that can have an adapter are those of GPTConfig.parts, by the names that Hugging Face and peft give them.
-Where several of them are stacked in one of ours, each has an A and a B of its own, as it has there. The frozen weights
-are in the dtype of the products, or with `base_format` "nf4" those of the blocks in 4.5 bits (nf4.py).
+GPTConfig.parts lists the matrices that can have an adapter, by the names that Hugging Face and peft give them. If one
+of our matrices stacks several of them, each has its own A and B, as it has there. The frozen weights are in the dtype
+of the products; with `base_format` "nf4" the weights of the blocks have 4.5 bits (nf4.py).
 
 Legend: r rank, I inputs, O outputs of a matrix.
 """
@@ -45,7 +45,7 @@ class Lora:
 
     rank: int
     alpha: float = 32.0
-    dropout: float = 0.0  # of what A reads, in training
+    dropout: float = 0.0  # dropout on the input of A, in training
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     rank_stabilized: bool = False
     base_format: Literal["plain", "nf4"] = "plain"  # the frozen matrices of the blocks: as they are, or in 4 bits
@@ -120,7 +120,7 @@ def _add_adapters(linear: Any, inputs: tuple[Tensor], y: Any) -> Any:
     if not linear.adapters.enabled:
         return y
     added = linear.adapters(*inputs)
-    if isinstance(y, tuple):  # of a StackedLinear
+    if isinstance(y, tuple):  # from a StackedLinear
         return y[0] + torch.stack(added[:2]), y[1] + added[2]
     return y + torch.cat(added, dim=-1)
 
@@ -259,7 +259,7 @@ def parts_of(name: str, config: GPTConfig) -> dict[str, int]:
 def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
     """The adapters of a checkpoint: its file, and what its meta data says of them, `facts`.
 
-    Raises ValueError or TypeError: when these are no settings of ours.
+    Raises ValueError or TypeError: when these are not settings of this class.
     """
     settings = {name: entry[name] for name in Lora.__dataclass_fields__}
     lora = Lora(**{**settings, "targets": tuple(entry["targets"])})
@@ -345,8 +345,8 @@ class ChosenAdapters:
                 A = torch.zeros(1 + len(adapters), R, linear.in_features)
                 B = torch.zeros(1 + len(adapters), linear.out_features, R)
                 for number, one in enumerate(adapters, start=1):
-                    first = 0  # in R
-                    start = 0  # of the part's rows
+                    first = 0  # row in R
+                    start = 0  # the part's first row in the output
                     for part, rows in parts.items():
                         if part in one.lora.targets:
                             its_A, its_B = (one.tensors[f"blocks.{i}.{path}.adapters.{part}.lora_{m}"] for m in "AB")
@@ -362,7 +362,7 @@ class ChosenAdapters:
     def _add(self, A: Tensor, B: Tensor, linear: nn.Module, inputs: tuple[Tensor], y: Any) -> Any:
         (x,) = inputs  # (rows, T, I)
         added = x @ A[self.chosen].mT @ B[self.chosen].mT  # (rows, T, O)
-        if isinstance(y, tuple):  # of a StackedLinear
+        if isinstance(y, tuple):  # from a StackedLinear
             q, k, v = added.chunk(3, dim=-1)
             return y[0] + torch.stack((q, k)), y[1] + v
         return y + added

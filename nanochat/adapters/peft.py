@@ -42,7 +42,7 @@ def find_base(folder: Path) -> Path:
             return find_folder(str(path), None, None)
     if name.count("/") != 1:
         raise UserError(
-            f"{folder} holds adapters for {name}, which is no model here: put the model there, or change "
+            f"{folder} holds adapters for {name}, which is not a model here: put the model there, or change "
             f"base_model_name_or_path in {SETTINGS}"
         )
     return find_folder(name if name.partition(":")[0] in rooms.names("hubs") else f"hf:{name}", None, None)

@@ -165,6 +165,5 @@ def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_p
     assert "adapters for another model" in mistake(capsys, "export", *wrong)[1]
     shutil.rmtree(folder)
     assert "is missing" in mistake(capsys, "export", *flags, out)[1]
-    assert (
-        f"adapters for {folder}, which is no model" in mistake(capsys, "chat_cli", f"--source={tmp_path / 'peft'}")[1]
-    )
+    message = mistake(capsys, "chat_cli", f"--source={tmp_path / 'peft'}")[1]
+    assert f"adapters for {folder}, which is not a model" in message
