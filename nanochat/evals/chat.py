@@ -36,7 +36,7 @@ from nanochat.task import Example, Kind, Task
 from nanochat.task_flag import GENERATED, TaskSpec, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 
-ORDER_SEED = 1337  # of the examples: the first N are the same N for every model, and of every subject
+ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Graded:
 class Answer:
     """A graded reply."""
 
-    number: int  # of its question, among the task's examples in their order
+    number: int  # its question's number among the task's examples in their order
     ending: Ending
     graded: Graded
 
@@ -132,7 +132,7 @@ def evaluate(
     counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
     right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
     total = questions.count * samples
-    low, high = wilson_interval(right / samples, questions.count)  # of the questions: a mean over samples
+    low, high = wilson_interval(right / samples, questions.count)  # counts questions: each is a mean over samples
     result = Result(
         kind=task.kind, correct=right, total=total, questions=questions.count, accuracy=right / total, low=low,
         high=high, baseline=task.baseline, too_long=questions.count - len(questions.fitting), cut_off=cut_off,
@@ -162,7 +162,7 @@ class Questions:
 def draw_questions(task: Task, tokenizer: Tokenizer, context: int, max_examples: int | None) -> Questions:
     """The first `max_examples` of a task's shuffled examples. Raises UserError: when the task has no examples."""
     if not len(task):
-        raise UserError(f"--tasks {task.name}: there are no examples in it")
+        raise UserError(f"--tasks {task.name}: it has no examples")
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
     examples = [task.example(index) for index in order[:max_examples]]

@@ -31,7 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix  # of any lists
+from os.path import commonprefix  # works on any lists
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ from nanochat.tokenizer import Tokenizer
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 BUNDLE_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 
-SHUFFLE_SEED = 1337  # of a task's examples, before the first so many are taken
-FEW_SHOT_SEED = 1234  # plus the example's number: of the solved examples before it
+SHUFFLE_SEED = 1337  # shuffles a task's examples, before the first are taken
+FEW_SHOT_SEED = 1234  # plus the example's number: draws the solved examples before it
 HEAD_TOKENS = 256  # through the output head at once, so that its logits stay small and have one shape
 
 
@@ -105,7 +105,7 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
     """The tasks of the bundle, checked. `source` is a folder with it (or with its `eval_bundle/`), or `download`,
     which fetches it once and keeps it.
 
-    `max_per_task` takes the first so many of each task's shuffled examples, 0 all.
+    `max_per_task`: how many of each task's shuffled examples to take; 0 takes all.
     Raises UserError: when the bundle is damaged or out of reach, or has too few examples for the solved ones.
     """
     root = _downloaded() if source == "download" else Path(source).expanduser()
@@ -122,7 +122,7 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
         tasks = [_read_task(entry, root, baselines) for entry in yaml.safe_load(_read(config))["icl_tasks"]]
         labels = {task.label for task in tasks}
         if not tasks or len(labels) < len(tasks):
-            raise ValueError("there are no icl_tasks, or two with the same label")
+            raise ValueError("icl_tasks is empty, or two tasks have the same label")
     for task in tasks:
         random.Random(SHUFFLE_SEED).shuffle(task.examples)
         if max_per_task:
@@ -230,7 +230,7 @@ def prompts(task: CoreTask, index: int) -> list[str]:
     texts = [solved + task.delimiter.join(option) for option in options]
     if task.kind == "language_modeling":
         context, _ = options[0]
-        # Stripped: a space at the end would be a token of its own, not the beginning of the next word.
+        # Stripped: a space at the end would be a separate token, not the beginning of the next word.
         texts.insert(0, (solved + context + task.delimiter).strip())
     return texts
 
@@ -329,7 +329,7 @@ def batches(texts: Iterable[ScoredText], context: int, batch_rows: int) -> Itera
 def _is_right(task: CoreTask, index: int, scores: dict[int, tuple[float, bool]]) -> bool:
     if task.kind == "language_modeling":
         return scores[0][1]
-    # If one option's text is the beginning of all the others, it has no tokens of its own, and its loss is NaN. As in
+    # If one option's text is the beginning of all the others, none of its tokens is scored, and its loss is NaN. As in
     # nanochat it is chosen if it comes first, never elsewhere.
     best = min(sorted(scores), key=lambda option: scores[option][0])
     return best == task.examples[index].gold
@@ -346,8 +346,8 @@ def padded_length(tokens: int, context: int) -> int:
 def score_texts(
     model: GPT, texts: Sequence[ScoredText], length: int, batch_rows: int, device: Device
 ) -> list[tuple[float, bool]]:
-    """Of each text the mean loss of its scored tokens in nats (NaN without any), and whether each of them is the
-    model's first choice."""
+    """For each text the mean loss of its scored tokens in nats (NaN without any), and whether each of these tokens is
+    the model's first choice."""
     tokens = torch.zeros(batch_rows, length, dtype=torch.long)  # (B, T)
     targets = torch.full((batch_rows, length), IGNORE)  # (B, T)
     for row, text in enumerate(texts):

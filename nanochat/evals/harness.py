@@ -6,9 +6,9 @@ The harness writes prompts as texts and turns answers into metrics. A model answ
     loglikelihood_rolling    how likely is this whole text, in windows as long as the model's context
     generate_until           what does the model write after this text, up to one of some stop texts
 
-The numbers are those of the harness's own `hf` model on a folder that `scripts.export --to hf` writes, so texts are
-encoded as transformers does: a special token that is spelled out in one becomes that token. That is how the harness
-passes a rendered chat on. A calculator call of our models is answered here, and nobody answers it there.
+The numbers equal the ones from the harness's `hf` model on a folder that `scripts.export --to hf` writes. So texts are
+encoded as in transformers: a special token that is spelled out in a text becomes that token. This is how the harness
+passes a rendered chat on. A calculator call of our models is answered here; the `hf` model does not answer it.
 
 Source: Gao et al. 2024, The Language Model Evaluation Harness (the interface, the windows, what `hf` adds and cuts).
 """
@@ -38,16 +38,16 @@ from nanochat.sampling import NEUTRAL, SamplingParams, seed_of
 from nanochat.screen import bar, track
 from nanochat.tokenizer import Tokenizer, replace_surrogates
 
-REPLY_TOKENS = 256  # of a task that does not say how long its replies may be; `hf` has the same
+REPLY_TOKENS = 256  # for a task that does not limit its replies; `hf` has the same
 
 
 class Tasks(TaskManager):
-    """The harness's tasks, and those of `include_path`; one that cannot be had costs one line."""
+    """The harness's tasks and the tasks in `include_path`; one that cannot be loaded costs one line."""
 
     def load(self, task_list: Any) -> Any:
         try:
             loaded = super().load(task_list)
-        except Exception as error:  # each library below raises kinds of its own for data that is out of reach
+        except Exception as error:  # each library below raises other kinds for data that is out of reach
             problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "its data come from the hub: HF_ENDPOINT selects a mirror, or name local tasks with --include_path"
             raise UserError(f"--tasks: {problem}; {hint}") from error
@@ -62,7 +62,7 @@ class Tasks(TaskManager):
 class Wanted:
     """A reply that the harness requests."""
 
-    number: int  # of its request
+    number: int  # its request's number
     prompt: list[int]
     max_tokens: int
     stops: list[str]  # the reply ends before the first of them
@@ -147,7 +147,7 @@ class NanochatLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each (anything, context, continuation): the continuation's logprob, and whether greedy decoding writes it.
+        """For each (anything, context, continuation) the continuation's logprob, and whether greedy decoding writes it.
 
         A context that is too long loses its beginning."""
         texts = []
@@ -171,7 +171,7 @@ class NanochatLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
         windows = []
-        owners = []  # of each window, the number of its text
+        owners = []  # for each window the number of its text
         for number, request in enumerate(requests):
             arguments: Any = request.args
             (text,) = arguments
