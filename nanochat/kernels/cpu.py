@@ -33,10 +33,10 @@ class CpuKernels(WrittenKernels):
         # fast, so that memory counts: with 256 tokens all passes stay in the caches, and take four fifths of the time.
         self.loss_chunk_elements = 1 << (23 if dtype == torch.float32 else 21)
         self.loss_slice_elements = 1 << (20 if dtype == torch.float32 else 19)
-        # Whether the processor multiplies tiles of bf16, for which torch's fused attention has code of its own.
+        # Whether the processor multiplies tiles of bf16, for which torch's fused attention has special code.
         self.has_amx = torch.cpu._is_amx_tile_supported()
 
-    # Without the compiler, which has passes of its own, norms and rotations took a quarter of a step.
+    # Without the compiler, which has its own passes, norms and rotations took a quarter of a step.
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if weight is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -77,7 +77,7 @@ class CpuKernels(WrittenKernels):
             if self.dtype != torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
                 raise UserError(NO_FP16)
             packed = HalfLinear
-        # The head first: its padding is cut off, and the loop below then leaves it alone.
+        # The head first: its padding is cut off, and the loop below then skips it.
         model.head = PackedHead(packed(model.head_weight().detach()), model.config.logit_cap)
         places = []
         for module in model.modules():
@@ -143,7 +143,7 @@ class HalfLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         bias = None if bias is None else bias.detach()
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
-        # The operator without its wrapper in Python, which looks through the arguments for those of a tracer: 6 calls.
+        # The operator without its wrapper in Python, which looks for a tracer's arguments: 6 calls.
         self.product = torch.ops.quantized.linear_dynamic_fp16.default._op
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What NVIDIA GPUs do better than with torch's default operators: attention in packed rows and windows.
 
-`F.scaled_dot_product_attention` has its fast form, flash attention, for plain causal rows alone: with a mask it takes a
-slower one that reads T x T values. `varlen_attn` is flash attention for rows of several lengths, with windows.
+`F.scaled_dot_product_attention` has its fast form, flash attention, only for plain causal rows: with a mask it takes a
+slower form that reads T x T values. `varlen_attn` is flash attention for rows of several lengths, with windows.
 
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """

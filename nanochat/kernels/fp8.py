@@ -15,8 +15,8 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.gradients import WrittenKernels
 
-# Of 8 bits one is the sign. e4m3 spends 4 on the exponent and 3 on the fraction: steps of 1/8 to 1/16 of a number, up
-# to 448. e5m2 has one bit less precision, and reaches 57,344: gradients differ more in size than weights and
+# One of the 8 bits is the sign. e4m3 spends 4 on the exponent and 3 on the fraction: steps of 1/8 to 1/16 of a number,
+# up to 448. e5m2 has one bit less precision, and reaches 57,344: gradients differ more in size than weights and
 # activations do.
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

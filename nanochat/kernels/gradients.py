@@ -150,7 +150,7 @@ class _Product(torch.autograd.Function):
 
 
 def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """The gradients of x, of the weight, and none of its cast, from that of the product."""
+    """The gradients of x and of the weight, and None for the cast, from the gradient of the product."""
     # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
     x, matrix = ctx.saved_tensors
     grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
@@ -179,13 +179,13 @@ class _StackedProducts(torch.autograd.Function):
 
 
 class _KeepsNothing:
-    """In place of autograd's context where there is no backward pass."""
+    """Replaces autograd's context if no backward pass follows."""
 
     save_for_backward = staticmethod(lambda *tensors: None)
 
 
 def _apply(function: Any, *inputs: Tensor) -> Any:
-    """An autograd function; without gradients its operators alone: autograd takes 8 us a call, 3 calls a layer."""
+    """An autograd function; without gradients only its operators: autograd takes 8 us a call, 3 calls a layer."""
     return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_KeepsNothing, *inputs)
 
 
@@ -249,7 +249,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    # (low, high) -> (low cos - high sin, high cos + low sin); the halves of cos are equal, and those of sin
+    # (low, high) -> (low cos - high sin, high cos + low sin); the halves of cos are equal, and so are the halves of sin
     low, high = x.chunk(2, dim=-1)
     half = sin[..., : low.size(-1)]
     out = x * cos

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 
 import torch
-import torch_npu  # pyright: ignore[reportMissingImports]  # it is on Ascend machines alone
+import torch_npu  # pyright: ignore[reportMissingImports]  # only on Ascend machines
 from torch import Tensor
 
 from nanochat.attention import Segments, cached_products
@@ -44,7 +44,7 @@ def _gain(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """npu_add_rms_norm, which has no gradient of its own, with that of npu_rms_norm."""
+    """npu_add_rms_norm, which lacks a gradient, with the gradient of npu_rms_norm."""
 
     @staticmethod
     def forward(ctx, x: Tensor, added: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class NpuKernels(WrittenKernels):
         # All rows as one, divided into documents: no mask of T x T, and no work between documents. The causal or band
         # mask counts within each of them (source: CANN's page of aclnnFlashAttentionVarLenScore).
         inputs = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)
-        # A call takes at most so many documents. More of them take several calls, each of the tokens from `begin` on.
+        # A call takes at most MOST_DOCUMENTS documents. More documents take several calls, each from its `begin` on.
         ends_of_calls = [
             segments.ends[first : first + MOST_DOCUMENTS] for first in range(0, len(segments.ends), MOST_DOCUMENTS)
         ]
