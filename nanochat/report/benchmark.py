@@ -1,6 +1,6 @@
 """The files of `python -m scripts.bench --json`: two of them compared, with the noise of each ratio.
 
-Such a file holds every single measurement, because a median alone does not show how far it can be trusted:
+Such a file holds every single measurement, because a median does not show how far it can be trusted:
 
     {"what": "train", "device": ..., "config": {...}, "measurements": {
         "step": {"unit": "tokens/s", "values": [11020.1, 11180.4, ...]}, ...}}
@@ -69,7 +69,7 @@ class Ratio:
 
 
 def load(path: str) -> Benchmark:
-    """Raises UserError: when it is no file of bench's, or one without its single measurements."""
+    """Raises UserError: when bench did not write the file, or its single measurements are missing."""
     try:
         content = read_json(Path(path))
         what = content["what"]
@@ -79,7 +79,7 @@ def load(path: str) -> Benchmark:
                 raise ValueError(f"{name} has no list of values")
             values = [float(value) for value in measured["values"]]
             if not values or not all(math.isfinite(value) and value > 0 for value in values):
-                raise ValueError(f"{name} has a value that is no positive number")
+                raise ValueError(f"{name} has a value that is not a positive number")
             measurements[str(name)] = (str(measured["unit"]), values)
         flags = {name: value for name, value in content["config"].items() if name not in NOT_SETTINGS}
         settings = flags | {"device": content["device"], "kernels": content["kernels"], **content["versions"]}
@@ -89,7 +89,7 @@ def load(path: str) -> Benchmark:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         other = {KeyError: f"no {error}", TypeError: "another shape", AttributeError: "another shape"}
         reason = other.get(type(error), str(error))
-        raise UserError(f"{path} is no file of today's `bench --json` ({reason}): measure again") from error
+        raise UserError(f"{path} is not a file of the current `bench --json` ({reason}): measure again") from error
     return Benchmark(path, str(what), settings, measurements)
 
 
@@ -113,7 +113,7 @@ def ratio_of(before: Sequence[float], after: Sequence[float]) -> Ratio:
 
 def _resampled_medians(values: Sequence[float], generator: np.random.Generator) -> np.ndarray:
     """Medians (RESAMPLES,) of what the measurements might have been."""
-    # A neighbour on the machine slows several steps in a row. If each step were drawn by itself, such a streak would
+    # A neighbour on the machine slows several steps in a row. If each step were drawn separately, such a streak would
     # average out, and the interval would be too narrow. So streaks are drawn: 20 steps as 5 blocks of 4 neighbours.
     count = len(values)
     block = round(math.sqrt(count))
@@ -160,7 +160,7 @@ def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
         rows.append([f"{name}, {unit}", *numbers, interval, f"{min(len(values), len(later))}", ratio.verdict(unit)])
     print_table(["", "before", "after", "ratio", "95% interval", "times", "after is"], rows)
     products = [ratio.verdict("GFLOP/s") for name, ratio in ratios.items() if name.startswith(PRODUCT_NAME)]
-    changes = sorted({*products} - {NOISE, ONCE})  # of a sweep: at some of its points
+    changes = sorted({*products} - {NOISE, ONCE})  # in a sweep: at some of its points
     if changes:
         warn(
             f"the machine itself was {' and '.join(changes)} in {after.path} (bare product): go by the step's share "

@@ -1,6 +1,6 @@
 """A report to look at, report.html, and the same to read, report.md.
 
-Both are templates, filled from a `RunSummary` alone. The page is one file without scripts or outside requests;
+Both are templates, filled only from a `RunSummary`. The page is one file without scripts or outside requests;
 matplotlib draws its plots as SVG. Jinja escapes every text in the page, `_markdown` every text in the Markdown: samples
 are a model's words.
 """
@@ -30,8 +30,8 @@ from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 class Cell:
     text: str = ""
     detail: str = ""
-    share: float | None = None  # of 1: a bar under the number
-    best: bool = False  # of its row
+    share: float | None = None  # from 0 to 1: a bar under the number
+    best: bool = False  # the best number in its row
 
 
 @dataclass
@@ -383,11 +383,11 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
 
 
 def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
-    """The whole page; with an earlier run `against` which to compare it, if there is one."""
+    """The whole page; compared with an earlier run `against`, if given."""
     stages = summary.stages
     earlier = against.stages if against else []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of glyphs that are missing here: the browser draws the text
+        warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
         # Rewards that are a sum of parts, whose names are the user's.
         logged: set[str] = set()
         for stage in stages:

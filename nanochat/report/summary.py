@@ -46,7 +46,7 @@ class Command:
     device: str = ""
     kind: str = ""
     dtype: str = ""
-    first_step: int = 0  # of a training loop: the finished steps when it began
+    first_step: int = 0  # in a training loop: the finished steps when it began
     last_step: int = 0  # and when it ended
 
 
@@ -107,7 +107,7 @@ class Stage:
         return points[:-1:stride] + points[-1:]
 
     def training_seconds(self, steps: float = math.inf) -> float:
-        """Seconds of training until so many steps were finished."""
+        """Seconds of training until this many steps were finished."""
         return max((line.get("seconds", 0.0) for line in self.metrics if line["step"] < steps), default=0.0)
 
     def run_seconds(self, commands: list[Command]) -> float:
@@ -167,12 +167,12 @@ class RunSummary:
 def newest_tag() -> str:
     """The tag written last, in any stage.
 
-    Raises UserError: when there is no run.
+    Raises UserError: when no run exists.
     """
     runs = base_dir() / "runs"
     files = [file for stage in SCRIPTS for file in runs.glob(f"{stage}/*/*.json*")]
     if not files:
-        raise UserError(f"there is no run in {runs} to report: make one with `python -m scripts.base_train`")
+        raise UserError(f"{runs} has no run to report: make one with `python -m scripts.base_train`")
     return max(files, key=lambda file: file.stat().st_mtime).parent.name
 
 
@@ -193,7 +193,7 @@ def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
     # An earlier run of this tag was moved aside when this one began: its commands are before `started`.
     started = {stage.name: str(stage.facts.get("started", "")) for stage in stages}
     commands = [one for one in finished if one.tag == tag and one.started >= started.get(one.stage, "")]
-    # Of what serves every run, such as the tokenizer: the newest that was there when the run began.
+    # Commands that serve every run, such as the tokenizer's: the newest from before the run began.
     began = min((one for one in started.values() if one), default="")
     before = [one for one in finished if one.tag is None and (not began or one.started <= began)]
     shared = {one.script: one for one in before}
