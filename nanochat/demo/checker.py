@@ -1,4 +1,4 @@
-"""Grades stories for coherence, from the text alone: the demo's measure of what a model has learned.
+"""Grades stories for coherence, from nothing but the text: the demo's measure of what a model has learned.
 
 The checker uses the grammar of the corpus but not its draws. It works in three steps:
 
@@ -22,7 +22,7 @@ STORY_ENDS = (".", "!", "?", '."', '!"', '?"')
 
 @dataclass(frozen=True)
 class StoryCheck:
-    """What the checker found: `ok` when there is no problem; `plot` is empty when none was recognised."""
+    """What the checker found: `ok` without a problem; `plot` is empty when none was recognised."""
 
     ok: bool
     problems: list[str]

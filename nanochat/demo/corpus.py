@@ -20,9 +20,9 @@ Split = Literal["train", "val"]
 T = TypeVar("T")
 
 BLOCK_DOCUMENTS = 64
-QUESTION_SHARE = 0.15  # of the documents
-NUMBER_SHARE = 0.10  # of the documents; the rest are stories
-OPTIONAL_SHARE = 0.25  # of the stories have a given optional beat
+QUESTION_SHARE = 0.15  # share of the documents
+NUMBER_SHARE = 0.10  # share of the documents; the rest are stories
+OPTIONAL_SHARE = 0.25  # share of the stories that have a given optional beat
 HELD_OUT_SHARE = 10  # one combination in this many belongs to validation
 
 

@@ -35,7 +35,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Draw:
-    """A role that is drawn by itself, not as part of a row."""
+    """A role that is drawn separately, not as part of a row."""
 
     role: str
     words: tuple[str, ...]
@@ -107,7 +107,7 @@ def _read_plot(title: str) -> Plot:
     questions = [line.split(" | ") for line in columns.pop("questions")]
     beats = tuple(_read_beat(title, lines) for title, lines in columns.items())  # all other entries are beats
 
-    # What is in no row is drawn by itself. Sorted: the order of the draws is part of what a seed means.
+    # Slots outside of the rows are drawn separately. Sorted: the order of the draws is part of what a seed means.
     slots = SLOT.findall(" ".join(telling for beat in beats for telling in beat.tellings))
     roles = {role for _, role in slots if not is_pronoun(role)}
     draws: list[Draw] = []
