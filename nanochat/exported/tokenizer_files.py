@@ -8,7 +8,7 @@ from nanochat.tokenizer import Tokenizer
 
 # The chat format (conversation.py) as a template of transformers: the marks, and the texts as they are.
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
-ENDS = ("<|bos|>", "<|assistant_end|>")  # transformers has names of its own for these two
+ENDS = ("<|bos|>", "<|assistant_end|>")  # transformers has its own names for these two
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int, for_others: bool) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, for_others: bool) -> dic
     if for_others:
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         form["added_tokens"] = [{"id": i, "content": name, **plain} for name, i in tokenizer.special_ids.items()]
-        # Documents begin with this mark: transformers and vLLM put it before a text that is no chat.
+        # Documents begin with this mark: transformers and vLLM put it before a text that is not a chat.
         begin = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
         first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         mark = {"id": "<|bos|>", "ids": [tokenizer.get_bos_token_id()], "tokens": ["<|bos|>"]}
@@ -54,8 +54,8 @@ def hugging_face_form(tokenizer: Tokenizer) -> dict[str, Any]:
     def named(token: bytes) -> str:
         return "".join(character_of[byte] for byte in token)
 
-    # tiktoken joins two neighbours where together they are a token, and takes the lowest id first. Here each pair has a
-    # line of its own, so a token has one for every way to divide it into two tokens.
+    # tiktoken joins two neighbours where together they are a token, and takes the lowest id first. Here each pair has
+    # its own line, so a token has one for every way to divide it into two tokens.
     ranks = {token: rank for rank, token in enumerate(tokenizer.tokens)}
     merges = []
     for token in tokenizer.tokens:
