@@ -10,9 +10,9 @@ stream) -> norm -> head -> cross-entropy.
 Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, V vocab.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -25,70 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
-from nanochat.operators import TorchKernels, split_like
-from nanochat.sharding import fill, is_dtensor, is_sharded
+from nanochat.operators import TorchKernels
+from nanochat.rotary import RopeScaling, rotary_tables
+from nanochat.sharding import fill, is_dtensor
 
-CAST_ELEMENTS = 1 << 25  # of weights that are cast at a time
-SCALAR_HEAD = "scalar_head.weight"  # the name of its one parameter
+SCALAR_HEAD = "scalar_head.weight"  # the name of the scalar head's one parameter
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How a model reads longer rows than those that it was first trained on: its slow rotary pairs turn more slowly.
-
-    A pair that makes a full turn within a short distance tells neighbours apart, and must stay as it is. One that never
-    turns fully in the original context would reach angles that the model has not seen: it is slowed by `factor`.
-    """
-
-    # linear: all pairs alike (source: Chen et al. 2023, Position Interpolation).
-    # llama3: pairs by the turns that they make in the original context; those with a number of turns between the two
-    # factors are mixed in proportion (source: Llama Team 2024, The Llama 3 Herd of Models, and its released code).
-    # yarn: the same idea, with a ramp over the pairs' numbers, and a gain on cos and sin that sharpens attention
-    # (source: Peng et al. 2023, YaRN).
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_len: int = 0  # tokens of the original context; linear does not need it
-    fewest_turns: float = 1.0  # a pair with fewer is slowed by the whole factor
-    most_turns: float = 4.0  # a pair with more stays as it is
-    gain: float = 1.0  # yarn: of cos and sin
-    whole_pairs: bool = True  # yarn: the ramp begins and ends at a pair, not between two
-
-    def __post_init__(self):
-        numbers = (self.factor, self.original_len, self.fewest_turns, self.most_turns, self.gain)
-        if self.kind not in ("linear", "llama3", "yarn") or not all(isinstance(n, int | float) for n in numbers):
-            raise ValueError("rope_scaling: a kind (linear, llama3, yarn) and its numbers")
-        if not (0 < self.factor < math.inf and 0 < self.gain < math.inf):
-            raise ValueError(f"rope_scaling: factor {self.factor} and gain {self.gain} are above 0 and finite")
-        if self.kind != "linear" and not (self.original_len > 0 and 0 < self.fewest_turns < self.most_turns < math.inf):
-            raise ValueError(f"rope_scaling: {self.kind} needs the original context, and turns in order")
-
-    def apply(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The scaled frequencies (D / 2,) of the pairs, in radians a token."""
-        slowed = frequencies / self.factor
-        if self.kind == "linear":
-            return slowed
-        # How much of each pair's own frequency is left: 0 for slow pairs, 1 for fast ones.
-        if self.kind == "llama3":
-            turns = self.original_len * frequencies / (2 * math.pi)
-            kept = (turns - self.fewest_turns) / (self.most_turns - self.fewest_turns)
-        else:
-            # The number of the pair that makes so many turns: theta^(-2i / D) = 2 pi turns / original_len.
-            D = 2 * len(frequencies)
-
-            def pair(turns: float) -> float:
-                return D * math.log(self.original_len / (2 * math.pi * turns)) / (2 * math.log(theta))
-
-            first = pair(self.most_turns)
-            last = pair(self.fewest_turns)
-            if self.whole_pairs:
-                first = math.floor(first)
-                last = math.ceil(last)
-            first = max(first, 0)
-            last = min(last, D - 1)
-            kept = 1 - (torch.arange(D // 2) - first) / max(last - first, 0.001)
-        kept = kept.clamp(0, 1)
-        return (1 - kept) * slowed + kept * frequencies
 
 
 @dataclass(frozen=True)
@@ -113,26 +55,26 @@ class GPTConfig:
     # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work
     # (source: Beltagy et al. 2020, Longformer). The last layer is always L: the prediction can use the whole context.
     window_pattern: str = "L"
-    # Tokens of a short window; 0: as above. Models from elsewhere have a fixed number, also in the last layer if the
+    # Tokens of a short window; 0: as above. Models of other families have a fixed number, in the last layer too if the
     # pattern says so (Mistral).
     window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
-    # A longer context than the one first trained with (scaling.with_context); a new model has none.
+    # Stretches the model to a longer context than it was first trained with (scaling.with_context); None: a new model.
     rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
-    # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, this preset after it.
+    # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, the preset after it.
     qk_norm: Literal["none", "before_rotary", "after_rotary"] = "after_rotary"
-    # The norm also limits how sharp attention can get. A fixed gain on q and on k gives some of that back.
+    # The norm also limits how sharp attention can get. A fixed gain on q and on k gives back some sharpness.
     qk_scale: float = 1.2
     # A learned gain in every norm. The next matrix can learn the same, so the preset leaves it out.
     norm_weight: bool = False
     norm_eps: float = 1e-6
-    # Biases on q, k and v, which Qwen2 has. The preset has no bias anywhere.
+    # Biases on q, k and v, as in Qwen2. The preset has no bias anywhere.
     attention_bias: bool = False
-    # So many heads of the first layer begin by looking back, the first at the last token, the next at the one before
-    # that: their q and k have biases. Such heads are what later layers need to continue what stood in the text before
-    # (source: Olsson et al. 2022, In-context Learning and Induction Heads), and a model takes a while to find them.
+    # How many heads of the first layer begin by looking back, by biases on their q and k: the first head at the last
+    # token, the next head at the token before it. With such heads later layers continue what occurred earlier in the
+    # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
     lookback_heads: int = 0
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
     # 0.3 and 0.008 at depth 12 (scaling.py).
@@ -152,11 +94,11 @@ class GPTConfig:
     scalar_head: bool = False
 
     def __post_init__(self):
-        # From JSON it is a dictionary.
+        # JSON holds it as a dictionary.
         scaling: Any = self.rope_scaling
         if isinstance(scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling(**scaling))
-        # Sizes left at 0 follow from the width.
+        # Sizes left at 0 are computed from the width.
         if self.head_dim == 0:
             if self.width % self.n_head:
                 raise ValueError(f"width {self.width} is not a multiple of n_head {self.n_head}")
@@ -179,13 +121,13 @@ class GPTConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the head."""
-        # A multiple of 64 leaves no ragged edge for matrix units. The padding is never predicted: `read_out` drops it.
+        # A multiple of 64 leaves matrix units no ragged edge. The padding is never predicted: `read_out` drops it.
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
         """How many tokens a token of this layer attends to, itself included; 0 for all."""
-        # SSSL with 12 layers and rows of 2,048: 512, 512, 512, 0, three times over. Information from further away than
-        # 512 tokens arrives through the L layers, and layer by layer through the S layers.
+        # SSSL with 12 layers and rows of 2,048: 512, 512, 512, 0, three times over. Information from beyond 512 tokens
+        # arrives through the L layers, and layer by layer through the S layers.
         letter = self.window_pattern[layer % len(self.window_pattern)]
         if self.window_tokens:
             return self.window_tokens if letter == "S" else 0
@@ -195,8 +137,8 @@ class GPTConfig:
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
-        """The matrices of a block by their modules: which matrices of other families are stacked in each, and the rows
-        of these."""
+        """The matrices of a block by their modules: the matrices of other families that are stacked in each, with their
+        numbers of rows."""
         kv = self.n_kv_head * self.head_dim
         gate = {"gate_proj": self.mlp_width} if self.mlp == "swiglu" else {}
         return {
@@ -207,15 +149,15 @@ class GPTConfig:
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        # Every other layer, which halves the memory; counted from the last, which always has one.
+        # Every other layer, which halves the memory. The last layer always has one.
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
 
 
 @dataclass
 class ForwardContext:
-    """What all layers of one forward pass share, computed once because each piece costs launches."""
+    """What all layers of one forward pass share. It is computed once, because each piece costs launches."""
 
-    # (T, 1, D); with a cache, whose rows are at different positions, (B T, 1, D): then all tokens are one row.
+    # (T, 1, D). With a cache (B T, 1, D): its rows are at different positions, so all tokens form one row.
     cos: Tensor
     sin: Tensor
     segments: Segments | None = None
@@ -227,12 +169,12 @@ class ForwardContext:
 class Linear(nn.Linear):
     """A product in the dtype of its input. Its weight stays in fp32: an update is often smaller than bf16 resolves."""
 
-    # Casts stand in the model and not in torch.autocast, whose lists of operators differ between devices and versions:
-    # some promote a square or a norm to fp32, and with it everything that follows. Without that, with relu^2 and sums
-    # of products as single operators (kernels/gradients.py), a step at depth 12 keeps 144 KiB less of a token for its
-    # backward pass, a quarter (docs/measurements.md).
+    # The model casts, not torch.autocast, whose lists of operators differ between devices and versions: some promote a
+    # square or a norm to fp32, and with it everything that follows. Without autocast, and with single operators for
+    # relu^2 and sums of products (kernels/gradients.py), a step at depth 12 keeps 144 KiB less per token for its
+    # backward pass, a quarter of it (docs/measurements.md).
 
-    cast: Tensor | None = None  # the weight in the dtype of the products, within `GPT.cast_weights`
+    cast: Tensor | None = None  # the weight in the dtype of the products, within `TorchKernels.cast_weights`
 
     def __init__(self, inputs: int, outputs: int, kernels: TorchKernels, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
@@ -261,7 +203,7 @@ class Norm(nn.Module):
 
 
 class AddNorm(Norm):
-    """The norm of a sum, and the sum itself: one launch where the kernels have an operator for both."""
+    """The norm of a sum, and the sum itself: one launch where the device has an operator for both."""
 
     def forward(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.kernels.add_rms_norm(x, added, self.gain(x), self.eps)
@@ -282,21 +224,21 @@ class Attention(nn.Module):
         # q, k and v in one product: one launch instead of three.
         linear = kernels.qkv_linear(has_equal_heads=H == K and not config.attention_bias) or Linear
         self.qkv = linear(config.width, (H + 2 * K) * D, kernels, bias=config.attention_bias)
-        # Mixes what the heads have read, and writes it to the residual stream.
+        # This mixes what the heads have read, and writes it to the residual stream.
         self.output = Linear(H * D, config.width, kernels)
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
         self.k_norm = Norm(D, config, kernels) if has_norm else None
-        self.lookback = None  # biases of q and k, (H + K, D) in one row
+        self.lookback = None  # biases of q and k, (H + K) x D in one row
         if layer == 0 and config.lookback_heads:
             self.lookback = nn.Parameter(torch.zeros((H + K) * D))
         self.value_gate = None
         if config.has_value_embedding(layer):
             self.value_gate = Linear(min(GATE_INPUTS, config.width), K, kernels)
-        # 1 / sqrt(D) keeps the products q k at unit size. The gains on q and k only matter in their product, so they
-        # are part of the scale and cost nothing.
+        # 1 / sqrt(D) keeps the products q k at unit size. Of the gains on q and k only the product matters, so they are
+        # part of the scale and cost nothing.
         gain = config.qk_scale**2 if has_norm else 1.0
-        # YaRN's gain on cos and sin: a norm that follows would take it away again.
+        # YaRN's gain on cos and sin, which a norm after the rotation would remove.
         if config.qk_norm == "after_rotary" and config.rope_scaling is not None:
             gain *= config.rope_scaling.gain**2
         self.scale = gain / math.sqrt(D)
@@ -321,8 +263,8 @@ class Attention(nn.Module):
         if context.cache is None:
             y = self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
         else:
-            # The cache receives the new keys and values first, so that a token also attends to itself there. Then the
-            # queries attend to everything the cache holds of their rows.
+            # The cache receives the new keys and values first, so that a token finds itself there. Then the queries
+            # attend to everything that the cache holds of their rows.
             assert context.positions is not None
             context.cache.write(self.layer, k, v, context.positions)
             keys, values = context.cache.read(self.layer)  # (B, S, K, D)
@@ -349,9 +291,8 @@ class Attention(nn.Module):
         """Norm and rotate the heads of the queries or the keys, (B, T, heads, D)."""
         if norm is not None and self.config.qk_norm == "before_rotary":
             x = norm(x)
-        # Rotary positions: a product q k depends on the distance of the two tokens, not on where they are
-        # (source: Su et al. 2021, RoFormer). With a cache, whose rows are at different positions, all B T tokens are
-        # one row for the operator: there are as many angles.
+        # After the rotation a product q k depends on the distance of the two tokens, not on where they are (rotary.py).
+        # With a cache, whose rows are at different positions, there are B T angles, and all tokens form one row.
         rows = x.reshape(-1, cos.size(0), *x.shape[-2:])
         x = self.kernels.rotate(rows, cos, sin).view(x.shape)
         if norm is not None and self.config.qk_norm == "after_rotary":
@@ -360,7 +301,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Each token by itself: widen, apply a nonlinearity, narrow. Two thirds of a block's parameters are here."""
+    """Each token separately: widen, apply a nonlinearity, narrow. Two thirds of a block's parameters are here."""
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels):
         super().__init__()
@@ -372,7 +313,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
-        # relu squared: the slope is 0 for negative inputs and grows with positive ones, so the input gates itself.
+        # relu squared: the slope is 0 for negative inputs and grows with positive ones, so the input is its own gate.
         x = self.kernels.swiglu(x) if self.gated else self.kernels.relu_squared(x)
         return self.output(x)
 
@@ -391,6 +332,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, value: Tensor | None, context: ForwardContext, compute: Callable[..., Tensor]
     ) -> Tensor:
+        """x (B, T, C) -> (B, T, C), by the function `compute` of the block and its inputs, `GPT.compute_block`."""
         if not self.is_recomputed:
             return compute(self, x, value, context)
         # Dropout must draw the same again, and only adapters have it. Nothing else in a block is random, and keeping
@@ -399,8 +341,8 @@ class Block(nn.Module):
         return checkpoint(compute, self, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
 
     def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
-        # The norms are before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach every
-        # layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
+        # The norms come before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach
+        # every layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
         normed, x = self.mlp_norm(x, self.attention(self.attention_norm(x), value, context))
         return x + self.mlp(normed)
 
@@ -409,7 +351,7 @@ class Embedding(nn.Embedding):
     """A table of vectors, one row per token."""
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # there torch would import its compiler for random values: 1 s of every start
+        if not self.weight.is_meta:  # on meta torch would import its compiler to draw values: 1 s of every start
             super().reset_parameters()
 
 
@@ -417,9 +359,9 @@ class ValueEmbedding(Embedding):
     """A table of values, one row per token. It also takes the residual stream x and returns it unchanged."""
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        # x is here for FSDP alone. FSDP reduces a module's gradients once the gradients of the module's inputs are
-        # there, and token ids have none. With x as an input each table is reduced, and its whole gradient freed, in
-        # the course of the backward pass; without it, all tables' whole gradients stay in memory until its end.
+        # Only FSDP needs x. It reduces a module's gradients when the gradients of the module's inputs are complete, and
+        # token ids have none. With x as an input, FSDP reduces each table's gradient and frees it in the course of the
+        # backward pass; without x, the whole gradients of all tables stay in memory until its end.
         return super().forward(tokens), x
 
 
@@ -432,16 +374,16 @@ class Head(nn.Linear):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
-        # The loss is computed in here because it reads the weight, which FSDP gathers only while this forward runs.
+        # The loss is computed here because it reads the weight, which FSDP gathers only while this forward runs.
         return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels)
 
 
 class ScalarHead(nn.Module):
-    """One number for each position, in fp32. It starts at zero."""
+    """One number for each position, in fp32. Its weights start at zero."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        # Without a bias: rewards are compared with each other, and a bias would cancel out.
+        # It has no bias: rewards are compared with each other, and a bias would cancel out.
         self.weight = nn.Parameter(torch.zeros(config.width))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -454,7 +396,7 @@ def read_out(
 ) -> Tensor:
     """Hidden states (..., C) and the head's weight (V, C) -> soft-capped logits (..., V) in fp32.
 
-    With targets (B, T) the cross-entropy in nats instead: its sum, or (B, T) with the reduction "none".
+    With targets (B, T) it returns the cross-entropy in nats instead: the sum, or (B, T) with the reduction "none".
     """
     weight = weight[: config.vocab_size]  # without the padding
     if targets is None:
@@ -468,15 +410,15 @@ def read_out(
 
 
 class Extension(Protocol):
-    """What a room has added to a model's layers to be trained in their place, such as adapters."""
+    """What a room has added to a model's layers, to be trained in their place, such as adapters."""
 
     def add_to(self, model: "GPT") -> None:
         """Add the same to another model, which may be on the meta device."""
         ...
 
     def without(self, model: Any) -> Any:
-        """The model as a function that computes what it was before: the reference of DPO and GRPO. Its `model` is the
-        one inside, and `over(compiled)` is the same over a compiled one."""
+        """The model as it was before, as a function: the reference of DPO and GRPO. Its `model` is the model inside,
+        and `over(compiled)` is the same over a compiled one."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -489,15 +431,16 @@ class Extension(Protocol):
 
 
 class GPT(nn.Module):
-    """The whole model. `kernels` are the operators of the device it will run on, `device.kernels`; None: a CPU's."""
+    """The whole model. `kernels` are the operators of the device that it will run on, `device.kernels`; None: the
+    operators of a CPU."""
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels | None = None):
         super().__init__()
         self.config = config
-        # Chosen here, once, and not by the device of the weights: a model is often built on another device than it
-        # runs on, on the meta device or in main memory. `_context` refuses tokens of a device that does not match.
+        # The caller chooses them, once, not the device of the weights: a model is often built on another device than it
+        # runs on, such as the meta device or main memory. `_context` refuses tokens on a device that does not match.
         self.kernels = kernels or devices.kernels("cpu")
-        # How a block is computed: eagerly, unless a compiled form takes its place (run/compiling.py).
+        # The function that computes a block. A compiled form may take its place (run/compiling.py).
         self.compute_block: Callable[..., Tensor] = Block.compute
         V = config.padded_vocab_size
         C = config.width
@@ -505,7 +448,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(V, C)
         self.embedding_norm = Norm(C, config, self.kernels) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer, self.kernels) for layer in range(config.n_layer))
-        # Vectors back to a prediction of the next token.
+        # Vectors to a prediction of the next token.
         self.norm = Norm(C, config, self.kernels)
         self.head: nn.Module | None = None if config.tied_head else Head(config, self.kernels)
         # Whether `kernels.pack` has laid out the weights for decoding. Such a model has no gradient and no loss.
@@ -517,11 +460,11 @@ class GPT(nn.Module):
         if config.residual_scales:
             self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
-        # The last part, so that adding it to a model leaves the order of the others.
+        # It comes last, so that adding it to a model leaves the order of the other parameters.
         self.scalar_head = ScalarHead(config) if config.scalar_head else None
         # What a room has added to the layers, such as adapters (adapters/lora.py); None: the model is as written here.
         self.extension: Extension | None = None
-        # The rotary tables follow from the config, so that checkpoints do not hold them.
+        # The rotary tables are computed from the config, so checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
         self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)
         self.fill_rotary()
@@ -531,9 +474,9 @@ class GPT(nn.Module):
         return self.embedding.weight.device
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "GPT":
-        """Leave the meta device for memory that is not filled yet."""
+        """Move from the meta device to memory that is not filled yet."""
 
-        def allocated(tensor: Tensor) -> Tensor:  # torch.empty_like of the meta device imports sympy for a shape
+        def allocated(tensor: Tensor) -> Tensor:  # torch.empty_like of a meta tensor imports sympy for a shape
             if is_dtensor(tensor):
                 return torch.empty_like(tensor, device=device)
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -548,40 +491,29 @@ class GPT(nn.Module):
             block.is_recomputed = True
 
     def add_scalar_head(self) -> None:
-        """Give a model its scalar head, if it has none. On the meta device it is still to be filled, with zeros."""
+        """Give the model a scalar head, if it has none. On the meta device the caller fills it later, with zeros."""
         if self.scalar_head is None:
             self.config = replace(self.config, scalar_head=True)
             self.scalar_head = ScalarHead(self.config).to(self.device)
 
     @torch.no_grad()
     def fill_rotary(self) -> None:
-        """Compute the rotary tables (T, D), once the model has left the meta device."""
-        if self.rotary.is_meta:
-            return
-        D = self.config.head_dim
-        # Pair i turns by position x theta^(-2i / D): fast pairs separate neighbours, slow pairs distant tokens.
-        # At D = 128 and theta = 100,000 a full turn takes pair 0 about 6 tokens, pair 32 2,000 and pair 63 525,000.
-        frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)  # (D / 2,)
-        scaling = self.config.rope_scaling
-        if scaling is not None:
-            frequencies = scaling.apply(frequencies, self.config.rope_theta)
-        positions = torch.arange(self.config.sequence_len, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)  # (T, D / 2)
-        # A pair is (x[i], x[i + D/2]), the split-half layout of Llama and Qwen; both channels have one angle.
-        angles = torch.cat((angles, angles), dim=1)  # (T, D)
-        self.rotary.copy_(torch.stack((angles.cos(), angles.sin())) * (scaling.gain if scaling else 1.0))
+        """Compute the rotary tables, once the model has left the meta device."""
+        if not self.rotary.is_meta:
+            c = self.config
+            self.rotary.copy_(rotary_tables(c.sequence_len, c.head_dim, c.rope_theta, c.rope_scaling))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """Draw the initial weights."""
-        # The host draws them whole, and each process keeps its rows: the same weights on every device and layout.
+        # The host draws whole tensors and each process keeps its rows, so every device and layout has the same weights.
         generator = torch.Generator().manual_seed(seed)
 
         def normal(parameter: Tensor, std: float) -> None:
             fill(parameter, torch.randn(parameter.shape, generator=generator) * std)
 
         def uniform(parameter: Tensor, std: float) -> None:
-            bound = std * math.sqrt(3)  # the standard deviation of a uniform variable is its bound / sqrt(3)
+            bound = std * math.sqrt(3)  # a uniform variable has a standard deviation of its bound / sqrt(3)
             fill(parameter, (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound)
 
         # A product with weights of standard deviation 1 / sqrt(width) keeps unit-size inputs at unit size.
@@ -596,23 +528,23 @@ class GPT(nn.Module):
             fill(self.scalar_head.weight, torch.zeros(self.config.width))
         for embedding in self.value_embeddings.values():
             assert isinstance(embedding, ValueEmbedding)
-            # As large as the values that they are added to.
+            # As large as the values to which they are added.
             uniform(embedding.weight, std)
         for block in self.blocks:
             assert isinstance(block, Block)
-            # Uniform, not normal, where Muon updates: no outliers, and the same standard deviation.
+            # Uniform, not normal, where Muon updates: it has no outliers at the same standard deviation.
             uniform(block.attention.qkv.weight, std)
             if block.attention.qkv.bias is not None:
                 block.attention.qkv.bias.zero_()
             if block.attention.lookback is not None:
                 fill(block.attention.lookback, self._lookback())
             if block.attention.value_gate is not None:
-                # Every gate starts at 3 sigmoid(0) = 1.5, open for each token alike.
+                # Every gate starts at 3 sigmoid(0) = 1.5, half open for every token.
                 block.attention.value_gate.weight.zero_()
             # Output projections of zero: every block starts as the identity, at any depth (source: Zhang et al. 2019,
             # Fixup), and the gradient reaches the embeddings undisturbed.
             block.attention.output.weight.zero_()
-            # Smaller, because the square of relu2 makes large inputs larger still.
+            # Smaller, because the square in relu2 makes large inputs larger still.
             uniform(block.mlp.input.weight, 0.4 * std)
             block.mlp.output.weight.zero_()
         for module in self.modules():
@@ -627,17 +559,17 @@ class GPT(nn.Module):
         self.fill_rotary()
 
     def _lookback(self) -> Tensor:
-        """The first biases of q and k by which the first heads of a layer look back, ((H + K) D,)."""
+        """The initial biases of q and k, by which the first heads of a layer look back: ((H + K) D,)."""
         c = self.config
         D = c.head_dim
-        # A rotation turns pair i of a query at position t by t f_i, and of a key at s by s f_i. A key's bias that is
-        # ahead of the query's by d f_i is in line with it where s = t - d, in all pairs at once, and only there.
-        # A quarter of the channels take part, the fastest pairs: they tell neighbours apart. Twice as large as what
-        # the products give (sqrt(D)), the biases decide where to look, and what the tokens are decides a little.
+        # The rotation turns pair i of a query at position t by t f_i, and of a key at position s by s f_i. If the key's
+        # bias is ahead of the query's by d f_i, the two point in one direction where s = t - d: in all pairs there, and
+        # nowhere else. A quarter of the channels take part, the fastest pairs: they tell neighbours apart. The biases
+        # are twice as large as the products (sqrt(D)): they decide where to look, and the tokens have a small say.
         pairs = max(D // 8, 1)
         frequencies = c.rope_theta ** (-2 * torch.arange(pairs) / D)
         size = 2 * math.sqrt(D / pairs)
-        queries = torch.zeros(c.n_kv_head, c.n_head // c.n_kv_head, D)  # by the key head that they share
+        queries = torch.zeros(c.n_kv_head, c.n_head // c.n_kv_head, D)  # grouped by the key head that they share
         keys = torch.zeros(c.n_kv_head, D)
         for head in range(c.lookback_heads):
             angles = (head + 1) * frequencies
@@ -646,32 +578,9 @@ class GPT(nn.Module):
             keys[head, D // 2 : D // 2 + pairs] = size * angles.sin()
         return torch.cat((queries.flatten(), keys.flatten()))
 
-    @contextlib.contextmanager
-    def cast_weights(self) -> Iterator[None]:
-        """Within it, products read their weights from one copy of all of them, in the dtype of the products.
-
-        Where launches cost more than memory: a few of them a step, not one for each product and micro-batch. The copies
-        of a pass are held until its backward in any case. Weights must not change within it.
-        """
-        linears = []
-        if self.kernels.casts_together and not is_sharded(self):
-            linears = [m for m in self.modules() if isinstance(m, Linear) and m.weight.dtype != self.kernels.dtype]
-        # A bucket at a time, because a row of all weights in fp32 would leave a large hole in the device's memory.
-        buckets: dict[int, list[Linear]] = {}
-        elements = 0
-        for linear in linears:
-            elements += linear.weight.numel()
-            buckets.setdefault(elements // CAST_ELEMENTS, []).append(linear)
-        for bucket in buckets.values():
-            weights = [linear.weight.detach() for linear in bucket]
-            flat = torch.cat([weight.flatten() for weight in weights]).to(self.kernels.dtype)
-            for linear, cast in zip(bucket, split_like(flat, weights), strict=True):
-                linear.cast = cast
-        try:
-            yield
-        finally:
-            for linear in linears:
-                linear.cast = None
+    def cast_weights(self) -> AbstractContextManager[None]:
+        """A context for a training step, in which no weight changes: products may share one cast of all weights."""
+        return self.kernels.cast_weights(self)
 
     def forward(
         self,
@@ -684,11 +593,11 @@ class GPT(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the cross-entropy in nats.
 
-        It is the sum, a scalar, or with the reduction "none" each token's own, (B, T), 0 where the target is IGNORE.
-        `segments` says where the documents of packed rows lie, which then do not attend to each other. `scalars`
-        returns the scalar head's numbers instead, (B, T) in fp32.
+        The cross-entropy is a sum, or with the reduction "none" (B, T), 0 where the target is IGNORE. With `segments`,
+        the documents of packed rows, a token attends only to its own document. With `scalars` it returns the scalar
+        head's numbers instead, (B, T) in fp32.
         """
-        # Every loss enters here: the compiler and FSDP know this one method of a model.
+        # Every loss starts here, because the compiler and FSDP wrap only this method of a model.
         hidden = self.hidden(tokens, cache, segments)
         if scalars:
             assert self.scalar_head is not None
@@ -703,18 +612,18 @@ class GPT(nn.Module):
         """tokens (B, T) -> the normed last residual (B, T, C). With a cache the tokens continue its rows."""
         # The residual stream starts as the token's embedding. Every layer reads it and adds to it.
         x = self.embedding(tokens)  # (B, T, C)
-        # The stream has the dtype of the products: in bf16 half of the memory traffic between them. Weights that are in
-        # bf16 themselves, as the engine's, decide by that.
+        # The stream has the dtype of the products: bf16 halves the memory traffic between them. Where the weights
+        # are in bf16 already, as in the engine, their dtype decides.
         if x.dtype == torch.float32:
             x = x.to(self.kernels.dtype)
         context = self._context(tokens, x.dtype, cache, segments)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        # Every layer mixes a share of it in again. A view, because the compiler takes no tensor twice (`mix`).
+        # Every layer mixes in a share of it again (`mix`). It is a view, because the compiler takes no tensor twice.
         first = x.view_as(x)
 
         if self.config.residual_scales:
-            # Cast and split for all layers at once; otherwise each layer needs launches of its own.
+            # Cast and split for all layers at once: per layer it would be several launches each.
             residual_scales = self.residual_scales.to(x.dtype).unbind()
             embedding_scales = self.embedding_scales.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
@@ -723,7 +632,7 @@ class GPT(nn.Module):
                 x, first = self.kernels.mix(x, first, residual_scales[i], embedding_scales[i])
             value = None
             if str(i) in self.value_embeddings:
-                # x passes through unchanged, see ValueEmbedding.
+                # x passes through unchanged (ValueEmbedding says why).
                 value, x = self.value_embeddings[str(i)](tokens, x)
                 value = value.to(x.dtype)
             x = block(x, value, context, self.compute_block)
@@ -740,15 +649,15 @@ class GPT(nn.Module):
             )
         T = tokens.size(1)
         if cache is None:
-            # Whole rows start at position 0.
+            # Every row starts at position 0.
             assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
             positions = None
             rotary = self.rotary[:, :T]  # (2, T, D)
         else:
-            # Each row continues where it ends.
+            # Each row continues where it ends in the cache.
             positions = cache.positions(T)  # (B, T)
             rotary = self.rotary[:, positions].flatten(1, 2)  # (2, B T, D)
-        # cos and sin of each position, with an axis that is shared by all heads.
+        # cos and sin of each position, with an axis that all heads share.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
         context = ForwardContext(cos, sin, segments=segments, cache=cache, positions=positions)
         if cache is not None and positions is not None:
@@ -758,7 +667,7 @@ class GPT(nn.Module):
         return context
 
     def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
-        # Tied: the weight is the embedding's. FSDP keeps it gathered, because it belongs to the root module.
+        # A tied head is the embedding's weight. FSDP keeps it gathered, because it belongs to the root module.
         if self.head is None:
             return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels)
         if targets is None:
@@ -771,22 +680,22 @@ class GPT(nn.Module):
         return weight[: self.config.vocab_size]
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Every parameter once, by the role that decides how it is optimised (optim.py)."""
+        """Every parameter, by the role that decides how it is optimised (optim.py)."""
         roles = ("matrix", "qkv", "embedding", "value_embedding", "head", "vector", "residual_scale")
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {role: [] for role in roles}
-        # Muon takes matrices, AdamW the rest with a learning rate per role (scaling.py). The embedding scales are
-        # vectors: the residual scales have a role of their own because they multiply the whole stream.
+        # Muon takes matrices, AdamW the rest with a learning rate per role (scaling.py). The embedding scales count as
+        # vectors. The residual scales have their own role, because they multiply the whole stream.
         for name, parameter in self.named_parameters():
             part = name.partition(".")[0]
             if part in ("embedding", "value_embeddings", "head", "residual_scales"):
-                role = part.removesuffix("s")  # these parts of the model have roles of their own names
+                role = part.removesuffix("s")  # these parts give their roles the name
             elif part == "scalar_head":
                 role = "head"
             elif parameter.ndim < 2 or "value_gate" in name:
-                # A gate is a matrix, but too small a one for Muon.
+                # A gate is a matrix too, but too small for Muon.
                 role = "vector"
             elif ".qkv." in name:
-                # Three matrices in one, which Muon takes apart.
+                # Three matrices stacked in one, which Muon takes apart.
                 role = "qkv"
             else:
                 role = "matrix"
@@ -794,9 +703,9 @@ class GPT(nn.Module):
         return groups
 
     def gradient_order(self) -> list[str]:
-        """Every parameter's name in the order in which a backward pass completes the gradients."""
-        # From the loss backwards: the head first, then block after block, the embedding last. The optimizer sends
-        # gradients in this order, while the backward pass still computes the others (optim.py).
+        """The names of all parameters in the order in which a backward pass completes their gradients."""
+        # It goes from the loss backwards: the head first, then block after block, the embedding last. The optimizer
+        # sends gradients in this order, while the backward pass still computes the others (optim.py).
         parts = ["scalar_head", "head", "norm"]
         for layer in reversed(range(self.config.n_layer)):
             parts += [f"blocks.{layer}", f"value_embeddings.{layer}"]

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from nanochat.cli import UserError
-from nanochat.gpt import GPT, GPTConfig, RopeScaling
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.rotary import RopeScaling
 
 # How a model reads longer rows than those that it was trained with (`with_context`).
 ContextMethod = Literal["auto", "yarn", "linear", "theta"]

@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat import storage
-from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig, RopeScaling
+from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.log import warn
+from nanochat.rotary import RopeScaling
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
 from nanochat.untrusted import read_json, require_file
 

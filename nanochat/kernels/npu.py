@@ -7,6 +7,7 @@ Modes 2 (causal) and 4 (band) take a compressed mask of 2,048 x 2,048 whatever t
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable
 
@@ -15,8 +16,11 @@ import torch_npu  # pyright: ignore[reportMissingImports]  # only on Ascend mach
 from torch import Tensor
 
 from nanochat.attention import Segments, cached_products
+from nanochat.gpt import GPT
+from nanochat.kernels.adamw import unfused_adamw
+from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.operators import AdamWUpdate, TorchKernels, unfused_adamw
+from nanochat.operators import AdamWUpdate, TorchKernels
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
 MOST_DOCUMENTS = 2048  # in a call
@@ -79,7 +83,6 @@ class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
     static_shapes = True
-    casts_together = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/measurements.md)."""
@@ -130,6 +133,9 @@ class NpuKernels(WrittenKernels):
             )[0])  # fmt: skip
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(B, T, H, -1)
+
+    def cast_weights(self, model: GPT) -> contextlib.AbstractContextManager[None]:
+        return cast_together(model, self.dtype)
 
     def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
         # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf on to its operator (read in

@@ -1,5 +1,6 @@
 """The model: cached as uncached, no look ahead, the promised initial state, every parameter in one group."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.gpt import GPT, Attention, GPTConfig, Linear
 from nanochat.kernels import gradients
+from nanochat.kernels.casts import cast_together
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.gradients import StackedLinear, WrittenKernels, mix
 from nanochat.operators import TorchKernels
@@ -316,14 +318,12 @@ def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
 
 
 def test_weights_cast_together_are_those_cast_one_by_one() -> None:
-    kernels = TorchKernels(torch.bfloat16)
-    model = lively_model(tiny_config(), kernels=kernels)
+    model = lively_model(tiny_config(), kernels=WrittenKernels(torch.bfloat16))
     tokens = random_tokens(model, 2, 8)
 
     def gradients(together: bool) -> list[Tensor]:
-        kernels.casts_together = together
         model.zero_grad()
-        with model.cast_weights():
+        with cast_together(model, torch.bfloat16) if together else contextlib.nullcontext():
             assert (model.blocks[0].get_submodule("mlp.input").cast is not None) == together
             model(tokens, tokens).backward()
         assert model.blocks[0].get_submodule("mlp.input").cast is None

@@ -9,7 +9,8 @@ from tiny import SHAPES, tiny_config
 
 from nanochat import scaling
 from nanochat.cli import UserError
-from nanochat.gpt import GPT, GPTConfig, RopeScaling
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.rotary import RopeScaling
 from nanochat.scaling import batch_tokens, flops_per_token, model_config, rates, scaling_parameters, training_tokens
 
 

@@ -22,9 +22,10 @@ from nanochat.adapters.nf4 import NF4Linear
 from nanochat.attention import Segments
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
+from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.losses import masked_loss
-from nanochat.operators import TorchKernels, unfused_adamw
+from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step

@@ -1,0 +1,40 @@
+"""The weights of all products cast at once, for devices on which launches cost more than memory."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from nanochat.gpt import GPT, Linear
+from nanochat.operators import split_like
+from nanochat.sharding import is_sharded
+
+BUCKET_ELEMENTS = 1 << 25  # weights that are cast at a time
+
+
+@contextlib.contextmanager
+def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
+    """Within it, products read their weights from one copy of all of them in `dtype`. Weights must not change.
+
+    That takes a few launches per step, instead of one for each product and micro-batch. The backward pass holds the
+    copies in any case. Under FSDP, which casts what it gathers, nothing happens.
+    """
+    linears = []
+    if not is_sharded(model):
+        linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
+    # A bucket at a time: one row of all weights in fp32 would leave a large hole in the device's memory.
+    buckets: dict[int, list[Linear]] = {}
+    elements = 0
+    for linear in linears:
+        elements += linear.weight.numel()
+        buckets.setdefault(elements // BUCKET_ELEMENTS, []).append(linear)
+    for bucket in buckets.values():
+        weights = [linear.weight.detach() for linear in bucket]
+        flat = torch.cat([weight.flatten() for weight in weights]).to(dtype)
+        for linear, cast in zip(bucket, split_like(flat, weights), strict=True):
+            linear.cast = cast
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.cast = None
