@@ -1,5 +1,5 @@
-"""Evaluate a base model: bits per byte on train and validation text, the CORE metric, samples, and how many stories
-hold together.
+"""Evaluate a base model: bits per byte on train and validation text, the CORE metric, samples, and the share of demo
+stories that are coherent.
 
 python -m scripts.base_eval --data demo --stories 200
 
@@ -37,17 +37,17 @@ class Config:
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
     shards: Positive | None = None  # files of a hub dataset, as in training
-    eval_tokens: Positive = 1_048_576  # of each split
+    eval_tokens: Positive = 1_048_576  # tokens of text to evaluate in each split
     device_batch_size: Positive = 16  # rows a device computes at once
-    core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: left out
-    core_examples: Count = 0  # of each of its tasks; 0: all
-    samples: Count = 4  # to print
-    prompt: str = ""  # what every sample begins with; default: openings of held-out demo stories, or nothing
+    core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: not measured
+    core_examples: Count = 0  # examples per CORE task; 0: all
+    samples: Count = 4  # samples to print
+    prompt: str = ""  # the start of every sample; default: openings of held-out demo stories, or nothing
     stories: Count = 0  # demo stories to sample and grade with the story checker
-    max_tokens: Positive = 256  # of a sample
+    max_tokens: Positive = 256  # tokens of a sample
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
 
 def main(config: Config) -> None:
@@ -76,7 +76,7 @@ def main(config: Config) -> None:
     results: dict[str, Any] = {"step": meta["step"]}
     sampling = config.sampling.over(meta["sampling"])
 
-    # Prompts that do not fit the context are found before the slow part.
+    # Check that the prompts fit the context before the slow part.
     begin = tokenizer.get_bos_token_id()
     context = model.config.sequence_len
     if config.samples and len(tokenizer.encode(config.prompt, prepend=begin)) >= context:
@@ -94,12 +94,12 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ bits per byte
     token_bytes = torch.tensor(tokenizer.token_bytes())
-    document_mask = meta.get("pretraining", {}).get("document_mask", False)  # as it was trained
-    scores: list[list[str]] = []  # what is measured, the number, on how much
+    document_mask = meta.get("pretraining", {}).get("document_mask", False)  # as in training
+    scores: list[list[str]] = []  # rows of the table: measure, score, amount of text
     for split, corpus in zip(("train", "val"), corpora, strict=True):
         phase(f"reading the {split} text")
         bits = []
-        for part in parts_of(corpus):  # the corpora of a mixture, one by one
+        for part in parts_of(corpus):  # one corpus of a mixture at a time
             rows = validation_rows(part.corpus, tokenizer, context, math.ceil(part.weight * config.eval_tokens))
             bits.append(
                 bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)

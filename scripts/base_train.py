@@ -26,15 +26,15 @@ class Config(TextFlags):
     head_dim: Frozen[Annotated[int, Range(1, 4096)]] = 128  # channels of an attention head
     max_seq_len: Frozen[Annotated[int, Range(1, 10**7)]] = 2048  # tokens of context
     window_pattern: Frozen[str] = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
-    mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU; or SwiGLU of 2/3 the width: as many parameters
-    logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap of the logits; 0: none
+    mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU; or SwiGLU at 2/3 the width: same parameter count
+    logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap on the logits; 0: off
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: by the horizon
 
 
-# Flags of continued pretraining, which was part of this command.
+# Flags of continued pretraining, which is a command now.
 MOVED = dict.fromkeys(
     ("--source", "--source_tag", "--source_step", "--learning_rate", "--lr_scale", "--rope_scaling"),
     "use python -m scripts.continue_train --source SOURCE --data TEXT --num_iterations STEPS for continued pretraining",
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
     horizon = scaling.training_tokens(model.config, config.target_param_data_ratio)
     by_rule = scaling.batch_tokens(model.config, horizon)
     accumulation = count_micro_batches(
@@ -97,8 +97,7 @@ def main(config: Config) -> None:
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
     rates = config.override(scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer))
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout, config.kept_as)
-    # A new model has nothing to lose, and learns faster with a shorter rise of the rates than a trained one
-    # (docs/measurements.md).
+    # A new model has nothing to lose: it learns faster with a shorter warmup than a trained one (docs/measurements.md).
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction, warmup_steps=min(40, steps // 40))
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
@@ -112,7 +111,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
-    # What the model has read: the default tasks of later stages follow from it.
+    # Record what the model reads: later stages choose their default tasks by it.
     pretraining = start.pretraining
     pretraining |= {"data": config.data, "batch_tokens": batch_tokens, "document_mask": document_mask}
     pretraining["context"] = row_tokens
@@ -132,7 +131,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")
-    val_rows = []  # of each corpus of a mixture, by its share
+    val_rows = []  # one entry per corpus of a mixture; its share sets the size
     for part in parts_of(val_corpus):
         share = math.ceil(part.weight * config.eval_tokens)
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
@@ -144,8 +143,8 @@ def main(config: Config) -> None:
             # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
-                    # An untrained model guesses alike everywhere: a batch's worth of text shows how well, and the
-                    # first loss need not wait for all of it.
+                    # An untrained model guesses alike everywhere. A batch's worth of text is enough to measure that,
+                    # and the first loss comes sooner.
                     most_rows = None if step else batch_tokens // row_tokens
                     bits = []
                     for rows in val_rows:

@@ -1,4 +1,4 @@
-"""Measure this machine: the speed of training next to a bare matrix product, or of serving; compare measurements.
+"""Measure this machine: the speed of training next to a bare matrix product, or the speed of serving.
 
 python -m scripts.bench train
 
@@ -8,9 +8,9 @@ python -m scripts.bench serve --json serve.json
 
 python -m scripts.bench compare before.json after.json
 
-`train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same over HTTP with
-clients that wait for their replies. `compare` reads two files of `--json`, and prints each ratio with its noise.
-docs/bench.md explains how to read them. `bench train --help` lists the flags of one of the three.
+`train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same replies over
+HTTP, where each client waits for its reply. `compare` reads two files of `--json` and prints each ratio with its noise.
+docs/bench.md explains how to read the output. `bench train --help` lists the flags of `train`.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ from nanochat.log import counted, print0
 Made = TypeVar("Made")
 
 PRODUCT = 1024  # width and height of the matrix in the bare product
-PRODUCT_FLOPS = 1e11  # at least, in one measurement of it
-LEARNING_RATE = 1e-5  # of a model that has learned
-TRIALS = 5  # of each batch in `serve`, after one that warms up
-THREADS_A_CORE = 4  # with thousands of threads the machine stands still before anything is measured
+PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
+LEARNING_RATE = 1e-5  # for --source, a trained model
+TRIALS = 5  # per batch size in `serve`, after one warm-up
+THREADS_A_CORE = 4  # thousands of threads would block the machine before the first measurement
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ModelFlags:
     depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
     vocab_size: Size = 8192  # tokens that the model knows
-    # Instead of a new model: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
+    # Measure this model instead of a new one: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
     source: str | None = None
     max_seq_len: Size = 512  # tokens a row
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
-    threads: Positive | None = None  # of the processor; default: as many as torch takes
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
+    threads: Positive | None = None  # CPU threads; default: torch's choice
     json: str | None = None  # also write the metrics to this file
 
 
@@ -63,10 +63,10 @@ class Train(ModelFlags):
     """Time training steps."""
 
     device_batch_size: Size = 8  # rows
-    document_tokens: Count = 0  # rows are packed with documents of this many tokens; 0: each is one
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the matrices; with --source fine-tuning's AdamW
-    steps: Positive = 20  # measured, each before a measurement of the bare product
-    fp8: bool = False  # the products of the blocks in 8 bits (FP8), where the device has it
+    document_tokens: Count = 0  # pack rows with documents of this many tokens; 0: a row is one document
+    optimizer: Literal["muon", "adamw"] = "muon"  # for the matrices; with --source it is fine-tuning's AdamW
+    steps: Positive = 20  # steps to measure, each followed by a measurement of the bare product
+    fp8: bool = False  # compute the products of the blocks in 8 bits (FP8), where the device has it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
 
 
@@ -75,8 +75,8 @@ class Serve(ModelFlags):
     """Time replies, by the engine and over HTTP."""
 
     batches: tuple[int, ...] = (1, 4, 16, 64)  # requests or clients at once
-    prompt_tokens: Positive = 16  # of each request
-    new_tokens: Positive = 128  # of each request
+    prompt_tokens: Positive = 16  # prompt tokens per request
+    new_tokens: Positive = 128  # generated tokens per request
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -118,14 +118,14 @@ def main(config: Config) -> None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Raises UserError: when they are far more than this process may use cores."""
+    """Raises UserError: when there are far more threads than cores that this process may use."""
     most = THREADS_A_CORE * len(os.sched_getaffinity(0))
     if threads and threads > most:
         raise UserError(f"--threads {threads}: at most {most} here, {THREADS_A_CORE} a core")
 
 
 def check_writable(path: str) -> None:
-    """Raises UserError: when the file cannot be written. It is tried now, not after everything is measured."""
+    """Raises UserError: when the file cannot be written. The check runs before the measurement, not after."""
     try:
         for file in {Path(path), beside(Path(path))}:
             is_new = not file.exists()
@@ -137,7 +137,7 @@ def check_writable(path: str) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Where a file is written before it takes its place; what is no file, such as /dev/stdout, is written itself."""
+    """The temporary file that replaces `path` at the end; a device such as /dev/stdout is written directly."""
     is_none = path.is_symlink() or (path.exists() and not path.is_file())
     return path if is_none else path.with_name(f"{path.name}.tmp")
 
@@ -147,7 +147,7 @@ def write_json(what: str, config: ModelFlags, metrics: dict[str, Any]) -> None:
         return
     about = {"what": what, "commit": provenance.commit(), "config": asdict(config)}
     path = Path(config.json)
-    # Beside the file first: on a full disk what was measured before stays whole.
+    # Write a temporary file first: on a full disk the earlier measurement stays whole.
     unfinished = beside(path)
     unfinished.write_text(json.dumps(about | metrics, indent=1))
     if unfinished != path:
@@ -229,7 +229,7 @@ def train(config: Train) -> dict[str, Any]:
     step_seconds = statistics.median(seconds["step"])
     step_rate = scaling.flops_per_token(model_config) * batch_tokens / step_seconds
     product_rate = product_flops / statistics.median(seconds["product"])
-    # Of each round by itself: a machine that is busy for a while slows the step and the product of a round down.
+    # The share is computed per round: a machine that is busy for a while slows the step and the product of one round.
     shares = [
         100 * step_rate * step_seconds / step / (product_flops / product)
         for step, product in zip(seconds["step"], seconds["product"], strict=True)
@@ -241,7 +241,7 @@ def train(config: Train) -> dict[str, Any]:
         f"model: depth {model_config.n_layer}, width {model_config.width}, vocabulary {model_config.vocab_size}, "
         f"{rows} rows of {tokens} tokens, {'adamw' if config.source else config.optimizer}"
     )
-    # The share of the nominal peak in bf16, also of a step with products in FP8: the two compare by it.
+    # The share of the nominal bf16 peak, for a step with FP8 products too: so the two can be compared.
     mfu = step_rate / device.peak_flops if device.peak_flops else None
     peak = "" if mfu is None else f", {mfu:.1%} of the device's nominal peak"
     print0(
@@ -291,19 +291,19 @@ def serve(config: Serve) -> dict[str, Any]:
     if engine.tokenizer.vocab_size < needed:
         raise UserError(f"the prompts have {needed} different tokens: raise --vocab_size, or lower --prompt_tokens")
     measurements: dict[str, Any] = {}
-    best_rates: dict[int, float] = {}  # of the engine, tokens/s by batch
+    best_rates: dict[int, float] = {}  # the engine's tokens/s by batch size
     threads = torch.get_num_threads()
     took = counted(threads, "thread")
     depth = engine.model.config.n_layer
     print0(f"{device}, {took}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
 
-    # ------------------------------------------------------------------ the engine alone
+    # ------------------------------------------------------------------ the engine without HTTP
     def ours(prompts: list[list[int]]) -> list[list[int]]:
         return engine.generate(prompts, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))[0]
 
     def time_trials(batch: int) -> list[float]:
         """The seconds of each trial."""
-        # No two prompts are equal: the engine would read them once for all.
+        # All prompts differ: the engine would read equal ones only once.
         prompts = [[token + row for token in prompt] for row in range(batch)]
         seconds = []
         for _ in range(1 + TRIALS):  # the first warms up
@@ -340,7 +340,7 @@ def serve(config: Serve) -> dict[str, Any]:
                     medians = [1e3 * statistics.median(of_trial) for of_trial in times]
                     measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
             share = best.tokens_per_second() / best_rates[batch]
-            print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of what the engine makes alone")
+            print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of the engine's rate without HTTP")
     return {
         "device": str(device), "versions": device.versions(), "kernels": str(device.kernels), "threads": threads,
         "measurements": measurements,
@@ -348,12 +348,12 @@ def serve(config: Serve) -> dict[str, Any]:
 
 
 def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
-    """A measurement as `compare` reads it (report/benchmark.py)."""
+    """A measurement in the form that `compare` reads (report/benchmark.py)."""
     return {"unit": unit, "values": values}
 
 
 def open_engine(config: Serve, device: Any) -> Any:
-    """An engine whose replies end by their length only."""
+    """An engine whose replies end only at their maximum length."""
     from nanochat.engine import Engine
 
     model, tokenizer = loaded_model(config, device) if config.source else random_model(config, device)
@@ -390,10 +390,9 @@ def random_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
 
 
 def on_a_thread(work: Callable[[], Made]) -> Made:
-    """Run on a thread that ends, and its OpenMP workers with it, as the server loads its model.
+    """Run on a thread that ends, so that its OpenMP workers end too. The server loads its model in the same way.
 
-    With the workers of two threads, more than there are cores, they sleep between the products, and decoding takes
-    twice as long.
+    The workers of two threads outnumber the cores. They then sleep between products, and decoding takes twice as long.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

@@ -1,9 +1,9 @@
-"""Reply to each line of a file, many at once, and write the replies to another file.
+"""Reply to each line of a file, many lines at once, and write the replies to another file.
 
 python -m scripts.chat_batch --in prompts.jsonl --out replies.jsonl
 
-nanochat/serve/batch.py has the forms of a line: a prompt, a conversation, or OpenAI's batch form. The same command
-again continues where the last one was stopped.
+A line is a prompt, a conversation, or a request in OpenAI's batch form (nanochat/serve/batch.py). Run the same command
+again to continue after an interruption.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -22,19 +22,19 @@ from nanochat.untrusted import printable
 
 @dataclass(frozen=True)
 class Config:
-    # Reply to each line of this file: OpenAI's batch form, {"messages"} or {"prompt"}, or a text.
+    # Reply to each line of this file: a request in OpenAI's batch form, {"messages"}, {"prompt"}, or plain text.
     input: Annotated[str, tyro.conf.arg(name="in")]
-    out: str  # where the replies go, in the order of the lines; lines that are there are kept
+    out: str  # the file for the replies, in the order of the lines; lines that it already has are kept
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
-    slots: Positive = 16  # replies that are generated at once; each holds a whole context in memory
-    system: str = ""  # system message, before each conversation that has none
-    max_tokens: Positive = 256  # of a reply
+    slots: Positive = 16  # replies generated at once; each holds a whole context in memory
+    system: str = ""  # system message for each conversation without one
+    max_tokens: Positive = 256  # tokens of a reply
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -44,7 +44,7 @@ def main(config: Config) -> None:
     from nanochat.serve.batch import Batch, read_lines
 
     lines = read_lines(Path(config.input).expanduser())
-    # On a thread that ends: the workers of two threads would wait for each other's cores (serve/state.py).
+    # Load on a thread that ends: the workers of two threads would wait for each other's cores (serve/state.py).
     with ThreadPoolExecutor(max_workers=1) as loader:
         model = loader.submit(load, config).result()
     batch = Batch(model, config.max_tokens, replace_surrogates(config.system))
@@ -58,7 +58,7 @@ def main(config: Config) -> None:
 
 
 def load(config: Config) -> Any:
-    """The model, with a scheduler that runs its replies side by side."""
+    """The model, with a scheduler that generates many replies at once."""
     from nanochat import device as devices
     from nanochat.adapters.folders import MergeAdapters
     from nanochat.checkpoint_manager import load_model

@@ -1,4 +1,4 @@
-"""Chat with a model in the terminal, streamed as it is generated; a base model continues your text instead.
+"""Chat with a model in the terminal. Replies appear as they are generated; a base model continues your text instead.
 
 python -m scripts.chat_cli
 
@@ -8,7 +8,7 @@ echo "Tell me a story." | python -m scripts.chat_cli > story.txt
 
 python -m scripts.chat_cli -p "What is this about?" < story.txt
 
-What is piped in is one message, however many lines it has. scripts/chat_batch.py replies to each line of a file.
+Piped input is one message, however many lines it has. scripts/chat_batch.py replies to each line of a file.
 """
 
 import codecs
@@ -43,14 +43,14 @@ class Config:
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
-    # Reply to this and exit; what is piped in follows it. Default: a dialogue.
+    # Reply to this text and exit; piped input is appended to it. Default: a dialogue.
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    system: str = ""  # system message, before the conversation
-    max_tokens: Positive = 256  # of a reply
+    system: str = ""  # system message at the start of the conversation
+    max_tokens: Positive = 256  # tokens of a reply
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     stats: bool = False  # print tokens and tokens/s after each reply
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -67,7 +67,7 @@ HELP = (
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ load
     with notice("loading ..."):
-        # The heavy imports are here so that --help responds at once.
+        # The heavy imports are here so that --help answers at once.
         from nanochat import device as devices
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine
@@ -115,7 +115,7 @@ def main(config: Config) -> None:
                 print(printable(f"no such command as {text.split()[0]}: {HELP}; a space before it makes it a text"))
             elif text.strip() or not chat.has_turns:
                 chat.send(text)
-        except UserError as error:  # the next message may well work
+        except UserError as error:  # the next message may work
             print(printable(f"error: {error}"))
         except KeyboardInterrupt:
             print(HELP)
@@ -128,7 +128,7 @@ def main(config: Config) -> None:
 
 @contextlib.contextmanager
 def notice(text: str) -> Iterator[None]:
-    """Show a text on the terminal for as long as the block takes."""
+    """Show a text on the terminal while the block runs."""
     shown = sys.stderr is not None and sys.stderr.isatty()
     if shown:
         print(text, end="", file=sys.stderr, flush=True)
@@ -141,12 +141,12 @@ def notice(text: str) -> Iterator[None]:
 
 
 def piped_in() -> str:
-    """All of standard input, which is no terminal."""
+    """All of standard input. The caller has checked that it is not a terminal."""
     if sys.stdin is None:
         return ""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with notice("reading standard input ..."):  # where nothing is piped in, somebody waits for nothing
+    with notice("reading standard input ..."):  # shows why the program waits if the pipe stays empty
         return sys.stdin.read()
 
 
@@ -166,7 +166,7 @@ def line_editor() -> Any:
     history = FileHistory(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)  # what somebody writes to their model is for nobody else
+        file.touch(mode=0o600)  # messages are private: only their author may read the file
     except OSError as error:
         warn(f"messages are not remembered after this session: {error}")
         history = InMemoryHistory()
@@ -174,8 +174,8 @@ def line_editor() -> Any:
         history=history,
         completer=WordCompleter(COMMANDS, sentence=True),
         complete_while_typing=False,
-        complete_style=CompleteStyle.READLINE_LIKE,  # the others keep lines free for a menu
-        style=Style.from_dict({"": "ansicyan"}),  # what the user writes; the model's text has the terminal's colour
+        complete_style=CompleteStyle.READLINE_LIKE,  # the other styles reserve lines for a menu
+        style=Style.from_dict({"": "ansicyan"}),  # colours the user's text; the model's text has the terminal's colour
     )
 
 
@@ -185,9 +185,9 @@ class WordWrap:
     def __init__(self) -> None:
         from prompt_toolkit.utils import get_cwidth
 
-        self.width_of = get_cwidth  # columns: 2 for a Chinese character, 0 for an accent of its own
+        self.width_of = get_cwidth  # columns: 2 for a Chinese character, 0 for a combining accent
         self.column = 0  # where the next character goes
-        self.word = ""  # held back, with its colours
+        self.word = ""  # the word held back, with its colour codes
         self.word_width = 0
 
     def write(self, text: str, before: str = "", after: str = "") -> None:
@@ -200,7 +200,7 @@ class WordWrap:
                 self.space(character, coloured, columns)
                 continue
             width = self.width_of(character)
-            self.word = f"{self.word}{coloured}".replace(f"{after}{before}", "")  # off and on again: nothing
+            self.word = f"{self.word}{coloured}".replace(f"{after}{before}", "")  # off and on again cancel out
             self.word_width += width
             # Chinese has no spaces: a line may end after any of its characters. A word that fills a line is broken.
             if width == 2 or self.word_width >= columns:
@@ -208,7 +208,7 @@ class WordWrap:
         sys.stdout.flush()
 
     def end_word(self, columns: int) -> None:
-        """Write the word that was held back, on the next line where it does not fit on this one."""
+        """Write the word that was held back, on the next line if it does not fit on this one."""
         if self.column > 0 and self.column + self.word_width > columns:
             sys.stdout.write("\n")
             self.column = 0
@@ -218,7 +218,7 @@ class WordWrap:
         self.word_width = 0
 
     def space(self, character: str, coloured: str, columns: int) -> None:
-        """Write what separates two words; a space that does not fit is left out."""
+        """Write the white space between two words; skip a space that does not fit."""
         if character == "\n":
             self.column = 0
         else:
@@ -228,7 +228,7 @@ class WordWrap:
 
 
 class Chat:
-    """A conversation with a model. A base model has no turns: it continues each text by itself."""
+    """A conversation with a model. A base model has no turns: it continues each text separately."""
 
     def __init__(self, engine: Any, config: Config, sampling: SamplingParams, has_turns: bool):
         self.engine = engine
@@ -240,13 +240,13 @@ class Chat:
         if config.system:
             self.system = [{"role": "system", "content": replace_surrogates(config.system)}]
         self.turns: list[Message] = []
-        self.reply: list[int] = []  # the tokens of the last one
-        self.is_complete = False  # the model ended the last reply by itself
-        self.is_cut = False  # the last prompt lacked the oldest turns
+        self.reply: list[int] = []  # tokens of the last reply
+        self.is_complete = False  # whether the model ended the last reply itself
+        self.is_cut = False  # whether the last prompt left out the oldest turns
         on_terminal = sys.stdout.isatty()
         colours = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.dim, self.plain = ("\x1b[2m", "\x1b[0m") if colours else ("", "")
-        # A terminal shows a call as [2+3 -> 5], and breaks lines at spaces; a file or a pipe receives the text alone.
+        # A terminal shows a call as [2+3 -> 5] and breaks lines at spaces. A file or a pipe receives only the text.
         self.terminal = WordWrap() if on_terminal else None
         self.marks = {
             engine.call_start: " [",
@@ -258,19 +258,19 @@ class Chat:
     def send(self, text: str) -> bool:
         """Stream the reply to a message, and add both to the conversation; False if Ctrl-C stopped it.
 
-        The next reply draws by the next seed.
+        The next reply uses the next seed.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
-        # A base model's text is read with its beginning.
+        # A base model continues the text, so the text itself is shown first.
         self.reply, stopped = self.stream(self.prompt(turns), lead="" if self.has_turns else text)
         if self.has_turns:
             self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}]
         return not stopped
 
     def go_on(self) -> None:
-        """Stream what follows the last reply, and add it to that reply.
+        """Stream the continuation of the last reply, and add it to that reply.
 
-        Raises UserError: when nothing follows, because the model has ended it.
+        Raises UserError: when the model has ended the reply.
         """
         if self.is_complete:
             raise UserError("/continue: the reply is complete; /continue is for one that was cut off or stopped")
@@ -279,7 +279,7 @@ class Chat:
         self.turns[-1] = {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}
 
     def stream(self, ids: list[int], lead: str = "") -> tuple[list[int], bool]:
-        """Show what follows a prompt as it comes, after `lead`; the new tokens, and whether Ctrl-C ended it."""
+        """Show `lead`, then the reply as it is generated; returns the new tokens, and whether Ctrl-C stopped it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
         made: list[int] = []
         in_call = False
@@ -308,7 +308,7 @@ class Chat:
         seconds = time.perf_counter() - began
         self.is_complete = finish_reason == "stop"
 
-        # Complete what is on the screen: half a character, an open call, the line.
+        # Complete the output: half a character, an open call, the line.
         self.show(lead + decoder.decode(b"", final=True), in_call)
         if in_call:
             self.show("]", aside=True)
@@ -326,7 +326,7 @@ class Chat:
     def save(self, name: str) -> str:
         """Append the conversation to a .jsonl, from which `chat_sft --tasks` learns; returns a line about it.
 
-        Raises UserError: when there is none, or it cannot be written.
+        Raises UserError: when the conversation is empty, or the file cannot be written.
         """
         if not self.turns:
             raise UserError("/save: there is no conversation yet")
@@ -341,7 +341,7 @@ class Chat:
         return f"added to {path}; `python -m scripts.chat_sft --tasks {path}` learns from it"
 
     def prompt(self, turns: list[Message]) -> list[int]:
-        """Token ids up to where the reply begins; room for `max_tokens` stays, at most half of the context."""
+        """Token ids up to the start of the reply. They leave room for `max_tokens`, at most half of the context."""
         if not self.has_turns:
             return self.tokenizer.encode(turns[-1]["content"], prepend=self.tokenizer.get_bos_token_id())
         context = self.engine.model.config.sequence_len
@@ -355,7 +355,7 @@ class Chat:
         return prompt.ids
 
     def show(self, text: str, aside: bool = False) -> None:
-        """Print without the characters that a terminal obeys; what is not text of the reply is dim."""
+        """Print without control characters. `aside` marks text that is not part of the reply; it is dim."""
         text = CONTROL.sub("", text)
         if self.terminal is None:
             print("" if aside else text, end="", flush=True)

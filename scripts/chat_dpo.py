@@ -1,4 +1,4 @@
-"""Preference optimisation: of two replies to a question, make the better one more likely than the worse one.
+"""Preference optimisation: make the better of two replies to a question more likely than the worse one.
 
 python -m scripts.chat_dpo --device_batch_size=8
 
@@ -25,21 +25,21 @@ from nanochat.screen import phase, track
 
 @dataclass(frozen=True)
 class Config(EpochFlags):
-    # A stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; frozen, it is the reference of some losses too.
+    # A stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME. Some losses use a frozen copy as the reference.
     source: str = "sft"
     # horizon and batch
     num_iterations: Positive = 100  # steps
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
-    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo, kto; reward: train a reward model, of the stage rm
-    # The smaller, the further from the reference; of orpo the weight of the odds ratio. Default 0.1, for simpo 2.
+    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo, kto; reward: train a reward model (stage rm)
+    # A smaller value allows a larger distance from the reference. orpo: the odds ratio's weight. Default 0.1; simpo 2.
     beta: Frozen[Annotated[float, Range(1e-6, 100)] | None] = None
     gamma: Frozen[Annotated[float, Range(0, 100)] | None] = None  # by how much the chosen reply should lead (simpo: 1)
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)] | None] = None  # share of pairs that are wrong (dpo: 0)
-    # Of the chosen reply's own cross-entropy. Default 0, for cpo and orpo 1; kto has none.
+    # Weight of the chosen reply's cross-entropy. Default 0, for cpo and orpo 1; kto does not use it.
     sft_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None
-    desirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # of the good replies (kto: 1)
-    undesirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # of the bad replies (kto: 1)
+    desirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of good replies (kto: 1)
+    undesirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of bad replies (kto: 1)
     # optimizer
     # Multiplies all learning rates of pretraining. Default 0.02, for reward 0.1.
     lr_scale: Annotated[float, Range(0, 100)] | None = None
@@ -109,7 +109,7 @@ def main(config: Config) -> None:
         return preferences.compared(batches_of(examples, *sizes), frozen)
 
     def baseline_of(examples: Sequence[preferences.Replies], policy: Any, frozen: Any = reference) -> dict[str, float]:
-        """What a loss of single replies compares a step's gains with: how far the model is from its reference."""
+        """The baseline of a loss on single replies: the distance of the model from its reference."""
         if loss.baseline is None:
             return {}
         return {"baseline": loss.baseline(policy, frozen, examples, *sizes)}
@@ -117,7 +117,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(config, train)
     steps = horizon.steps
-    batch_tokens = horizon.examples * row_tokens  # about: a reply is shorter than a row
+    batch_tokens = horizon.examples * row_tokens  # approximate: a reply is shorter than a row
     lr_scale = loss.lr_scale if config.lr_scale is None else config.lr_scale
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
@@ -164,16 +164,16 @@ def main(config: Config) -> None:
     if not val_examples:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * preferences.token_count(first_examples)
-    shape = (config.device_batch_size, row_tokens)  # of every micro-batch
+    shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
     compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
     compiled_reference = None
     if reference is not None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
-    left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs that had nothing to prefer
+    left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs with nothing to prefer
 
     with run:
         for step in run.steps():
-            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
+            # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
@@ -181,7 +181,7 @@ def main(config: Config) -> None:
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats, **baseline)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
                     metrics = {}
-                    if math.isfinite(val_loss):  # else no held-out pair is left
+                    if math.isfinite(val_loss):  # otherwise every held-out pair was left out
                         means = losses.mean_reply_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
                     run.log.evaluation(**metrics)
@@ -194,7 +194,7 @@ def main(config: Config) -> None:
             numbers = horizon.draws(step)
             examples = draw(train, numbers)
             reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
-            # Both models are compiled, or neither: else the margin would hold the difference of their rounding.
+            # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
             baseline = baseline_of(examples, policy, frozen)

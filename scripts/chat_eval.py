@@ -1,6 +1,6 @@
-"""Evaluate a chat model on tasks: accuracy with its interval, ChatCORE, and some of the replies.
+"""Evaluate a chat model on tasks: accuracy with its confidence interval, ChatCORE, and some of the replies.
 
-Replies are drawn as users get them, by the checkpoint's settings; --temperature 0 is greedy.
+Replies are sampled with the checkpoint's settings, as users get them; --temperature 0 is greedy.
 
 python -m scripts.chat_eval --source sft --tasks stories,addition
 
@@ -30,21 +30,21 @@ class Config:
     step: int | None = None  # default: the newest
     tasks: str = ""  # NAME[=PATH],NAME,...; default: all built-in tasks that have a right answer
     hub: Literal["hf", "modelscope"] = "hf"  # where to download the other tasks
-    max_examples: Positive = 200  # of each task; more than there are: all
+    max_examples: Positive = 200  # questions per task, at most
     samples: Positive = 1  # replies to each question; the accuracy is their mean
     device_batch_size: Positive = 32  # rows a device computes at once
-    max_tokens: Positive = 512  # of a reply, as far as the context reaches
+    max_tokens: Positive = 512  # tokens of a reply, within the context
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     show: Count = 2  # replies of each task to keep for the report; the first one is printed
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
 def main(config: Config) -> None:
     began = time.time()
     phase("loading torch")
-    # The heavy imports are here so that --help responds at once.
+    # The heavy imports are here so that --help answers at once.
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import parts_of
@@ -77,7 +77,7 @@ def main(config: Config) -> None:
                 keep=config.show,
             )  # fmt: skip
             finished.done += 1
-            if not has_bars():  # a log shows how far it is
+            if not has_bars():  # a log shows the progress
                 print0(f"task {len(results) + 1}/{len(tasks)} {name}: {result.accuracy:.1%}, {result.seconds:.1f} s")
             interval = f"{result.low:.1%} - {result.high:.1%}"
             counts = [f"{count:,}" for count in (result.questions, result.too_long, result.cut_off)]
@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     columns = ("task", "accuracy", "95% interval", "guessing", "questions", "too long", "cut off", "seconds")
     print_table(columns, rows, optional=("guessing", "too long", "cut off"))
 
-    # ------------------------------------------------------------------ a reply of each task, as a reader sees it
+    # ------------------------------------------------------------------ print one reply per task
     for name in tasks:
         graded = next((reply for task, reply in shown if task == name), None)  # the others are in the report
         if graded is None:
@@ -98,7 +98,7 @@ def main(config: Config) -> None:
         for message in (*graded.messages, {"role": "assistant", "content": graded.reply}):
             print_message(message["role"], readable(parts_of(message["content"])))
 
-    # ------------------------------------------------------------------ together with earlier tasks of this step
+    # ------------------------------------------------------------------ merge with earlier tasks of this step
     if device.is_main:
         samples = [{"task": name, **asdict(graded)} for name, graded in shown]
         report: dict[str, Any] = {"step": meta["step"], "tasks": results, "samples": samples}
@@ -106,7 +106,7 @@ def main(config: Config) -> None:
         if path:
             report = merge(path, report)
 
-        # A chat of several turns for the report, drawn as users would have it; once for each step.
+        # A chat of several turns for the report, sampled as for users; one chat per step.
         if config.show and meta["stage"] != "base" and not report.get("chat"):
             report["chat"] = converse(engine, CHAT, SamplingParams(**meta["sampling"]), config.max_tokens)
             print0("\na chat:")
@@ -139,8 +139,10 @@ def print_message(role: str, text: str) -> None:
 
 
 def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """The report together with what the file has about the same step. A task that the file has with other settings
-    stays as it is there: a quick look should not cost the results of a long evaluation."""
+    """The report, merged with the results of the same step in the file.
+
+    A task that the file has with other settings stays as it is: a quick look must not replace a long evaluation.
+    """
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if earlier["step"] != report["step"]:
@@ -161,7 +163,7 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
-    """Whether a task's result may take the place of an earlier one, if there is one."""
+    """Whether a task's result may replace an earlier one, if any."""
     return earlier is None or earlier["settings"] == task["settings"]
 
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning: sample replies to questions, reward those that are right, make them more likely.
+"""Reinforcement learning: sample replies to questions, reward the right ones, and make them more likely.
 
 python -m scripts.chat_rl --examples_per_step=8 --num_samples=8 --lr_scale=0.3
 
@@ -25,15 +25,15 @@ class Config(ChatFlags):
     num_iterations: Positive = 60  # steps
     examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
-    max_tokens: Frozen[Positive] = 256  # of a reply
+    max_tokens: Frozen[Positive] = 256  # tokens of a reply
     reward: Frozen[str] = "task"  # the task's own, a FILE.py:FUNCTION, or a weighted sum: task:0.8,FILE.py:FUNCTION:0.2
-    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the samples; the loss is that of temperature 1
+    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # for sampling only; the loss uses temperature 1
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
     # This process's engine, servers (http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM, SGLang), or ray:WORKERS.
     sampler: str = "engine"
-    sampler_patience: Positive = 300  # seconds without a reply of these after which the run saves and ends
-    # The samples of a step come from the weights so many steps before: servers sample while this process trains.
+    sampler_patience: Positive = 300  # seconds without a reply from a sampler; after them the run saves and ends
+    # A step learns from samples of the weights this many steps earlier: servers sample while this process trains.
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
@@ -41,22 +41,22 @@ class Config(ChatFlags):
     loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples
     minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
-    # The clip compares with the policy that sampled: without a second update of a step, there is nothing to clip.
-    # How far a probability may fall, as a share of what it was; from 2 updates on; default: the loss's, mostly 0.2.
+    # The clip compares with the policy that sampled, so it has an effect only from the second update of a step on.
+    # How far a probability may fall, as a share of its old value. Default of both clips: the loss's, mostly 0.2.
     clip_low: Frozen[Fraction | None] = None
-    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # likewise rise; default: mostly 0.2, dapo 0.28
+    clip_high: Frozen[Annotated[float, Range(0, 100)] | None] = None  # how far it may rise; default: 0.2, dapo 0.28
     kl: Frozen[Annotated[float, Range(0, 100)]] = 0.0  # weight of the KL penalty against the source model
     kl_in: Frozen[Literal["loss", "reward"]] = "loss"  # at each token in the loss, or summed up in a reply's reward
     # Weigh tokens by min(p_trainer / p_sampler, this); 0: off; default: 2 with --staleness, else 0.
     importance_cap: Frozen[Annotated[float, Range(0)] | None] = None
     # How often questions with equally good replies are replaced by others; default: 0, dapo 3.
     refills: Frozen[Annotated[int, Range(0, 1000)] | None] = None
-    # Last share of max_tokens in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
+    # The last share of max_tokens, in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
     overlong: Frozen[Fraction | None] = None
     teacher: Frozen[str | None] = None  # --loss distill: the model to learn from; a stage, a folder or hf:ORG/NAME
-    discount: Frozen[Fraction | None] = None  # ppo: of the value a token later (default 1)
+    discount: Frozen[Fraction | None] = None  # ppo: weight of the next token's value (default 1)
     gae_lambda: Frozen[Fraction | None] = None  # ppo: 1: the reward judges all tokens; 0: the next value (default 0.95)
-    value_weight: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: of the value function's error (default 0.5)
+    value_weight: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: weight of the value loss (default 0.5)
     value_clip: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: how far a value may move (default 0.2)
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
@@ -75,13 +75,13 @@ class Config(ChatFlags):
 
     @property
     def critic_settings(self) -> dict[str, float]:
-        """The flags of a value function that are set."""
+        """The flags of the value function that the user has set."""
         settings = {name: getattr(self, name) for name in ("discount", "gae_lambda", "value_weight", "value_clip")}
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def updates(self) -> int:
-        """How often a step changes the weights."""
+        """Weight updates per step."""
         return self.updates_per_step * self.minibatches
 
 
@@ -135,7 +135,7 @@ def main(config: Config) -> None:
     )
     steps = config.num_iterations
     examples = config.examples_per_step
-    # Rewards make noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
+    # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
     rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     print0(f"tasks: {tasks}")
@@ -154,17 +154,17 @@ def main(config: Config) -> None:
     if reference is not None and start.reference_source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
-    # Micro-batches of samples have many shapes, which nobody knows before they are drawn: the full one is compiled. In
-    # the demo half of what a step computes is in full ones, and replies have half of their largest length.
+    # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
+    # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
     shape = (config.device_batch_size, row_tokens)
     step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
     compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
     compiled_reference = None
     if reference is not None:
         compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
-    reward_before = math.nan  # of held-out questions, before the first step
-    reward_after = math.nan  # and at the last evaluation
-    last_kl = math.nan  # to the reference or the teacher, of the last step that was logged
+    reward_before = math.nan  # mean reward on held-out questions before the first step
+    reward_after = math.nan  # the same at the last evaluation
+    last_kl = math.nan  # KL to the reference or the teacher in the last logged step
     if run.loader_states:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
@@ -184,7 +184,7 @@ def main(config: Config) -> None:
         return step * examples * (1 + method.refills)
 
     def share_of(questions: list[tuple[Task, Example]], count: int, seed: int) -> rollout.Share:
-        """This rank's share of `count` samples of each question, by the weights that the sampler has."""
+        """This rank's share of `count` samples of each question, drawn with the sampler's present weights."""
         return rollout.sample_share(
             sampler, start.tokenizer, device, questions, samples=count, seed=seed, max_tokens=config.max_tokens,
             context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
@@ -200,7 +200,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
-            # ---- evaluate: one reply to each held-out question, sampled as in training; before the first step too
+            # ---- evaluate: one reply to each held-out question, sampled as in training; also before the first step
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     schedule.hand_over(step)
@@ -224,24 +224,24 @@ def main(config: Config) -> None:
             with run.interruptible("sampling"):
                 drawn = rollout.exchange(schedule.take(step), device)
                 metrics = drawn.metrics()
-                # Where all replies to a question are equally good there is nothing to learn: other questions take the
-                # places of such ones (source: Yu et al. 2025, DAPO, dynamic sampling).
+                # A question whose replies are all equally good teaches nothing: another question replaces it
+                # (source: Yu et al. 2025, DAPO, dynamic sampling).
                 for refill in range(1, 1 + method.refills):
                     if drawn.without_signal:
                         others = draw(train, first_of(step) + refill * examples, drawn.without_signal)
                         seed = seed_of(config.seed, step, refill)
                         drawn = drawn.refill(rollout.exchange(share_of(others, config.num_samples, seed), device))
                 if config.staleness:
-                    schedule.begin(step)  # the next samples, by the present weights; servers draw while this trains
+                    schedule.begin(step)  # servers draw the next samples with the present weights during this step
             if drawn is None or run.due.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
-            # ---- pack each minibatch's replies into rows, of which each rank computes its share. All log probabilities
-            # are those before the first update.
+            # ---- pack each minibatch's replies into rows; each rank computes its share. All log probabilities are from
+            # before the first update.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
-            old = policy if config.updates > 1 else None  # with one update the samples are the present policy's own
+            old = policy if config.updates > 1 else None  # with one update the present policy drew the samples
             parts = drawn.split(config.minibatches)
             minibatches = [samples.policy_batches(part, shape, device, old, frozen) for part in parts]
 
@@ -275,7 +275,7 @@ def main(config: Config) -> None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
                 run.log.step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
-                # An example as often as an evaluation: true where `log` has just kept the line for the next turn's.
+                # Log an example as often as an evaluation runs.
                 if run.due.evaluate and drawn.groups:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)

@@ -1,4 +1,4 @@
-"""The command that trained reward models: `python -m scripts.chat_dpo --loss reward` does.
+"""The old command for reward models: `python -m scripts.chat_dpo --loss reward` trains them now.
 
 python -m scripts.chat_rm    # ends with a line that says so
 """

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: whole conversations, packed, with a loss only on what the assistant says.
+"""Supervised fine-tuning: whole conversations, packed, with a loss only on the assistant's tokens.
 
 python -m scripts.chat_sft --device_batch_size=4
 
@@ -62,21 +62,21 @@ def main(config: Config) -> None:
     print0(f"tasks: {tasks}")
 
     def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:
-        """Conversations by number, the same on every rank; those without a target are not in the rows."""
+        """Conversations by number, the same on every rank. The rows leave out conversations without a target."""
         rendered = [mixture.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers]
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
 
     # ------------------------------------------------------------------ horizon, optimizer
-    # Steps of a mixture begin with the next conversation after those that mid-training has read.
+    # The steps of a mixture begin with the first conversation that mid-training has not read.
     first = start.pretraining.get("conversations", 0)
     require_learnable(
         train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(first, first + FIRST_EXAMPLES)
     )
     horizon = Horizon.of(config, train, first=first)
     steps = horizon.steps
-    batch_tokens = horizon.examples * row_tokens  # about: a conversation is shorter than a row
+    batch_tokens = horizon.examples * row_tokens  # approximate: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     schedule = Schedule.for_run(
@@ -101,25 +101,25 @@ def main(config: Config) -> None:
             f"the chat template writes {unlearned} replies of the first {len(opened)} conversations otherwise when "
             "more turns follow, as templates do that drop earlier thoughts: such replies are read, and not learned"
         )
-    # Micro-batches have a few shapes: the one of the run's first micro-batch is compiled, wherever the run resumes.
+    # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, range(held_out_count))
-    no_target = 0  # conversations since the last log line that left nothing to learn
-    cut = 0  # and that were longer than the context
+    no_target = 0  # conversations since the last log line with nothing to learn
+    cut = 0  # conversations since then that were longer than the context
     if run.loader_states:
         no_target = int(run.loader_states[0]["no_target"])
         cut = int(run.loader_states[0]["cut"])
 
     with run:
         for step in run.steps():
-            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
+            # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
                     val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
-                    # Not finite: nothing held out is a target.
+                    # The loss is not finite when the held-out conversations have no target.
                     run.log.evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
             if run.due.save:
                 if not by_epoch:
@@ -128,8 +128,8 @@ def main(config: Config) -> None:
             if run.due.leave:
                 break
 
-            # ---- one step: conversation k of the run is the same on every rank and in every start, so that a resumed
-            # run needs no position in the data
+            # ---- one step: conversation k of the run is the same on every rank and after every restart, so a resumed
+            # run does not store its position in the data
             rows, rendered = draw(train, horizon.draws(step))
             mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
             stats = train_step(
@@ -140,7 +140,7 @@ def main(config: Config) -> None:
             no_target += len([one for one in rendered if not one.target_count])
             cut += len([one for one in rendered if one.cut])
             if run.due.log:
-                # The share of what the step computed that is not padding.
+                # The share of the computed tokens that is not padding.
                 computed = sum(micro.inputs.numel() for micro in mine) * device.world_size
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
                 lr = peak_lr * schedule.lr(step)

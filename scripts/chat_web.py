@@ -1,4 +1,4 @@
-"""Serve a model: a page to chat in, and an API for OpenAI's clients. docs/deploy.md is about serving it to others.
+"""Serve a model: a chat page, and an API for OpenAI's clients. docs/deploy.md explains how to serve it to others.
 
 python -m scripts.chat_web
 
@@ -43,24 +43,24 @@ class Config:
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.
-    # Clients choose one by its name; default: nanochat-TAG-STAGE, or the folder's name.
+    # Clients choose an adapter by its name; default: nanochat-TAG-STAGE, or the folder's name.
     adapter: str = ""
-    name: str = ""  # of the model, for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
-    host: str = "127.0.0.1"  # address to listen on; any but this machine's own needs a key, by default a random one
+    name: str = ""  # the model's name for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
+    host: str = "127.0.0.1"  # address to listen on; any but this machine's needs a key, by default a random one
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
     api_key: str | None = None  # clients must send it; default: NANOCHAT_API_KEY; "none": no key is needed
     api_key_file: Path | None = None  # a file that holds the key
-    # Further host names for this server, separated by commas; "*": any. By default this machine's own, or any with a
-    # key where others can reach it.
+    # Further host names of this server, separated by commas; "*": any. Default: this machine's names; or any name when
+    # others can reach the server and need a key.
     allowed_hosts: str = ""
     allowed_origins: str = ""  # sites whose pages may use the API, separated by commas: https://chat.example.org
-    # Sample for a trainer (chat_rl --sampler): it replaces the weights by those of folders below NANOCHAT_BASE_DIR.
+    # Sample for a trainer (chat_rl --sampler), which replaces the weights from folders below NANOCHAT_BASE_DIR.
     for_rl: bool = False
     slots: Positive = 16  # replies generated at once
-    max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole of it
+    max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole context
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -72,7 +72,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ listen, and print the address
     with listening(config.host, config.port) as listener:
         address = address_of(config.host, listener)
-        # The operator knows a key of their own, and standard output may end up in a log: print only a key made here.
+        # Print only a key made here: an operator knows the key that they set, and standard output may end up in a log.
         print(address if key is None or names_key(config) else address_with_key(address, key), flush=True)
         if len(models) > 1:
             print(f"models: {', '.join(models)}", flush=True)
@@ -83,7 +83,7 @@ def main(config: Config) -> None:
 
 
 def serve(config: Config, listener: socket.socket) -> None:
-    """Serve until a signal ends the process. Raises whatever loading the model raised."""
+    """Serve until a signal ends the process. Raises the error with which loading the model failed."""
     from nanochat.serve.app import GRACE_SECONDS
 
     failures: list[BaseException] = []
@@ -103,9 +103,9 @@ def serve(config: Config, listener: socket.socket) -> None:
 
 
 def check(config: Config) -> list[str]:
-    """Look at what needs no loading; returns the names of the models, if there are adapters.
+    """Check everything that can be checked without loading; returns the models' names, if there are adapters.
 
-    Raises UserError: when there is no such checkpoint or device.
+    Raises UserError: when the checkpoint or device does not exist.
     """
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_config
@@ -113,13 +113,13 @@ def check(config: Config) -> list[str]:
 
     if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
         raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
-    allowed_origins(config)  # or raises
+    allowed_origins(config)  # raises on a mistake
     base = find_source(config.source, config.model_tag, config.step)
     adapters = find_adapters(config, base)
     if config.for_rl and adapters:
         raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
     kind = devices.kind_of(config.device)
-    devices.records(kind, config.decoding.graphs)  # or raises
+    devices.records(kind, config.decoding.graphs)  # raises on a mistake
     if not adapters:
         return []
     _, _, meta = load_config(base)
@@ -127,9 +127,9 @@ def check(config: Config) -> list[str]:
 
 
 def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dict[str, Any]]]:
-    """Those of --adapter: the name for clients, the adapters, and their meta data.
+    """The adapters of --adapter: the name for clients, the adapters, and their meta data.
 
-    Raises UserError: when they are not of this base, or two have one name.
+    Raises UserError: when one belongs to another base, or two have the same name.
     """
     from nanochat.adapters.folders import load_adapters
     from nanochat.checkpoint_manager import load_config
@@ -145,7 +145,7 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
         name, _, source = entry.rpartition("=") if not Path(entry).is_dir() else ("", "", entry)
         adapters, meta = load_adapters(source, shape, base)
         if adapters.lora.base_format == "nf4":
-            raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it alone, as --source")
+            raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it separately, as --source")
         name = name or name_of(meta)
         if name in names:
             raise UserError(f"--adapter {entry}: another model is called {name}; give it a name as NAME=PATH")
@@ -155,7 +155,7 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
 
 
 def name_of(meta: dict[str, Any]) -> str:
-    """What clients call a model by default."""
+    """The default name of a model for clients."""
     from nanochat.model_folder import tag_of
 
     tag = tag_of(Path(meta["folder"]))
@@ -163,7 +163,7 @@ def name_of(meta: dict[str, Any]) -> str:
 
 
 def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any:
-    """The ASGI application; it loads the model once it runs."""
+    """The ASGI application; it loads the model when it starts."""
     from nanochat.serve.app import create_app
     from nanochat.serve.state import LoadedModel
 
@@ -192,9 +192,9 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             gib = config.slots * Slots.bytes_per_slot(engine.model.config, engine.device.dtype) / 2**30
             raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
         scheduler.start()
-        # Python's collector of garbage looks through every object that it knows of while all threads wait, and it does
-        # so whenever a request brings many new ones. What is loaded now stays, so it need not look there: a body of
-        # 49,000 empty lists takes 16 ms instead of 140 (docs/measurements.md).
+        # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request
+        # creates many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes
+        # 16 ms instead of 140 (docs/measurements.md).
         gc.collect()
         gc.freeze()
 
@@ -203,7 +203,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             about = {
                 "tasks": meta["tasks"],
                 "parameters": parameters,
-                # A path tells about this machine.
+                # Only the file name: a path would reveal details of this machine.
                 "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
                 "trained_at": meta["trained_at"],
                 "step": meta["step"],
@@ -223,7 +223,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
                 read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
             )
 
-        # What an adapter's own meta data does not say is the base's.
+        # An adapter inherits the base's meta data where it has none.
         adapted = [served(name, {**meta, **own}, number) for number, (name, _, own) in enumerate(adapters, start=1)]
         return replace(served(config.name or name_of(meta), meta), adapted=tuple(adapted))
 
@@ -233,20 +233,20 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, for gunicorn: built when it is first imported, from the flags in NANOCHAT_CHAT_WEB."""
+    """`app`, for gunicorn: built on first import, from the flags in NANOCHAT_CHAT_WEB."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def give_up(error: BaseException) -> None:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        os._exit(3)  # gunicorn ends with it; after any other code it starts this process again and again
+        os._exit(3)  # gunicorn ends on this code; after any other it restarts the process again and again
 
     try:
         config = parse(Config, [])
         for flag in ("host", "port"):
             if getattr(config, flag) != getattr(Config, flag):
                 raise UserError(f"--{flag} is for `python -m scripts.chat_web`: gunicorn has -b and -w")
-        config = replace(config, host="0.0.0.0")  # where gunicorn listens is not known here: it may be anywhere
+        config = replace(config, host="0.0.0.0")  # gunicorn's address is unknown here: assume that it is public
         key = choose_key(config, open_to_others=True)
         check(config)
     except UserError as error:
@@ -264,7 +264,7 @@ def __getattr__(name: str) -> Any:
 
 
 def choose_key(config: Config, open_to_others: bool) -> str | None:
-    """The API key; None: no key is needed. Where others can reach the server and no key is set, a random one."""
+    """The API key; None: no key is needed. If others can reach the server and no key is set, the key is random."""
     if config.api_key is not None and config.api_key_file is not None:
         raise UserError("--api_key and --api_key_file: set one of them")
     if not names_key(config):
@@ -283,25 +283,25 @@ def choose_key(config: Config, open_to_others: bool) -> str | None:
 
 
 def names_key(config: Config) -> bool:
-    """Whether the operator has set a key, or none."""
+    """Whether the operator has set a key, or "none"."""
     return config.api_key is not None or config.api_key_file is not None or "NANOCHAT_API_KEY" in os.environ
 
 
 def address_with_key(address: str, key: str) -> str:
-    """The page's first address. A browser sends no fragment, so the key stands in no log of this server or a proxy."""
+    """The page's first address. A browser never sends the fragment, so the key stays out of every server's log."""
     return f"{address}#key={key}"
 
 
 def warn_if_open(config: Config, key: str | None) -> None:
-    """Print who may use a server without a key."""
+    """Warn that anybody who reaches the server may use it without a key."""
     if key is None and not is_loopback(config.host):
         hosts = allowed_hosts(config, key)
         by = "any host name" if not hosts else ", ".join(dict.fromkeys(hosts)) + "; --allowed_hosts adds names"
-        print(f"no API key: whoever reaches this port may use the model (by {by})", flush=True)
+        print(f"no API key: anybody who reaches this port may use the model (by {by})", flush=True)
 
 
 def allowed_hosts(config: Config, key: str | None) -> tuple[str, ...]:
-    """The names by which requests may call this server; () for any, where the key keeps strangers out."""
+    """The host names that requests may use for this server; () for any, when the key keeps strangers out."""
     from nanochat.serve.app import LOOPBACK
     from nanochat.serve.middleware import ANY_ADDRESS
 
@@ -311,15 +311,15 @@ def allowed_hosts(config: Config, key: str | None) -> tuple[str, ...]:
     if is_loopback(config.host):
         own = f"[{config.host}]" if ":" in config.host else config.host.lower()
         return (*LOOPBACK, own, *further)
-    # Without a key a page of another site could use this server through the browser of a person who can reach it, by
-    # letting its own host name point here (DNS rebinding). It cannot do that with an address or this machine's name.
+    # Without a key, a page of another site could use this server through the browser of a person who can reach it: the
+    # site points its host name here (DNS rebinding). That works neither with an address nor with this machine's name.
     if key is None or further:
         return (*LOOPBACK, socket.gethostname().lower(), ANY_ADDRESS, *further)
     return ()
 
 
 def allowed_origins(config: Config) -> tuple[str, ...]:
-    """The sites of --allowed_origins, as browsers write them. Raises UserError: when one is no site."""
+    """The sites of --allowed_origins, as browsers write them. Raises UserError: when an entry is not a site."""
     origins = tuple(name.strip().lower() for name in config.allowed_origins.split(",") if name.strip())
     for origin in origins:
         # "*" would let every page that a person opens use the server through their browser.

@@ -1,4 +1,4 @@
-"""Continue the pretraining of a trained model on text: a model of ours, or one from a hub.
+"""Continue the pretraining of a trained model on text: one of our models, or one from a hub.
 
 python -m scripts.continue_train --source hf:Qwen/Qwen3-0.6B --data my_texts:0.7,fineweb-edu:0.3 --max_seq_len 2048 \
     --device_batch_size 4 --total_batch_size 131072 --num_iterations 500 --learning_rate 2e-5
@@ -18,11 +18,11 @@ from nanochat.screen import phase, track
 if TYPE_CHECKING:
     from nanochat.stage import Start
 
-# As mid-training: at the full rates a trained model first forgets, at low ones it learns little of the new text
-# (source: Ibrahim et al. 2024, Simple and Scalable Strategies to Continually Pre-train).
+# The scale of mid-training. At the full rates a trained model first forgets; at low rates it learns little of the new
+# text (source: Ibrahim et al. 2024, Simple and Scalable Strategies to Continually Pre-train).
 LR_SCALE = 0.5
-# The decay and the clipping of most recipes for models that AdamW has trained (source: Brown et al. 2020, GPT-3, and
-# those after it).
+# The decay and clipping that most recipes use for models trained by AdamW (source: Brown et al. 2020, GPT-3, and later
+# papers).
 ADAMW_DECAY = 0.1
 ADAMW_NORM = 1.0
 
@@ -30,10 +30,10 @@ ADAMW_NORM = 1.0
 @dataclass(frozen=True)
 class Config(TextFlags, SourceFlags):
     # optimizer
-    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates by rule; default: 0.5
+    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, for AdamW; default: Muon, by --lr_scale
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all rates by rule; default: 0.5
     # horizon and batch
-    num_iterations: Positive | None = None  # steps; has no default
+    num_iterations: Positive | None = None  # steps; required
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: the source's, or one pass
 
     def __post_init__(self):
@@ -51,7 +51,7 @@ class Config(TextFlags, SourceFlags):
                     raise UserError(f"--learning_rate is absolute, for all parameters: leave --{flag} out")
 
 
-# Flags of a new model, which this command does not make.
+# Flags for new models. This command does not create one.
 MOVED = dict.fromkeys(
     ("--depth", "--head_dim", "--mlp", "--logit_cap", "--window_pattern", "--target_param_data_ratio"),
     "leave it out, --source has its shape; use python -m scripts.base_train for a new model",
@@ -89,7 +89,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
     by_rule = start.pretraining.get("batch_tokens", micro_tokens)
     accumulation = count_micro_batches(
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
@@ -123,7 +123,8 @@ def main(config: Config) -> None:
     token_flops = scaling.flops_per_token(model.config)
     pretraining = start.pretraining
     tokens_before = pretraining["tokens"]
-    # All that the model has read: default tasks follow from it. One text that is read again is named once.
+    # Record everything that the model has read: later stages choose their default tasks by it. A text that is read
+    # again is named once.
     names = dict.fromkeys(filter(None, (pretraining["data"], config.data)))
     pretraining |= {"data": ",".join(names), "batch_tokens": batch_tokens, "document_mask": document_mask}
     pretraining["context"] = max(row_tokens, pretraining.get("context", 0))
@@ -140,7 +141,7 @@ def main(config: Config) -> None:
     )  # fmt: skip
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")
-    val_rows = []  # of each corpus of a mixture, by its share
+    val_rows = []  # one entry per corpus of a mixture; its share sets the size
     for part in parts_of(val_corpus):
         share = math.ceil(part.weight * config.eval_tokens)
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
@@ -185,7 +186,7 @@ def main(config: Config) -> None:
 
 
 def tag_beside_source(model_tag: str | None, start: "Start") -> str:
-    """The tag of the new checkpoints: the source's, which a base model of ours has to keep.
+    """The tag of the new checkpoints. It differs from the tag of a source that is one of our base models.
 
     Raises UserError: when `model_tag` is the source's.
     """

@@ -1,4 +1,4 @@
-"""Copy a checkpoint's weights and tokenizer into a folder of their own, to share or to keep.
+"""Copy a checkpoint's weights and tokenizer into a new folder, to share or to keep.
 
 python -m scripts.export --to safetensors --source sft --out my_model --dtype bfloat16
 
@@ -6,19 +6,20 @@ python -m scripts.export --to hf --source sft --out my_model --push me/my-model
 
 python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out merged
 
-`--to hf` writes what AutoModelForCausalLM, vLLM and the like load: the weights under the names of the model's family
-(Qwen, Llama, Mistral), with its tokenizer, chat template and generation_config.json. A model of our own shape has no
-family: modeling_nanochat.py goes with it, and transformers loads it with trust_remote_code=True. There, as with every
-model of a hub, a special token that is spelled out in a chat's text becomes one.
+`--to hf` writes the folder that AutoModelForCausalLM, vLLM and similar programs load: the weights under the names of
+the model's family (Qwen, Llama, Mistral), its tokenizer, chat template and generation_config.json. A model of our own
+shape has no family: the folder includes modeling_nanochat.py, and transformers loads it with trust_remote_code=True.
+There, as with every model of a hub, a special token that is spelled out in the text of a chat becomes a special token.
 
-Adapters (LoRA) are merged into their base: those of a source that holds some, and those of `--adapter`, another
-checkpoint or a folder of the library peft. `--to peft` writes the adapters of the source alone, as such a folder.
+Adapters (LoRA) are merged into their base: the adapters of the source, if it has any, and the adapters of `--adapter`,
+another checkpoint or a folder of the library peft. `--to peft` writes only the adapters of the source, as such a
+folder.
 
 With `--to safetensors` the folder holds model.safetensors, config.json, the tokenizer, meta.json (which checkpoint it
-was) and manifest.json (every file's size and sha256), and no training state. `load_model("my_model")`, and
-`--source my_model` of chat_web and the other commands, read it as it is. The tokenizer is there twice: as
+was) and manifest.json (every file's size and sha256), but not the training state. `load_model("my_model")` and the
+flag `--source my_model` of chat_web and the other commands read it directly. The folder has the tokenizer twice: as
 nanochat_tokenizer.json for this project, and as tokenizer.json in the format of Hugging Face's `tokenizers`, with the
-same ids. There, too, text never becomes a special token; transformers' AutoTokenizer makes one of it where it is loaded
+same ids. With both, text never becomes a special token; transformers' AutoTokenizer turns it into one if it is loaded
 with split_special_tokens=False.
 """
 
@@ -39,22 +40,22 @@ if TYPE_CHECKING:
     from nanochat.tokenizer import Tokenizer
 
 MODELING = Path(__file__).parent.parent / "nanochat" / "exported" / "modeling_nanochat.py"
-# What meta.json keeps of a checkpoint's. The rest, such as paths, describes the machine that trained it.
+# The entries of a checkpoint's meta.json to keep. The rest, such as paths, describes the machine that trained it.
 KEPT = ("model", "tokenizer", "step", "stage", "source", "pretraining", "sampling", "tasks", "trained_at")
 
 
 @dataclass(frozen=True)
 class Config:
-    out: str  # the folder to make; it must not exist yet
-    # For this project, for transformers and what reads its folders, or the adapters alone for peft.
+    out: str  # the folder to create; it must not exist yet
+    # The format: for this project; for transformers and programs that read its folders; or only the adapters, for peft.
     to: Literal["safetensors", "hf", "peft"] = "safetensors"
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's: merge them into the source
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
-    model_tag: str | None = None  # of the source; default: the tag last written
-    step: int | None = None  # of the source; default: its newest whole step
-    # Of the weights; auto: as in the source. bfloat16 halves what is float32, and rounds.
+    model_tag: str | None = None  # tag of the source; default: the tag written last
+    step: int | None = None  # step of the source; default: the newest whole checkpoint
+    # The dtype of the weights; auto: as in the source. bfloat16 halves the size of float32 weights, and rounds them.
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    push: str | None = None  # also upload it: ORG/NAME, a private repository of the hub (HF_TOKEN); made if need be
+    push: str | None = None  # also upload it to ORG/NAME, a private repository of the hub (HF_TOKEN); created if needed
 
 
 def main(config: Config) -> None:
@@ -75,7 +76,7 @@ def main(config: Config) -> None:
 
     if config.to == "peft":
         if config.adapter:
-            raise UserError("--to peft writes the adapters of --source alone: leave --adapter out")
+            raise UserError("--to peft writes only the adapters of --source: leave --adapter out")
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters, _ = folders.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
@@ -110,7 +111,7 @@ def main(config: Config) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path, weight_bytes: int = 0) -> Iterator[Path]:
-    """A folder that is named `out` once the block has filled it. Raises UserError: when the disk is full."""
+    """A folder that gets the name `out` after the block has filled it. Raises UserError: when the disk is full."""
     import shutil
 
     from nanochat import checkpoint_manager
@@ -127,7 +128,7 @@ def write_as_ours(
     folder: Path, model: "GPT", tokenizer: "Tokenizer", meta: dict[str, Any], dtype: "torch.dtype",
     for_transformers: bool,
 ) -> None:  # fmt: skip
-    """A checkpoint of this project without training state; `for_transformers`: its modeling file goes with it."""
+    """A checkpoint of this project without training state; `for_transformers` adds its modeling file."""
     from nanochat import checkpoint_manager, model_folder, storage
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.tokenizer import EXPORTED_NAME
@@ -145,13 +146,13 @@ def write_as_ours(
         contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
         settings |= text_ends(tokenizer)
         settings |= {"architectures": ["NanochatForCausalLM"], "tie_word_embeddings": False}
-        # Under a name of its own: what transformers reads as rope_scaling has another form.
+        # The name differs because transformers expects another form under rope_scaling.
         settings["rotary_scaling"] = settings.pop("rope_scaling", None)
         settings["auto_map"] = {
             "AutoConfig": "modeling_nanochat.NanochatConfig",
             "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",
         }
-        # It is not in the manifest: a download for this project leaves it out (data/hub.py).
+        # The file is not in the manifest: a download for this project leaves it out (data/hub.py).
         storage.write_file(folder / MODELING.name, [MODELING.read_bytes()])
     contents["config.json"] = settings
     files |= write_contents(folder, contents)
@@ -161,7 +162,7 @@ def write_as_ours(
 def write_as_family(
     folder: Path, model: "GPT", tokenizer: "Tokenizer", meta: dict[str, Any], dtype: "torch.dtype", family: str
 ) -> None:
-    """A model of another family, under its names. Without a manifest, which would make it a checkpoint of ours."""
+    """A model of another family, under its names. A manifest is left out: it would mark a checkpoint of ours."""
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.families import hf
     from nanochat.sharding import whole_weights
@@ -178,7 +179,7 @@ def write_as_family(
 
 
 def write_contents(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
-    """Write files by name, as JSON or as text; returns them as a manifest lists them."""
+    """Write files by name, as JSON or as text; returns their manifest entries."""
     from nanochat import storage
 
     files = {}
@@ -195,16 +196,16 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 def text_ends(tokenizer: "Tokenizer") -> dict[str, int]:
-    """What config.json says of the tokens around a text."""
+    """The entries of config.json for the first and last token of a text."""
     return {"bos_token_id": tokenizer.get_bos_token_id(), "eos_token_id": tokenizer.reply_ends[0]}
 
 
 def generation_settings(sampling: dict[str, Any], tokenizer: "Tokenizer") -> dict[str, Any]:
-    """generation_config.json: how replies are drawn and where they end."""
+    """The content of generation_config.json: how replies are sampled and where they end."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     drawn = {name: sampling[name] for name in names if sampling[name] != NEUTRAL[name]}
-    # The usual end of a reply is first. Ours ends with any mark but those of a call: nobody there answers a call, and
-    # the mark of the answer ends the reply.
+    # The usual end of a reply comes first. A reply of our models ends at any special token except the start and end of
+    # a call. Other programs do not answer calls, so the reply ends at the token that starts the answer.
     ends = list(tokenizer.reply_ends)
     if "<|assistant_end|>" in tokenizer.special_ids:
         ends += sorted(tokenizer.stop_ids - set(ends))

@@ -1,4 +1,4 @@
-"""Download the tasks of all later stages, or say what is missing, before the first stage trains.
+"""Download the tasks of all later stages, or report what is missing, before the first stage trains.
 
 python -m scripts.fetch --data fineweb-edu-chinese --hub modelscope
 """
@@ -11,9 +11,9 @@ from nanochat.cli import run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "demo"  # the text to pretrain on, which decides the default tasks; it is not downloaded here
-    tasks: str = ""  # of mid-training and SFT; default: as theirs
-    eval_tasks: str = ""  # of chat_eval; default: none
+    data: str = "demo"  # the pretraining text, which decides the default tasks; it is not downloaded here
+    tasks: str = ""  # tasks of mid-training and SFT; default: as in those stages
+    eval_tasks: str = ""  # tasks of chat_eval; default: none
     hub: Literal["hf", "modelscope"] = "hf"  # where the tasks are downloaded from
 
 

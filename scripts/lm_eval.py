@@ -1,4 +1,4 @@
-"""Evaluate a model on the tasks of EleutherAI's lm-evaluation-harness, of any kind that it has.
+"""Evaluate a model on the tasks of EleutherAI's lm-evaluation-harness, of every kind.
 
 python -m scripts.lm_eval --source sft --tasks arc_easy,hellaswag --limit 200
 
@@ -8,7 +8,7 @@ python -m scripts.lm_eval --tasks my_task --include_path my_tasks
 
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.lm_eval -- --source base --tasks mmlu --num_fewshot 5
 
-The numbers are those of the harness's own `hf` model on the folder that scripts.export writes (docs/evaluate.md).
+The results equal the results of the harness's `hf` model on the folder that scripts.export writes (docs/evaluate.md).
 """
 
 import json
@@ -23,30 +23,30 @@ from nanochat.screen import phase
 
 @dataclass(frozen=True)
 class Config:
-    tasks: str  # NAME,NAME,... of the harness's tasks and groups, or of those in --include_path; * matches any
+    tasks: str  # NAME,NAME,...: tasks and groups of the harness or of --include_path; * matches any text
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
-    include_path: str | None = None  # a folder of your own tasks, each a .yaml of the harness's form
-    num_fewshot: Count | None = None  # solved examples before each question; default: as the task has it
-    limit: Annotated[float, Range(1e-9)] | None = None  # examples of each task; below 1: a share of them; default: all
+    include_path: str | None = None  # a folder with your tasks, each a .yaml in the harness's form
+    num_fewshot: Count | None = None  # solved examples before each question; default: the task's number
+    limit: Annotated[float, Range(1e-9)] | None = None  # examples per task; below 1: a share of them; default: all
     apply_chat_template: bool = False  # ask as in a chat; without it the model continues a text
-    fewshot_as_multiturn: bool = True  # in a chat the solved examples are turns of their own
+    fewshot_as_multiturn: bool = True  # in a chat, each solved example is a separate turn
     system: str = ""  # system message of the chat, or the text before each prompt
-    gen_kwargs: str = ""  # replaces generation settings of the tasks, such as max_gen_toks=128,temperature=0.7
+    gen_kwargs: str = ""  # replaces the tasks' generation settings, such as max_gen_toks=128,temperature=0.7
     device_batch_size: Positive = 32  # texts that a device computes at once
     out: str | None = None  # write the results to this .json
-    log_samples: bool = False  # every prompt and answer in it, too
-    seed: Seed = 0  # of replies that a task draws
+    log_samples: bool = False  # add every prompt and answer to --out
+    seed: Seed = 0  # seed of the replies that a task samples
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
 
 
 def main(config: Config) -> None:
     phase("loading the tasks")
-    # The heavy imports are here so that --help responds at once.
+    # The heavy imports are here so that --help answers at once.
     try:
         from lm_eval import evaluator
         from lm_eval.utils import handle_non_serializable, make_table
@@ -87,8 +87,8 @@ def main(config: Config) -> None:
         "gen_kwargs": config.gen_kwargs or None, "log_samples": config.log_samples,
         "batch_size": config.device_batch_size,
     }  # fmt: skip
-    # The harness asks git about the folder in which it is started. Where that is no repository, git complains on the
-    # terminal; and it is the commit of this code that computes the results.
+    # The harness asks git about the folder in which it is started. If that is not a repository, git complains on the
+    # terminal. Report the commit of this code instead: it computes the results.
     evaluator.get_git_commit_hash = provenance.commit
     results = evaluator.simple_evaluate(lm, **options)
     if results is not None and device.is_main:  # each host's first rank has them

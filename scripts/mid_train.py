@@ -1,5 +1,5 @@
-"""Mid-training: teach a base model the chat format and new skills, on whole conversations in dense rows, every
-token of them a target.
+"""Mid-training: teach a base model the chat format and new skills on whole conversations. The rows are dense, and every
+token is a target.
 
 python -m scripts.mid_train --device_batch_size=8
 
@@ -26,10 +26,10 @@ class Config(StageFlags):
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.5  # multiplies all learning rates of pretraining
-    warmdown_fraction: Fraction = 0.8  # last part of the run, in which the rates fall
+    warmdown_fraction: Fraction = 0.8  # the last part of the run, in which the rates fall
     # evaluation, device
     eval_every: Count = 150  # steps between evaluations; 0: only at the beginning and the end
-    eval_tokens: Positive = 262_144  # of held-out conversations
+    eval_tokens: Positive = 262_144  # tokens of held-out conversations
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
 
@@ -60,8 +60,8 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
-    document_mask = start.pretraining.get("document_mask", False)  # as the model has learned to read
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # of one pass on all devices
+    document_mask = start.pretraining.get("document_mask", False)  # as in pretraining
+    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
     by_rule = start.pretraining.get("batch_tokens", micro_tokens)
     accumulation = count_micro_batches(
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
@@ -105,7 +105,7 @@ def main(config: Config) -> None:
 
     with run:
         for step in run.steps():
-            # ---- `step` steps are finished: evaluate, save or leave, where it is time to
+            # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     val_bpb = bits_per_byte(
@@ -114,14 +114,14 @@ def main(config: Config) -> None:
                     )  # fmt: skip
                     run.log.evaluation(val_bpb=val_bpb)
             if run.due.save:
-                # SFT continues after what was read, up to the end of the furthest shard's block.
+                # SFT continues after the conversations read so far: after the block of the furthest shard.
                 blocks = 1 + max(shard.positions[0].block for shard in position.shards.values())
                 start.pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
                 run.save(position.to_tensors())
             if run.due.leave:
                 break
 
-            # ---- one step: its batch in as many micro-batches as fit the memory one by one
+            # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
             micro = [next(loader) for _ in range(accumulation)]
             batches = (batch.to(device) for batch in track(micro, "micro-batch"))
             stats = train_step(

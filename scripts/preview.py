@@ -1,4 +1,4 @@
-"""Show what a stage would train on: three examples with the tokens to learn marked, and what the others are like.
+"""Show what a stage would train on: three examples with the tokens to learn marked, and a summary of the rest.
 
 python -m scripts.preview --source sft --tasks chats.jsonl
 
@@ -6,7 +6,7 @@ python -m scripts.preview --stage dpo --tasks ORG/NAME@train_prefs
 
 python -m scripts.preview --stage kto --tasks labelled.jsonl
 
-In a terminal what is learned is green. Elsewhere it stands between [[ and ]].
+A terminal shows the tokens to learn in green. Elsewhere they are between [[ and ]].
 """
 
 import itertools
@@ -29,16 +29,16 @@ class Config:
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     source_tag: str | None = None  # tag of the source; default: the tag written last
     source_step: int | None = None  # step of the source; default: the newest
-    max_seq_len: Count = 0  # as of that stage: tokens of a row; 0: the model's context
+    max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
     # chat_sft learns conversations, chat_dpo preference pairs, and with --loss kto labelled replies, too.
     stage: Literal["sft", "dpo", "kto"] = "sft"
-    tasks: str = ""  # as of that stage; default: as its own
+    tasks: str = ""  # as in the stage; default: the stage's default
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
-    bad_records: Literal["skip", "fail"] = "skip"  # what of a PATH or ORG/NAME is no chat: left out and counted, or not
-    split: Literal["train", "test"] = "train"  # test: what is held out
-    seed: Seed = 0  # as of that stage
-    examples: Count = 3  # to print
-    count: Positive = 1000  # examples that the table is about
+    bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
+    split: Literal["train", "test"] = "train"  # test: held-out examples
+    seed: Seed = 0  # as in the stage
+    examples: Count = 3  # examples to print
+    count: Positive = 1000  # examples that the table covers
 
 
 def main(config: Config) -> None:
@@ -52,7 +52,7 @@ def main(config: Config) -> None:
     from nanochat.screen import track
     from nanochat.task_flag import FileForm, parse_tasks, require_pairs
 
-    # ------------------------------------------------------------------ tokenizer, data, as the stage opens them
+    # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag, config.source_step)
     model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
     row_tokens = model_config.sequence_len
@@ -67,12 +67,12 @@ def main(config: Config) -> None:
     if not is_sft:
         require_pairs(parse_tasks(tasks))
     mixture = open_mixture(tasks, config.split, config.hub, config.seed, files, config.bad_records)
-    # SFT goes on in the mixture where mid-training stopped.
+    # SFT continues in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if config.split == "train" and is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
 
     def texts_of(number: int) -> dict[str, "Rendered"]:
-        """What the stage reads of an example, by name: a conversation, or the two of a pair, or one with a label."""
+        """The texts of an example by name: a conversation, the two replies of a pair, or one labelled reply."""
         if is_sft:
             return {"": mixture.rendered_chat(tokenizer, number, row_tokens + 1)}
         replies = mixture.rendered_replies(tokenizer, number, row_tokens + 1)
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
             print0(f"{name}{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}")
             print(marked(text, tokenizer))
 
-    # ------------------------------------------------------------------ what the others are like
+    # ------------------------------------------------------------------ a summary of the rest
     examples: dict[str, list[Sequence[Rendered]]] = {}  # by task
     for number in track(range(first, first + config.count), "examples"):
         task, _ = mixture.draw(number)
@@ -108,7 +108,7 @@ def main(config: Config) -> None:
 
 
 def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
-    """The tokens as text, those to learn marked."""
+    """The tokens as text, with the tokens to learn marked."""
     from nanochat.screen import is_terminal
     from nanochat.untrusted import printable
 
@@ -116,7 +116,7 @@ def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
     parts = []
     for learned, pairs in itertools.groupby(zip(text.ids, text.mask, strict=True), key=lambda pair: pair[1]):
         part = tokenizer.decode_bytes(token for token, _ in pairs).decode(errors="replace")
-        part = printable(part)  # data could command the terminal
+        part = printable(part)  # data could contain control sequences for the terminal
         parts.append(f"{before}{part}{after}" if learned else part)
     return "".join(parts)
 

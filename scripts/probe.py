@@ -1,4 +1,4 @@
-"""Record the numbers of every module in a training step, and compare two recordings.
+"""Record the values of every module in a training step, and compare two recordings.
 
 python -m scripts.probe --device cpu --out cpu.json
 
@@ -7,7 +7,7 @@ python -m scripts.probe --device npu --out npu.json
 python -m scripts.probe --compare cpu.json npu.json
 
 Weights and tokens are the same on every device. The comparison names the first module, kernel or gradient that differs,
-in the order in which a step computes them: what is wrong is there, or in what follows from it directly.
+in the order in which a step computes them. The fault is there, or in its direct successor.
 """
 
 import json
@@ -21,20 +21,20 @@ from nanochat.log import print0
 
 @dataclass(frozen=True)
 class Config:
-    out: str | None = None  # record into this file
-    compare: tuple[str, str] | None = None  # two recordings; records nothing
-    # Largest difference that counts as rounding, relative to the norm; default: 1e-3 in float32, 0.05 in bfloat16.
+    out: str | None = None  # record to this file
+    compare: tuple[str, str] | None = None  # compare two recordings instead of recording
+    # The largest difference that counts as rounding, relative to the norm; default: 1e-3 in float32, 0.05 in bfloat16.
     tolerance: Annotated[float, Range(0)] | None = None
     depth: Depth = 4  # layers
     max_seq_len: Size = 256  # tokens a row
     vocab_size: Size = 1024  # tokens that the model knows
     device_batch_size: Size = 2  # rows
-    steps: Positive = 1  # each with an update; after the first, compare in float32 only
-    document_tokens: Count = 0  # rows are packed with documents of so many tokens; 0: each is one
+    steps: Positive = 1  # training steps, each with an update; with more than one, compare in float32 only
+    document_tokens: Count = 0  # pack rows with documents of this many tokens; 0: a row is one document
     window_pattern: str = "SSSL"  # see base_train
-    seed: Seed = 0  # of the weights and the tokens
+    seed: Seed = 0  # seed of the weights and the tokens
     device: str = "auto"  # auto, npu, cuda or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
 
 def main(config: Config) -> None:
@@ -60,7 +60,7 @@ def record(config: Config, out: Path) -> None:
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
 
-    # ---- a model and its batches, drawn on the host: the same on every device
+    # ---- a model and its batches, drawn on the host, so that they are the same on every device
     device = devices.init(config.device, config.dtype)
     shape = scaling.model_config(
         config.depth, config.vocab_size, config.max_seq_len, window_pattern=config.window_pattern
@@ -68,7 +68,7 @@ def record(config: Config, out: Path) -> None:
     kernels: Any = WatchedKernels(device.kernels)
     model = GPT(shape, kernels)
     model.init_weights(config.seed)
-    # Noise on every weight. The output projections start as zeros, and no gradient would pass through them.
+    # Add noise to every weight. The output projections start as zeros, and gradients could not pass through them.
     generator = torch.Generator().manual_seed(config.seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Write the report of a run: one page to look at, report.html, and the same to read, report.md.
+"""Write the report of a run: report.html, a page with plots, and report.md, the same as text.
 
 python -m scripts.report --model_tag cpu
 

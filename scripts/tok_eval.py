@@ -30,13 +30,13 @@ CHINESE = """\
 
 @dataclass(frozen=True)
 class Config:
-    data: str | None = None  # also measure held-out text of this file, folder or dataset
+    data: str | None = None  # also measure the held-out text of this file, folder or dataset
     val_data: str | None = None  # held-out text; default: the end of --data
     hub: Literal["hf", "modelscope"] = "hf"  # where a dataset is downloaded from
 
 
 def main(config: Config) -> None:
-    import argparse  # a module of the running Python, as an example of code
+    import argparse  # a module of the running Python serves as an example of code
 
     from nanochat.corpus import open_corpus, read_texts
     from nanochat.tokenizer import Tokenizer, bytes_per_token

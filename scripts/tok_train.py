@@ -1,4 +1,4 @@
-"""Train the tokenizer: learn from text which byte sequences become one token.
+"""Train the tokenizer: learn from text which byte sequences become single tokens.
 
 python -m scripts.tok_train --data demo --vocab_size 4096
 """
@@ -80,8 +80,8 @@ def main(config: Config) -> None:
     tokenizer = Tokenizer.train(counted_texts(), vocab_size)
     end(merging)
 
-    # Little text supports a small vocabulary only. Its size is known after reading, and the first merges are what
-    # training for fewer tokens would have given.
+    # Little text supports only a small vocabulary. The amount is known after reading. Cutting the vocabulary is exact:
+    # training for fewer tokens would have given the same first merges.
     if config.vocab_size is None and tokenizer.vocab_size > SMALL_VOCAB_SIZE:
         supported = max(characters // CHARS_PER_TOKEN, SMALL_VOCAB_SIZE)
         tokenizer = tokenizer.shrink(min(tokenizer.vocab_size, supported))
@@ -100,7 +100,7 @@ def main(config: Config) -> None:
 
 
 def needed_tokenizer(folder: Path) -> str | None:
-    """The fingerprint of a tokenizer without which checkpoints here would be useless."""
+    """The fingerprint of the tokenizer that checkpoints here depend on; None if none depends on it."""
     from nanochat.tokenizer import Tokenizer
 
     if not any(base_dir().glob("checkpoints/*/*/step_*")):

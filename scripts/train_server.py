@@ -1,4 +1,4 @@
-"""Serve training: the tinker client trains and samples here, on this machine's device. docs/train_server.md shows it.
+"""Serve training: the tinker client trains and samples on this machine's device. docs/train_server.md shows how.
 
 python -m scripts.train_server --source sft
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nanochat.train_service.service import Service
 
 KEY_PREFIX = "tml-"  # the client refuses any other key
-GRACE_SECONDS = 8.0  # the present request may take so long when the server ends
+GRACE_SECONDS = 8.0  # time for the present request to finish when the server ends
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Config:
     source: str = "auto"  # the base model: a stage, a folder or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
-    name: str = ""  # of the base model, for clients; default: the source's, such as nanochat-TAG-STAGE
-    folder: Path | None = None  # what clients make is kept here; default: service/NAME in the base folder
-    host: str = "127.0.0.1"  # address to listen on; any but this machine's own needs a key, by default a random one
+    name: str = ""  # the base model's name for clients; default: the source's, such as nanochat-TAG-STAGE
+    folder: Path | None = None  # keeps everything that clients create; default: service/NAME in the base folder
+    host: str = "127.0.0.1"  # address to listen on; any but this machine's needs a key, by default a random one
     port: Annotated[int, Range(0, 65535)] = 8010  # 0: any free port
-    # Keys of clients, with commas, each tml-...; who has one sees what was made with it. Default: NANOCHAT_API_KEY
+    # Clients' keys, with commas, each tml-...; a key gives access to what was made with it. Default: NANOCHAT_API_KEY
     api_key: str | None = None
     slots: Positive = 16  # sequences sampled at once
     queue: Positive = 1024  # requests that may wait; the next one is refused with 429, and the client tries again
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
-    models: Positive = 8  # models in memory at once; others wait on the disk
-    snapshot_steps: Positive = 20  # optimizer steps that a restart computes again at most
+    models: Positive = 8  # models in memory at once; the others wait on the disk
+    snapshot_steps: Positive = 20  # the most optimizer steps that a restart has to repeat
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
 
 def main(config: Config) -> None:
@@ -51,15 +51,15 @@ def main(config: Config) -> None:
     keys = choose_keys(config)
     with listening(config.host, config.port) as listener:
         # -------------------------------------------------------------- load, on a thread that ends
-        # Its OpenMP workers end with it: together with those of the thread that computes they would be more than the
-        # cores, and both would be slow.
+        # Its OpenMP workers end with it. Otherwise they and the workers of the computing thread would outnumber the
+        # cores, and both threads would be slow.
         with ThreadPoolExecutor(1) as loading:
             service = loading.submit(open_service, config).result()
 
         # -------------------------------------------------------------- serve until a signal arrives
         from nanochat.train_service.app import create_app
 
-        # Where others can reach the server a key keeps strangers out, under whatever name they call it.
+        # If others can reach the server, the key keeps strangers out. Any host name is then accepted.
         hosts = {} if is_loopback(config.host) else {"hosts": ()}
         app = create_app(service, keys=keys, **hosts)
         made_here = config.api_key is None and "NANOCHAT_API_KEY" not in os.environ
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
 
 
 def choose_keys(config: Config) -> tuple[str, ...]:
-    """The clients' keys; () for any. Where others can reach the server and no key is set, a random one."""
+    """The clients' keys; () for any. If others can reach the server and no key is set, the key is random."""
     text = os.environ.get("NANOCHAT_API_KEY", "") if config.api_key is None else config.api_key
     keys = tuple(key.strip() for key in text.split(",") if key.strip())
     for key in keys:
