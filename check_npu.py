@@ -1,11 +1,11 @@
-"""What is on this machine, and does it work: one PASS, FAIL or SKIP line per check, a fix under each FAIL.
+"""Check what this machine has and whether it works: one PASS, FAIL or SKIP line per check, a fix under each FAIL.
 
     python check_npu.py                 # an Ascend server, a GPU machine or a laptop
-    python check_npu.py --device cpu    # leave the accelerator alone
+    python check_npu.py --device cpu    # do not use the accelerator
 
-It first inspects the machine with the standard library only (device files, driver, CANN, versions), then imports
+It first inspects the machine with only the standard library (device files, driver, CANN, versions). Then it imports
 torch and computes: a matrix product, attention, one training step of this project's model, an all-reduce.
-Exit code 0 when nothing failed, else 1.
+The exit code is 0 when nothing failed, else 1.
 
 The version table exists only here. `setup_ascend.sh` reads it through `check_npu.py --plan`, which prints what to
 install, one `key value` per line.
@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# CANN release -> the (torch, torch_npu) pairs built for it, the one to install first; oldest release first. The
-# `.postN` belongs to a CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of torch_npu.
+# CANN release -> the (torch, torch_npu) pairs built for it. The first pair is the one to install; the oldest release
+# comes first. A `.postN` belongs to one CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of
+# torch_npu.
 RELEASES = {
     "8.1.RC1": (("2.5.1", "2.5.1"),),
     "8.2.RC1": (("2.6.0", "2.6.0"),),
@@ -47,16 +48,16 @@ RELEASES = {
         ("2.7.1", "2.7.1.post10"),
     ),
 }
-# The vendor's dependency lists (instg_0045) ask for numpy up to 1.24 in CANN 8.0, below 2 in 8.5.0, and have no upper
-# bound from 9.0.0 on. With numpy 2 users of 8.2 saw set_device fail with error code 500001; below 2 it worked.
+# The vendor's dependency lists (instg_0045) require numpy up to 1.24 for CANN 8.0 and below 2 for 8.5.0; from 9.0.0 on
+# they have no upper bound. With numpy 2, users of 8.2 saw set_device fail with error code 500001; below 2 it worked.
 NUMPY_2_FROM = "9.0.0"
-# CANN release -> the oldest series of drivers (HDK) that its release notes list. 8.3.RC1: no such page was found.
+# CANN release -> the oldest driver series (HDK) in its release notes. We found no such page for 8.3.RC1.
 # Sources: releasenote_0000 of CANN 8.5.0; the compatibility table in the release notes of 9.1.0.
 OLDEST_DRIVERS = {"8.5.0": "25.0", "9.0.0": "25.0", "9.1.0": "25.2"}
 TORCH = "2.13.0"  # without an NPU: the newest torch this project is tested with
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-WORKERS_SECONDS = 240  # the longest that the processes of the all-reduce may take in all
+WORKERS_SECONDS = 240  # time limit for all processes of the all-reduce together
 
 CANN_PAGE = "https://www.hiascend.com/cann/download"
 DRIVER_PAGE = "https://www.hiascend.com/hardware/firmware-drivers"
@@ -70,7 +71,7 @@ GET_DRIVER = (
 
 
 class Fail(Exception):
-    """What is wrong, and how to fix it."""
+    """A failed check: what is wrong, and how to fix it."""
 
     def __init__(self, reason: str, fix: str):
         super().__init__(reason)
@@ -78,7 +79,7 @@ class Fail(Exception):
 
 
 class Skip(Exception):
-    """Why there was nothing to check."""
+    """A check that was left out, and why."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -86,14 +87,14 @@ class Skip(Exception):
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The numbers of a version, for comparing: "8.3.RC1" -> (8, 3, 1), "2.9.0+cpu" -> (2, 9, 0)."""
+    """The numbers of a version, for comparison: "8.3.RC1" -> (8, 3, 1), "2.9.0+cpu" -> (2, 9, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0]))
 
 
 def release_of(cann: str) -> str:
-    """The release of the table for this CANN: itself, or the one of its series (8.5.2 -> "8.5.0").
+    """The release in the table for this CANN: the same version, or its series (8.5.2 -> "8.5.0").
 
-    Raises Fail: when there is none, or its torch is too old for this project.
+    Raises Fail: when the table has none, or its torch is too old for this project.
     """
     if not version_key(cann):
         raise Fail(
@@ -128,26 +129,26 @@ def pinned(pair: tuple[str, str]) -> str:
 
 
 def numpy_for(cann: str) -> str:
-    """The numpy that this CANN takes, as pip reads it; "" for any."""
+    """The numpy for this CANN, as a pip requirement; "" for any."""
     return "numpy<2" if version_key(cann)[:2] < version_key(NUMPY_2_FROM)[:2] else ""
 
 
 def minimum_torch() -> str:
-    """The oldest torch the project takes, from pyproject.toml; any, where this file is alone."""
+    """The oldest torch that the project supports, from pyproject.toml; "0" (any) if that file is missing."""
     return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
 
 
 def pythons_for(torch: str) -> tuple[str, ...]:
-    """Python versions that have wheels, the preferred one first."""
+    """Python versions with wheels, the preferred one first."""
     return ("3.11", "3.10") if version_key(torch) < (2, 9) else ("3.11", "3.12", "3.10")
 
 
 def torch_attempts(kind: str, torch: str, torch_npu: str | None, system: str, arch: str, index: str) -> list[str]:
     """Arguments of `pip install`, to be tried in this order.
 
-    On Linux the package index holds CUDA builds (x86_64 always, aarch64 from 2.11), gigabytes that only an
-    NVIDIA GPU needs. A `+cpu` version cannot be one of those: it is tried where pip is configured to look, then at
-    the CPU index; the plain version is the last resort. torch_npu requires `+cpu` on x86_64 below 2.12.
+    On Linux the package index holds CUDA builds (x86_64 always, aarch64 from 2.11): gigabytes that only an
+    NVIDIA GPU needs. A `+cpu` version is never a CUDA build. The attempts are: `+cpu` from pip's configured index,
+    `+cpu` from the CPU index, and at last the plain version. torch_npu requires `+cpu` on x86_64 below 2.12.
     """
     with_npu = f" torch_npu=={torch_npu}" if torch_npu else ""
     plain, labelled = f"torch=={torch}{with_npu}", f"torch=={torch}+cpu{with_npu}"
@@ -161,12 +162,12 @@ def torch_attempts(kind: str, torch: str, torch_npu: str | None, system: str, ar
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Inspecting the machine: files and environment only
+# Inspecting the machine: only files and environment
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found. Paths are as programs on the machine see them, without the root they were read under."""
+    """What was found. Paths are as programs on the machine see them, without the `root` of the search."""
 
     system: str = "Linux"
     arch: str = "x86_64"
@@ -233,7 +234,7 @@ def find_program(root: Path, name: str) -> str | None:
 
 
 def run_program(command: list[str], timeout: float = 30) -> str:
-    """The program's output, also when it fails; the error where it could not run or did not end."""
+    """The program's output, also when it fails; the error if it could not run or did not end."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
@@ -252,11 +253,11 @@ def first_match(pattern: str, file: Path) -> str | None:
 
 
 def find_cann(root: Path) -> str | None:
-    """The folder of the CANN toolkit: the one that is sourced, else the default places, newest layout first."""
+    """The folder of the CANN toolkit: the sourced one, else the default places, newest layout first."""
     candidates = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
     bases = ("/usr/local/Ascend", f"{os.environ.get('HOME', '/root')}/Ascend")
     candidates += [f"{base}/{name}" for base in bases for name in ("cann", "ascend-toolkit/latest")]
-    for base in bases:  # no link names the one in use
+    for base in bases:  # without a link to the version in use: the newest folder
         names = [path.name for path in below(root, base).glob("cann-[0-9]*")]
         names += [f"ascend-toolkit/{path.name}" for path in below(root, base).glob("ascend-toolkit/[0-9]*")]
         candidates += [f"{base}/{name}" for name in sorted(names, key=version_key, reverse=True)]
@@ -267,7 +268,7 @@ def find_cann(root: Path) -> str | None:
 
 
 def read_cann_version(root: Path, home: str) -> str:
-    """From ascend_toolkit_install.info, else version.cfg, else the folder's name, else "unknown"."""
+    """The version from ascend_toolkit_install.info, else version.cfg, else the folder's name, else "unknown"."""
     folder = below(root, home)
     name = "ascend_toolkit_install.info"
     for info in [folder / name, *sorted(folder.glob(f"*-linux/{name}")), *sorted(folder.glob(f"*/{name}"))]:
@@ -299,7 +300,7 @@ def is_sourced(environment: Any) -> bool:
 def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[str]:
     """Lines of `key value`: found, missing, problem (nothing can be installed), kind, pythons, install
     (arguments of `pip install`, to be tried in order), constraint, extra."""
-    # A line end in a value would begin a line of its own, and a space in an address an argument of its own.
+    # A line break in a value would start another line, and a space in an address another argument.
     if cann is not None and not re.fullmatch(r"[\w.+-]+", cann):
         return [f"problem --cann {cann!r} is not a version: for example --cann 9.0.0"]
     if re.search(r"\s", index) or index.startswith("-"):
@@ -333,7 +334,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
 
 
 def describe(machine: Machine, kind: str) -> list[str]:
-    """What was found, and for each missing part what to do."""
+    """What was found, and what to do about each missing part."""
     lines = [f"found {machine.system} {machine.arch}"]
     if machine.npu_files:
         driver = f"driver {machine.npu_driver}" if machine.npu_driver else "driver version not readable"
@@ -363,15 +364,15 @@ def describe(machine: Machine, kind: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------
 # The checks: each returns its detail, or raises Fail with the fix, or Skip with the reason
 
-# Patterns in errors of torch, torch_npu, CANN and HCCL, and the fix; the first that matches counts. Sources: the
-# messages of torch_npu and CANN, and what users report of them.
+# Patterns in errors of torch, torch_npu, CANN and HCCL, each with its fix; the first match counts. Sources: the
+# messages of torch_npu and CANN, and users' reports.
 FIXES = (
     (r"out of memory|\bEL0004\b|\b207018\b", "stop what holds the memory: `{tool}` shows it"),
     (r"static TLS block", "export LD_PRELOAD=<the library named in this line>; it is loaded before the others then"),
     (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
     (r"No module named '(absl|attrs?|cffi|cloudpickle|Cython|decorator|google|ml_dtypes)'", "pip install {packages}"),
     (r"No module named '(pathlib2|psutil|requests|scipy|sympy|tornado|yaml)'", "pip install {packages}"),
-    # CANN's general failure, when nothing more precise stands next to it.
+    # CANN's general failure, when the message has nothing more precise.
     (
         r"\b500001\b",
         'before CANN 9.0 `pip install "numpy<2"`; then `pip install {packages}`; then `source {environment}`',
@@ -385,8 +386,8 @@ FIXES = (
     (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),
 )
-# What CANN's Python parts import; the extra `npu` of pyproject.toml has the same. Sources: the vendor's page on
-# dependencies (instg_0045), of the last three public guides to torch_npu. That page has protobuf 3.20.x.
+# The packages that CANN's Python parts import; the extra `npu` of pyproject.toml lists the same. Sources: the vendor's
+# page on dependencies (instg_0045) and the last three public guides to torch_npu. The page lists protobuf 3.20.x.
 PACKAGES = (
     "attrs cffi cython decorator pathlib2 protobuf psutil pyyaml requests scipy sympy absl-py cloudpickle ml-dtypes "
     "tornado"
@@ -408,7 +409,7 @@ WORDS = {
 
 
 def fix_for(text: str, kind: str, environment: str) -> str | None:
-    """The fix for an error with this text, where it is known."""
+    """The fix for an error with this text, if it is known."""
     for pattern, fix in FIXES:
         if re.search(pattern, text):
             return fix.format(environment=environment, packages=PACKAGES, **WORDS[kind])
@@ -416,14 +417,14 @@ def fix_for(text: str, kind: str, environment: str) -> str | None:
 
 
 def summary(text: str) -> str:
-    """One line of an error: its first, and the first with an error code of CANN, which is more precise."""
+    """An error in one line: its first line, and the first line with a CANN error code, which is more precise."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     coded = next((line for line in lines[1:] if re.search(r"\bE[A-Z]\d{4}\b", line)), "")
     return " | ".join(line[:300] for line in (lines[0], coded) if line)
 
 
 class Report:
-    """Prints one line per check and counts them. A check that raises anything else is a FAIL, never a traceback."""
+    """Prints one line per check and counts the results. An unexpected error is a FAIL, never a traceback."""
 
     def __init__(self, kind: str = "cpu", environment: str = Machine.cann_environment) -> None:
         self.kind = kind
@@ -431,7 +432,7 @@ class Report:
         self.counts = {"PASS": 0, "FAIL": 0, "SKIP": 0}
 
     def check(self, name: str, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Run one check; whether it passed."""
+        """Run one check; returns whether it passed."""
         fix = ""
         outcome = "FAIL"
         try:
@@ -455,7 +456,7 @@ class Report:
         return outcome == "PASS"
 
     def finish(self) -> int:
-        """Print the counts; the exit code."""
+        """Print the counts; returns the exit code."""
         failed = self.counts["FAIL"]
         verdict = "fix the FAIL lines from the top" if failed else f"this machine is ready to train on {self.kind}"
         print(f"{self.counts['PASS']} passed, {failed} failed, {self.counts['SKIP']} skipped: {verdict}", flush=True)
@@ -520,7 +521,7 @@ def check_driver(machine: Machine, npu_smi_output: str) -> str:
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip (a die of a 910C) as npu-smi lists it."""
+    """One chip (on a 910C, one die) in the list of npu-smi."""
 
     npu: int
     name: str
@@ -535,7 +536,7 @@ class Holder:
 
     npu: int
     pid: int
-    name: str  # "" where npu-smi does not list it
+    name: str  # "" if npu-smi does not list it
     megabytes: int
 
     def __str__(self) -> str:
@@ -543,10 +544,10 @@ class Holder:
 
 
 def parse_npu_smi(text: str) -> tuple[str, list[Chip], list[Holder]]:
-    """The tool's version, the chips and the processes in what `npu-smi info` prints.
+    """The tool's version, the chips and the processes in the output of `npu-smi info`.
 
-    Two lines a chip: number, name and health, then, last in the second, used / total memory. One line a process:
-    NPU, chip (there is none on a 950), process id, name, memory. The columns between differ by chip and release.
+    A chip has two lines: the first has number, name and health, the second ends with used / total memory. A process
+    has one line: NPU, chip (missing on a 950), process id, name, memory. The other columns differ by chip and release.
     """
     version = re.search(r"npu-smi\s+(\S+)", text)
     chips, holders, first = [], [], None
@@ -591,7 +592,7 @@ def check_torch_version(torch: str | None, executable: str = sys.executable) -> 
 
 
 def check_match(machine: Machine, torch: str | None, torch_npu: str | None, numpy: str | None = None) -> str:
-    """Whether the versions belong together, by the table."""
+    """Check by the table that the versions belong together."""
     cann = machine.cann
     if not cann or not torch:
         raise Skip("needs CANN and torch")
@@ -612,11 +613,11 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None, nump
     if (plain_torch, plain_npu) in pairs:
         return f"torch_npu {torch_npu} is for torch {plain_torch} on CANN {cann}"
 
-    pair = next((pair for pair in pairs if pair[0] == plain_torch), pairs[0])  # the one that keeps torch, if any does
+    pair = next((pair for pair in pairs if pair[0] == plain_torch), pairs[0])  # the pair that keeps torch, if any
     attempts = torch_attempts(
         "npu", pair[0], pair[1], machine.system, machine.arch, os.environ.get("TORCH_INDEX_URL", "")
     )
-    fix = f"pip install {attempts[min(1, len(attempts) - 1)]}"  # of several, the one that names an index
+    fix = f"pip install {attempts[min(1, len(attempts) - 1)]}"  # prefer the attempt that names an index
     takes = f"CANN {cann} takes {' or '.join(pinned(other) for other in pairs if other[0] == pair[0])}"
     if not torch_npu:
         raise Fail(f"torch_npu is not installed, torch is {torch}; {takes}", fix)
@@ -629,11 +630,11 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None, nump
 
 
 def check_import(kind: str, machine: Machine) -> str:
-    """`import torch`, which since 2.5 loads torch_npu by itself wherever that is installed."""
+    """Run `import torch`. Since 2.5 it also loads torch_npu if that is installed."""
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        texts = []  # of the error and its causes, the first cause last
+        texts = []  # messages of the error and its causes, the first cause last
         link: BaseException | None = error
         while link is not None:
             texts.append(str(link))
@@ -716,8 +717,11 @@ def check_matmul(device: Any) -> str:
 
 
 def check_attention(device: Any) -> str:
-    """The project's attention as it runs on this device (npu_fusion_attention on an NPU), forward and backward, in
-    whole rows, windows and packed documents, against softmax(q k^T) v written out in fp32 on the host."""
+    """Compare the project's attention on this device with softmax(q k^T) v, written out in fp32 on the host.
+
+    On an NPU it is npu_fusion_attention. The check runs forward and backward, on whole rows, windows and packed
+    documents.
+    """
     torch = importlib.import_module("torch")
     attention = importlib.import_module("nanochat.attention")
     B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
@@ -749,7 +753,7 @@ def check_attention(device: Any) -> str:
 
 
 def small_run(device: Any) -> tuple[Any, Any, Any]:
-    """The project's own model and optimizer, small, and a batch for them."""
+    """A small model and optimizer of this project, and a batch for them."""
     if not device.can_train:
         raise Skip(f"{device.name} is made for inference")
     torch = importlib.import_module("torch")
@@ -766,7 +770,7 @@ def small_run(device: Any) -> tuple[Any, Any, Any]:
 
 
 def check_training(device: Any) -> str:
-    """Two steps of the project's own model on one batch: the second loss must be lower."""
+    """Two training steps on one batch: the second loss must be lower."""
     model, optimizer, batch = small_run(device)
     train = importlib.import_module("nanochat.train")
     losses = []
@@ -781,7 +785,7 @@ def check_training(device: Any) -> str:
 
 
 def check_skipped_step(device: Any) -> str:
-    """A step whose loss is not a number must leave every weight and the optimizer's state as they were."""
+    """A step whose loss is not a number must not change any weight or optimizer state."""
     model, optimizer, batch = small_run(device)
     torch = importlib.import_module("torch")
     train = importlib.import_module("nanochat.train")
@@ -804,16 +808,17 @@ def check_skipped_step(device: Any) -> str:
 
 
 def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
-    """A launcher starts this file again on every device (on a CPU twice), as workers that add up their numbers.
+    """Start this file through the launcher on every device (twice on a CPU): workers that add up their numbers.
 
-    `gigabytes` receives the bandwidths that they measure."""
+    `gigabytes` receives the bandwidths that they measure.
+    """
     processes = 2 if device.kind == "cpu" else device.module.device_count()
     command = [sys.executable, "-m", "nanochat.run.launch", f"--nproc_per_node={processes}"]
     command += [str(Path(__file__).resolve()), f"--device={device.kind}", "--all_reduce_worker"]
-    # HCCL gives up before we do, so that its own reason is printed; 120 s is the least that it accepts
+    # HCCL gives up before this process does, so that its error is printed; 120 s is the least that it accepts.
     environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
     network = WORDS[device.kind]["network"]
-    code = Path(str(importlib.import_module("nanochat").__file__)).parents[1]  # the launcher is found from here
+    code = Path(str(importlib.import_module("nanochat").__file__)).parents[1]  # where -m finds the launcher
     running = subprocess.Popen(
         command, env=environment, cwd=code, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
@@ -821,7 +826,7 @@ def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
     try:
         output, errors = running.communicate(timeout=WORKERS_SECONDS)
     except subprocess.TimeoutExpired:
-        running.terminate()  # the launcher stops the workers; a kill leaves those of other programs
+        running.terminate()  # the launcher stops its workers; after a kill they would keep running
         try:
             running.communicate(timeout=40)
         except subprocess.TimeoutExpired:
@@ -832,7 +837,7 @@ def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
         reason = re.sub(r"^\[rank\d+\]: *", "", found[1], flags=re.MULTILINE) if found else errors
         fix = fix_for(reason, device.kind, Machine.cann_environment) or network
         raise Fail(f"{processes} processes: {summary(reason)}", fix)
-    for size, rate in re.findall(r"bandwidth (\d+) (\d+\.\d{4})", output):  # lines of several workers may run together
+    for size, rate in re.findall(r"bandwidth (\d+) (\d+\.\d{4})", output):  # workers may print into one line
         gigabytes[int(size)] = float(rate)
     return f"{processes} process{'es' if processes > 1 else ''}"
 
@@ -849,7 +854,7 @@ def all_reduce_worker(kind: str) -> None:
     torch = importlib.import_module("torch")
     devices = importlib.import_module("nanochat.device")
     device = devices.init(kind)
-    if not torch.distributed.is_initialized():  # one process has no group of its own
+    if not torch.distributed.is_initialized():  # init makes no group for one process
         torch.distributed.init_process_group(devices.BACKENDS[kind])
     numbers = torch.full((1024,), float(device.rank + 1), device=device.torch_device)
     torch.distributed.all_reduce(numbers)
@@ -858,7 +863,7 @@ def all_reduce_worker(kind: str) -> None:
     sizes = (1, 16) if kind == "cpu" else (1, 16, 128)
     for mebibytes in sizes if device.world_size > 1 else ():
         tensor = torch.zeros(mebibytes * 2**20 // 4, device=device.torch_device)  # fp32
-        for repeats in (2, 5):  # first to warm up
+        for repeats in (2, 5):  # the first round warms up
             device.synchronize()
             start = time.perf_counter()
             for _ in range(repeats):
@@ -875,7 +880,7 @@ def all_reduce_worker(kind: str) -> None:
 
 
 def check_everything(requested: str, machine: Machine, root: Path) -> int:
-    """Run every check that makes sense for the kind of device; the exit code."""
+    """Run every check that applies to the kind of device; returns the exit code."""
     kind = machine.kind if requested == "auto" else requested
     torch, torch_npu = installed("torch"), installed("torch_npu")
     reason = "no NPU here (/dev/davinci*)" if requested == "auto" else f"--device {requested}"
@@ -941,7 +946,7 @@ def main(arguments: list[str] | None = None) -> int:
     machine = look(options.root, options.arch)
     if options.plan:
         for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):
-            print(" ".join(line.split()))  # whatever a file of this machine holds, one line
+            print(" ".join(line.split()))  # one line, whatever a file of this machine contains
         return 0
     return check_everything(options.device, machine, options.root)
 
