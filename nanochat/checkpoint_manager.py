@@ -36,9 +36,8 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.layout import Layout
 from nanochat.log import warn
+from nanochat.long_context import ContextMethod, with_context
 from nanochat.model_folder import Weights
-from nanochat.optim import Optimizer
-from nanochat.scaling import ContextMethod, with_context
 from nanochat.sharding import fill, held_rows, local, trained_parameters, whole_weights
 from nanochat.storage import load_whole
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
@@ -74,7 +73,7 @@ def save(
     model: GPT,
     tokenizer: Tokenizer,
     meta: dict[str, Any],
-    optimizer: Optimizer,
+    optimizer_state: dict[str, Tensor],
     loader_state: dict[str, Tensor],
     device: Device,
     *,
@@ -83,7 +82,8 @@ def save(
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
-    `loader_state` is this rank's position in the data; its random generators are saved too.
+    `optimizer_state` is `Optimizer.state_dict()`; its ranks share it. `loader_state` is this rank's position in the
+    data. The rank's random generators are saved too.
     `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none).
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
@@ -94,7 +94,7 @@ def save(
     device.synchronize()  # state that is kept in main memory has arrived there
     # What only a resume needs. The ranks share one optimizer state under the same names. Loaders and generators differ
     # from rank to rank; without the prefix the ranks would overwrite each other's.
-    state = {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    state = {f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}
     state |= {f"rank{device.rank}/loader/{name}": tensor for name, tensor in loader_state.items()}
     state |= {f"rank{device.rank}/rng/{name}": tensor for name, tensor in device.rng_state().items()}
     # Which part of it this rank writes, and how much all ranks write together. What several ranks hold alike is written
@@ -270,9 +270,9 @@ def load_weights(model: GPT, step_folder: Path) -> None:
 
 
 def load_training(
-    step_folder: Path, meta: dict[str, Any], optimizer: Optimizer, device: Device
+    step_folder: Path, meta: dict[str, Any], optimizer_state: dict[str, Tensor], device: Device
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Load the optimizer's state in place; returns the loader's and the generators' states of every rank that saved.
+    """Load `Optimizer.state_dict()` in place; returns the loader's and the generators' states of every rank that saved.
 
     The number of ranks may have changed.
 
@@ -293,7 +293,7 @@ def load_training(
         storage.read(step_folder, index, own)
     # The optimizer's state is large: each rank reads its own part, from whichever files hold it. An error here is a
     # mismatch, not damage: the state is of another model or optimizer.
-    state = {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    state = {f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}
     storage.read(step_folder, index, state)
     ranks = range(meta["world_size"])
     loader_states = [_with_prefix(own, f"rank{rank}/loader/") for rank in ranks]

@@ -60,7 +60,7 @@ class GPTConfig:
     window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
-    # Stretches the model to a longer context than it was first trained with (scaling.with_context); None: a new model.
+    # Stretches the model to a longer context than it was first trained with (long_context.py); None: a new model.
     rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
     # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, the preset after it.

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from nanochat import rooms
 from nanochat.device import Device
-from nanochat.optim import Exchange
+from nanochat.exchange import Exchange
 
 
 @dataclass(frozen=True)

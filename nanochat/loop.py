@@ -41,7 +41,6 @@ from nanochat.paths import lock, run_dir, unlock
 from nanochat.saver import Saver, set_aside, write_facts
 from nanochat.stage import Start
 from nanochat.stop import Stop
-from nanochat.task import Task
 from nanochat.train import Meter, Progress, StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
@@ -195,7 +194,7 @@ class Run:
         steps: int,
         *,
         fingerprints: dict[str, Any],
-        tasks: Sequence[Task] = (),
+        tasks: Sequence[str] = (),
         token_flops: int | None = None,
     ):
         self.stage = stage

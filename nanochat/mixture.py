@@ -5,6 +5,7 @@ examples of a task come in a shuffled order, each of them once before any comes 
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ import numpy as np
 from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
+from nanochat.flags import EpochFlags
 from nanochat.log import warn
 from nanochat.task import Example, GeneratedTask, Split, Task
 from nanochat.task_flag import BadRecords, FileForm, open_task, parse_tasks
@@ -87,6 +89,10 @@ class Mixture:
         self.slots = np.maximum(1, np.floor(shares)).astype(np.int64)  # (tasks,): slots of each task on the wheel
         self._wheel = lru_cache(4)(self._shuffled_wheel)
         self._order = lru_cache(4 * len(tasks))(self._shuffled_task)
+
+    @property
+    def task_names(self) -> list[str]:
+        return [task.name for task in self.tasks]
 
     def draw(self, index: int) -> tuple[Task, int]:
         """The task of draw `index`, and the number of its example."""
@@ -203,6 +209,37 @@ class EpochMixture(Mixture):
         return np.random.default_rng((self.seed, number, epoch)).permutation(len(self))
 
 
+@dataclass(frozen=True)
+class Horizon:
+    """Which examples each step of SFT or DPO learns from: a function of the step, so a resume needs no position."""
+
+    steps: int
+    examples: int  # per step
+    first: int = 0  # number of the run's first example
+    epoch: int = 0  # examples in an epoch, whose last step has the rest; 0: without epochs
+
+    @classmethod
+    def of(cls, config: EpochFlags, mixture: Mixture, first: int = 0) -> "Horizon":
+        """The horizon that --num_iterations or --num_epochs sets. An epoch is all of the mixture."""
+        examples = config.target_examples_per_step
+        if config.num_epochs is None:
+            return cls(config.num_iterations, examples, first)
+        assert isinstance(mixture, EpochMixture)
+        epoch = len(mixture)
+        # Rounded: 1.1 epochs of 10 steps are 11.000000000000002 in floats.
+        steps = math.ceil(round(config.num_epochs * math.ceil(epoch / examples), 6))
+        return cls(max(1, steps), examples, epoch=epoch)
+
+    def draws(self, step: int) -> range:
+        """The numbers of a step's examples."""
+        if not self.epoch:
+            start = self.first + step * self.examples
+            return range(start, start + self.examples)
+        epoch, place = divmod(step, math.ceil(self.epoch / self.examples))
+        start = epoch * self.epoch + place * self.examples
+        return range(start, min(start + self.examples, (epoch + 1) * self.epoch))
+
+
 def is_learned(*replies: Rendered) -> bool:
     """Whether a conversation has anything to learn, or a pair anything to prefer: no reply is empty or cut off, and
     within the context the two differ."""
@@ -223,7 +260,7 @@ class MixtureCorpus:
     """A mixture as a corpus for the loader: whole conversations as documents of tokens."""
 
     def __init__(self, mixture: Mixture, tokenizer: Tokenizer):
-        self.name = "+".join(task.name for task in mixture.tasks)
+        self.name = "+".join(mixture.task_names)
         self.mixture = mixture
         self.tokenizer = tokenizer
 

@@ -25,7 +25,6 @@ from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
 from nanochat.paths import checkpoint_dir, lock, naming
 from nanochat.stage import Start
-from nanochat.task import Task
 from nanochat.train import Progress
 
 
@@ -33,7 +32,7 @@ class Saver:
     """What a run's checkpoints say about it. With `--resume` the constructor loads the newest one.
 
     `steps` is where the run ends. `fingerprints` are what a resumed run must find unchanged and no flag states, by
-    their names in a message. `tasks` are what the model learns in it.
+    their names in a message. `tasks` are the names of what the model learns in it.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Saver:
         optimizer: Optimizer,
         steps: int,
         fingerprints: dict[str, Any],
-        tasks: Sequence[Task],
+        tasks: Sequence[str],
     ):
         self.config = config
         self.start = start
@@ -59,7 +58,7 @@ class Saver:
             "pretraining": start.pretraining,
             # A server reads how to draw the model's replies, and what to ask it.
             "sampling": start.sampling,
-            "tasks": list(dict.fromkeys([*start.tasks, *(task.name for task in tasks)])),
+            "tasks": list(dict.fromkeys([*start.tasks, *tasks])),
         }
         if start.adapter is not None:
             self.meta["adapter"] = start.adapter
@@ -81,8 +80,8 @@ class Saver:
         start = self.start
         meta = {**self.meta, "progress": self.progress.to_dict()}
         saved = checkpoint_manager.save(
-            self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer, loader_state,
-            start.device, keep_last=self.config.keep_last, keep_every=self.config.keep_every,
+            self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer.state_dict(),
+            loader_state, start.device, keep_last=self.config.keep_last, keep_every=self.config.keep_every,
         )  # fmt: skip
         self.saved_step = self.progress.step
         return saved
@@ -143,7 +142,8 @@ def resume(
         raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")
     try:
         checkpoint_manager.load_weights(start.model, step_folder)
-        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, optimizer, start.device)
+        state = optimizer.state_dict()
+        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, state, start.device)
     except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
         raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
     start.device.set_rng_state(rng_states[start.device.rank % len(rng_states)])

@@ -6,7 +6,6 @@ run = Run("sft", config, start, optimizer, steps, fingerprints={...})     # loop
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from nanochat import checkpoint_manager, model_folder, rooms
 from nanochat import device as devices
 from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.flags import ChatFlags, EpochFlags, SourceFlags, TrainFlags
+from nanochat.flags import ChatFlags, SourceFlags, TrainFlags
 from nanochat.gpt import GPT
 from nanochat.layout import Layout, lay_out
 from nanochat.log import print0, warn
-from nanochat.mixture import EpochMixture, Mixture
 from nanochat.optim import Optimizer
 from nanochat.paths import SCRIPTS, safe_tag
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
@@ -159,37 +157,6 @@ def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requ
         f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes): "
         f"use {nearest * micro_tokens}, or another --device_batch_size"
     )
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """Which examples each step of SFT or DPO learns from: a function of the step, so a resume needs no position."""
-
-    steps: int
-    examples: int  # per step
-    first: int = 0  # number of the run's first example
-    epoch: int = 0  # examples in an epoch, whose last step has the rest; 0: without epochs
-
-    @classmethod
-    def of(cls, config: EpochFlags, mixture: Mixture, first: int = 0) -> "Horizon":
-        """The horizon that --num_iterations or --num_epochs sets. An epoch is all of the mixture."""
-        examples = config.target_examples_per_step
-        if config.num_epochs is None:
-            return cls(config.num_iterations, examples, first)
-        assert isinstance(mixture, EpochMixture)
-        epoch = len(mixture)
-        # Rounded: 1.1 epochs of 10 steps are 11.000000000000002 in floats.
-        steps = math.ceil(round(config.num_epochs * math.ceil(epoch / examples), 6))
-        return cls(max(1, steps), examples, epoch=epoch)
-
-    def draws(self, step: int) -> range:
-        """The numbers of a step's examples."""
-        if not self.epoch:
-            start = self.first + step * self.examples
-            return range(start, start + self.examples)
-        epoch, place = divmod(step, math.ceil(self.epoch / self.examples))
-        start = epoch * self.epoch + place * self.examples
-        return range(start, min(start + self.examples, (epoch + 1) * self.epoch))
 
 
 def open_optimizer(config: ChatFlags, start: Start, rates: Rates) -> tuple[Optimizer, float]:

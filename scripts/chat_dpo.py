@@ -66,9 +66,9 @@ def main(config: Config) -> None:
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.loop import Run
-    from nanochat.mixture import Mixture, default_tasks, open_mixture
+    from nanochat.mixture import Horizon, Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
-    from nanochat.stage import Horizon, begin, open_optimizer
+    from nanochat.stage import begin, open_optimizer
     from nanochat.task_flag import parse_tasks, require_pairs
     from nanochat.train import Schedule, mean_loss, train_step
 
@@ -148,7 +148,7 @@ def main(config: Config) -> None:
         optimizer,
         steps,
         token_flops=token_flops,
-        tasks=train.tasks,
+        tasks=train.task_names,
         fingerprints=fingerprints,
     )
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))

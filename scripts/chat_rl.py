@@ -153,7 +153,7 @@ def main(config: Config) -> None:
     fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}
     if reference is not None and start.reference_source is not None:
         fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
-    run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.tasks)
+    run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.task_names)
     # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
     # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
     shape = (config.device_batch_size, row_tokens)

@@ -39,6 +39,7 @@ def main(config: Config) -> None:
     from nanochat.losses import masked_loss
     from nanochat.mixture import (
         FIRST_EXAMPLES,
+        Horizon,
         Mixture,
         default_tasks,
         is_learned,
@@ -46,7 +47,7 @@ def main(config: Config) -> None:
         require_learnable,
     )
     from nanochat.packing import PackedBatch, pack_sequences
-    from nanochat.stage import Horizon, begin, open_optimizer
+    from nanochat.stage import begin, open_optimizer
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -91,7 +92,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
     run = Run(
-        "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.tasks,
+        "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.task_names,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     opening, opened = draw(train, horizon.draws(0))

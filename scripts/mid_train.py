@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)
     run = Run(
-        "mid", config, start, optimizer, steps, token_flops=token_flops, tasks=train_corpus.mixture.tasks,
+        "mid", config, start, optimizer, steps, token_flops=token_flops, tasks=train_corpus.mixture.task_names,
         fingerprints={
             "tokens a step": batch_tokens, "what --tasks names": train_corpus.mixture.fingerprint(),
             "the base model's --document_mask": document_mask,

@@ -120,24 +120,16 @@ def complaint(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-class Momentum:
+def momentum(seed: int | None = None) -> dict[str, Tensor]:
     """The state of an optimizer: with a seed a random one, without one zeros, to be loaded."""
-
-    def __init__(self, seed: int | None = None):
-        generator = torch.Generator().manual_seed(seed or 0)
-        self.tensors = {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0)}
-        if seed is None:
-            self.tensors = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.tensors
+    generator = torch.Generator().manual_seed(seed or 0)
+    tensors = {"a.momentum": torch.randn(3, 5, generator=generator), "step/count": torch.tensor(7.0)}
+    return tensors if seed is not None else {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any]) -> Path:
     """A checkpoint without a state to resume from."""
-    nothing: Any = Momentum()
-    nothing.tensors = {}
-    return checkpoint_manager.save(folder, step, model, tokenizer, meta, nothing, {}, cpu_device())
+    return checkpoint_manager.save(folder, step, model, tokenizer, meta, {}, {}, cpu_device())
 
 
 def forkserver() -> ForkServerContext:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nanochat.device import Device
+from nanochat.exchange import Exchange, Share
 from nanochat.layout import Layout
-from nanochat.optim import Exchange, Share
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place
 

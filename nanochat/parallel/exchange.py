@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.optim import Exchange, Rows, Stack, copy_each
+from nanochat.exchange import Exchange, Rows
+from nanochat.optim import Stack, copy_each
 from nanochat.parallel.mesh import Place
 
 # A step of Muon on 2 ranks, for 3 matrices A, B, C of 4 rows each. Rank 0 owns A and B, rank 1 owns C:

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.exchange import Exchange, Share
 from nanochat.layout import Layout
-from nanochat.optim import Exchange, Share
 from nanochat.parallel.ddp import reduce_scatter
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place

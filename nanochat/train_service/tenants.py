@@ -305,7 +305,8 @@ class TrainedModel:
             meta["adapter"] = lora.facts(self.trained.lora) | self.base.about
         tokenizer = self.base.tokenizer
         if with_optimizer:
-            checkpoints.save(folder, self.steps, self.model, tokenizer, meta, self.optimizer, {}, self.device)
+            state = self.optimizer.state_dict()
+            checkpoints.save(folder, self.steps, self.model, tokenizer, meta, state, {}, self.device)
             return
         final = model_folder.step_path(folder, self.steps)
         unfinished = checkpoints.unfinished_path(final)
@@ -328,7 +329,7 @@ class TrainedModel:
         self.steps = 0
         self._start_optimizer()
         if with_optimizer:
-            checkpoints.load_training(step_folder, meta, self.optimizer, self.device)
+            checkpoints.load_training(step_folder, meta, self.optimizer.state_dict(), self.device)
             self.steps = meta["step"]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Momentum, cpu_device, save_checkpoint, smallest_model
+from tiny import cpu_device, momentum, save_checkpoint, smallest_model
 
 from nanochat import checkpoint_manager, model_folder, paths, saver
 from nanochat.checkpoint_manager import load_model, load_training
@@ -40,8 +40,8 @@ DEVICE = cpu_device()
 pytestmark = pytest.mark.usefixtures("base_folder")
 
 
-def save(folder: Path, step: int, model: GPT, meta: dict, optimizer: Any, loader: dict) -> Path:
-    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, optimizer, loader, DEVICE)
+def save(folder: Path, step: int, model: GPT, meta: dict, optimizer_state: dict, loader: dict) -> Path:
+    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, optimizer_state, loader, DEVICE)
 
 
 def save_step(folder: Path, step: int, seed: int = 0) -> Path:
@@ -50,7 +50,7 @@ def save_step(folder: Path, step: int, seed: int = 0) -> Path:
         step,
         smallest_model(seed),
         {"stage": "base", "seed": seed},
-        Momentum(seed),
+        momentum(seed),
         {"row": torch.tensor([seed, 8])},
     )
 
@@ -87,7 +87,7 @@ def test_round_trip_is_exact(folder):
     }
     loader = LoaderState(12, shards, 2)
     torch.manual_seed(5)
-    path = save(folder, 12, model, {"stage": "base", "note": "é"}, optimizer, loader.to_tensors())
+    path = save(folder, 12, model, {"stage": "base", "note": "é"}, optimizer.state_dict(), loader.to_tensors())
     expected = torch.randn(4)
 
     assert path == folder / "step_000012"
@@ -105,7 +105,7 @@ def test_round_trip_is_exact(folder):
     assert not loaded.training
     assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
     again = optimizer_of(smallest_model(1), steps=0)
-    (loader_share,), (rng,) = load_training(path, meta, again, DEVICE)
+    (loader_share,), (rng,) = load_training(path, meta, again.state_dict(), DEVICE)
     assert same_tensors(again.state_dict(), optimizer.state_dict())
     merged = LoaderState.merge([loader_share])
     assert (merged.row, merged.shard_count) == (12, 2)
@@ -131,7 +131,7 @@ def test_weights_alone_load_but_do_not_resume(folder):
     rewrite_manifest(path)
     load_model(str(path), DEVICE)
     with pytest.raises(UserError, match="--source"):
-        load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+        load_training(path, model_folder.verify(path), momentum(), DEVICE)
 
 
 # ---------------------------------------------------------------------- what was there before
@@ -210,7 +210,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name, how):
     rewrite_manifest(path)
     if name.startswith("training"):
         with pytest.raises(DamagedCheckpoint):
-            load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+            load_training(path, model_folder.verify(path), momentum(), DEVICE)
     else:
         with pytest.raises(UserError):
             load_model(str(path), DEVICE)
@@ -241,7 +241,7 @@ def test_mutated_files_are_an_error_not_a_crash(folder, name):
         rewrite_manifest(path)
         try:
             if training:
-                load_training(path, model_folder.verify(path), Momentum(), DEVICE)
+                load_training(path, model_folder.verify(path), momentum(), DEVICE)
             else:
                 load_model(str(path), DEVICE)
         except UserError as error:

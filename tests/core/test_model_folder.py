@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensors, save, save_step
-from tiny import Momentum, smallest_model
+from tiny import momentum, smallest_model
 
 from nanochat import device as devices
 from nanochat import model_folder, paths, saver, storage
@@ -225,7 +225,7 @@ def test_meta_data_has_what_a_server_shows(folder):
     """Of an older checkpoint too, which has no settings, no tasks and no date."""
     before = int(time.time())
     path = save(
-        folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, Momentum(0), {}
+        folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, momentum(0), {}
     )
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     _, _, meta = load_model(path, DEVICE)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from nanochat import optim
 from nanochat.device import Device
+from nanochat.exchange import Exchange
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.layout import lay_out
 from nanochat.operators import TorchKernels
-from nanochat.optim import POLAR_EXPRESS, Exchange, Optimizer, ParameterGroup, StateFormat, orthogonalize
+from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
 from nanochat.sharding import whole

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Momentum, cpu_device, run_ranks, smallest_model
+from tiny import cpu_device, momentum, run_ranks, smallest_model
 
 from nanochat import checkpoint_manager, collectives, model_folder, paths, storage
 from nanochat.checkpoint_manager import clean_up, load_training
@@ -49,11 +49,11 @@ pytestmark = pytest.mark.usefixtures("base_folder")
 
 def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
     model = smallest_model(seed)
-    momentum: Any = Momentum(seed + rank)
+    state = momentum(seed + rank)
     row = {"row": torch.tensor([seed + rank, 8])}
     device = cpu_device(rank=rank, world_size=ranks)
     meta = {"stage": "base", "seed": seed}
-    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, momentum, row, device, **options)
+    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, state, row, device, **options)
 
 
 def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
@@ -63,12 +63,12 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
     if found is None:
         return None
     path, meta = found
-    model, momentum, seed = smallest_model(100), Momentum(), meta["seed"]
+    model, state, seed = smallest_model(100), momentum(), meta["seed"]
     checkpoint_manager.load_weights(model, path)
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    loader, _ = load_training(path, meta, momentum, cpu_device())
-    assert torch.equal(momentum.tensors["a.momentum"], Momentum(seed).tensors["a.momentum"])
+    loader, _ = load_training(path, meta, state, cpu_device())
+    assert torch.equal(state["a.momentum"], momentum(seed)["a.momentum"])
     assert [int(share["row"][0]) for share in loader] == [seed + rank for rank in range(meta["world_size"])]
     assert {file.name for file in path.iterdir()} == FILES | {storage.share_name(r) for r in range(meta["world_size"])}
     return meta["step"], seed
@@ -339,7 +339,7 @@ class FullDisk:
 def test_a_disk_that_fills_up_at_any_byte_is_reported(folder, monkeypatch):
     path = save_step(folder, 1, seed=1)
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "tokenizer.json")  # written by its own
-    state = {**Momentum(0).tensors, "row": torch.zeros(2, dtype=torch.int64), **cpu_device().rng_state()}
+    state = {**momentum(0), "row": torch.zeros(2, dtype=torch.int64), **cpu_device().rng_state()}
     needed = sum(tensor.nbytes for part in (smallest_model().state_dict(), state) for tensor in part.values())
     for number in range(50):
         room = size * number // 50
@@ -588,7 +588,8 @@ def train(device: Device, base: str, until: int, save_every: int, layout: str = 
         if progress.step % save_every == 0 or progress.step == until:
             now = meta | {"progress": progress.to_dict()}
             row = batch.state.to_tensors()
-            checkpoint_manager.save(folder, progress.step, model, TOKENIZER, now, optimizer, row, device, keep_last=2)
+            state = optimizer.state_dict()
+            checkpoint_manager.save(folder, progress.step, model, TOKENIZER, now, state, row, device, keep_last=2)
     paths.unlock(folder)
     loader.close()
     return seen

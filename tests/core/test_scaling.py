@@ -8,9 +8,7 @@ import torch
 from tiny import SHAPES, tiny_config
 
 from nanochat import scaling
-from nanochat.cli import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rotary import RopeScaling
 from nanochat.scaling import batch_tokens, flops_per_token, model_config, rates, scaling_parameters, training_tokens
 
 
@@ -40,38 +38,6 @@ def test_flops_by_hand() -> None:
     assert scaling_parameters(SMALL) == 294_912 + 98_304 + 32_768
     # 6 a parameter, and 12 x 2 heads x 64 x (128 + 512) tokens seen
     assert flops_per_token(SMALL) == 6 * 425_984 + 983_040
-
-
-def test_a_longer_context_scales_the_positions_and_a_shorter_one_does_not() -> None:
-    config = tiny_config(window_pattern="SSL")  # 32 tokens, short windows of 8
-    once = scaling.with_context(config, 128, 32, "auto")
-    assert (once.sequence_len, once.rope_scaling) == (
-        128,
-        RopeScaling("yarn", 4.0, 32, fewest_turns=1, most_turns=32, gain=1 + 0.1 * math.log(4)),
-    )
-    # Short windows stay as long as they were, and the last layer still sees all.
-    assert [once.window(layer) for layer in range(3)] == [config.window(layer) for layer in range(3)] == [8, 8, 0]
-    # In two steps as in one; and back, and to where it was.
-    twice = scaling.with_context(scaling.with_context(config, 64, 32, "yarn"), 128, 64, "auto")
-    assert twice.rope_scaling is not None and once.rope_scaling is not None
-    assert twice.rope_scaling.gain == pytest.approx(once.rope_scaling.gain)
-    assert dataclasses.replace(twice.rope_scaling, gain=once.rope_scaling.gain) == once.rope_scaling
-    short = scaling.with_context(once, 16, 128, None)
-    assert short.rope_scaling == once.rope_scaling and scaling.with_context(short, 128, 128, None) == once
-    assert scaling.with_context(config, 32, 32, "auto") == config
-    with pytest.raises(UserError, match="beyond the 32 tokens"):
-        scaling.with_context(config, 16, 32, "yarn")
-    linear = scaling.with_context(scaling.with_context(config, 64, 32, "linear"), 128, 64, "auto")
-    assert linear.rope_scaling == RopeScaling("linear", 4.0)
-    # A larger base: the slowest pair is slowed by the factor, the fastest not at all.
-    based = scaling.with_context(config, 128, 32, "theta")
-    D = config.head_dim
-    assert based.rope_scaling is None
-    slowest = (config.rope_theta / based.rope_theta) ** ((D - 2) / D)
-    assert slowest == pytest.approx(1 / 4)
-    for method, source, words in ((None, config, "context has 32 tokens"), ("yarn", linear, "as linear")):
-        with pytest.raises(UserError, match=words):
-            scaling.with_context(source, 256, source.sequence_len, method)
 
 
 def test_windows_save_flops_only_while_they_are_shorter_than_the_row() -> None:

@@ -20,8 +20,8 @@ from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import hugging_face_form
 from nanochat.gpt import GPTConfig
+from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
-from nanochat.scaling import with_context
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import chat_cli, export
 

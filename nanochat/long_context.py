@@ -1,0 +1,63 @@
+"""A longer context than a model was trained with: its rotary positions are scaled to fit.
+
+A context of 2,048 tokens becomes one of 8,192 by `--max_seq_len 8192 --rope_scaling yarn`.
+"""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from nanochat.cli import UserError
+from nanochat.gpt import GPTConfig
+from nanochat.rotary import RopeScaling
+
+ContextMethod = Literal["auto", "yarn", "linear", "theta"]
+
+
+def with_context(config: GPTConfig, context: int, trained: int, method: ContextMethod | None) -> GPTConfig:
+    """A model's config with a context of so many tokens; beyond the `trained` one its rotary positions are scaled.
+
+    `auto`: by YaRN, or as they are scaled already. None: a longer context is refused.
+    Raises UserError: when the model cannot have that context.
+    """
+    scaled = config.rope_scaling
+    present = "auto" if scaled is None else scaled.kind
+    if context <= trained and method not in (None, "auto", present):
+        raise UserError(
+            f"--rope_scaling {method} needs a --max_seq_len beyond the {trained} tokens of the model's context"
+        )
+    if context == config.sequence_len:
+        return config
+    # Short windows stay as long as they are. They would be a quarter of the new context.
+    if "S" in config.window_pattern and not config.window_tokens:
+        windows = [config.window(layer) for layer in range(config.n_layer)]
+        pattern = "".join("S" if window else "L" for window in windows)
+        config = replace(config, window_pattern=pattern, window_tokens=max(windows))
+    longer = replace(config, sequence_len=context)
+    if context <= trained:
+        return longer
+    if method is None:
+        raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens, the most that it takes")
+    factor = context / trained
+    if scaled is not None:  # positions are scaled once, by both factors together
+        if method not in ("auto", scaled.kind):
+            raise UserError(
+                f"--rope_scaling {method}: the positions of this model are scaled, as {scaled.kind}: leave the flag out"
+            )
+        gain = scaled.gain + (_yarn_gain(factor) - 1 if scaled.kind == "yarn" else 0.0)
+        return replace(longer, rope_scaling=replace(scaled, factor=scaled.factor * factor, gain=gain))
+    if method == "theta":
+        # A larger base slows the slowest pair by the factor and leaves the fastest as it is (sources: bloc97 2023,
+        # NTK-aware scaling; Roziere et al. 2023, Code Llama).
+        D = config.head_dim
+        return replace(longer, rope_theta=config.rope_theta * factor ** (D / max(D - 2, 1)))
+    if method == "linear":
+        return replace(longer, rope_scaling=RopeScaling("linear", factor))
+    # 1 and 32 turns are those that Peng et al. found for Llama, and what others read from folders that name none.
+    scaling = RopeScaling("yarn", factor, trained, fewest_turns=1.0, most_turns=32.0, gain=_yarn_gain(factor))
+    return replace(longer, rope_scaling=scaling)
+
+
+def _yarn_gain(factor: float) -> float:
+    """What YaRN multiplies cos and sin by (source: Peng et al. 2023): over more tokens attention has to be sharper."""
+    return 0.1 * math.log(factor) + 1.0
