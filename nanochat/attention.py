@@ -1,8 +1,8 @@
-"""Attention: which keys a query may attend to, how a window is computed, and the cache of keys and values.
+"""Attention: the keys that a query may attend to, windows, and the cache of keys and values.
 
-A query attends to the keys of its own and of earlier tokens: softmax(q k^T scale) v (source: Vaswani et al. 2017). With
-a window of w it attends to itself and the w - 1 tokens before it; 0 means no window. Everywhere in this project a mask
-is True where the query may attend to the key. Which operator runs on which device is decided in kernels/.
+A query attends to its own token and to earlier tokens: softmax(q k^T scale) v (source: Vaswani et al. 2017). With a
+window of w it attends to itself and the w - 1 tokens before it; 0 means no window. Everywhere in this project a mask is
+True where the query may attend to the key. kernels/ decides which operator runs on which device.
 
 Legend: B batch, T query tokens, S cached tokens, H query heads, K key/value heads, D head dim, w window.
 """
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Queries that `blockwise_attention` takes at a time. Blocks of 128 compute fewer scores and take longer, because the
-# gradients of the keys are added up block by block (docs/measurements.md).
+# Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because the gradients
+# of the keys are added up block by block (docs/measurements.md).
 BLOCK = 256
 
-# Which keys a query may attend to (1) in a row of 6 tokens, query by query from top to bottom:
+# The keys that a query may attend to (1) in a row of 6 tokens, one query per line:
 #
 #     causal, window 0      window 3              documents a a a b b b
 #     1 . . . . .           1 . . . . .           1 . . . . .
@@ -35,32 +35,32 @@ BLOCK = 256
 
 @dataclass
 class Segments:
-    """Where the documents of packed rows lie: a token attends to tokens of its own document alone."""
+    """The documents of packed rows: a token attends only to tokens of its own document."""
 
     # Two rows of 6 tokens, with the documents a a a b b b and c c c c d d:
     numbers: Tensor  # (B, T), equal for tokens of one document: 1 1 1 2 2 2 and 1 1 1 1 2 2
-    # Where each document ends, if the rows are laid end to end: 3, 6, 10, 12. Operators divide their work by it, some
-    # of them before it is launched: it is there as numbers of the host, and as a tensor of the device.
+    # The end of each document, with the rows laid end to end: 3, 6, 10, 12. Operators divide their work by the ends.
+    # Some do so before the launch and need numbers on the host; others need a tensor on the device.
     ends: list[int]
     bounds: Tensor  # (documents + 1,) in int32: 0, 3, 6, 10, 12
 
     @classmethod
     def from_numbers(cls, numbers: Tensor) -> "Segments":
-        """On the host, from numbers (B, T) that change wherever a document of a row begins."""
+        """Build segments on the host, from numbers (B, T) that change wherever a document of a row begins."""
         is_first = torch.ones_like(numbers, dtype=torch.bool)
         is_first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         bounds = F.pad(is_first.flatten().nonzero()[:, 0], (0, 1), value=numbers.numel()).int()
-        # Counted anew, because a number that comes back later in its row is another document.
+        # Count again: a number that reappears later in its row is another document.
         return cls(is_first.cumsum(dim=1), bounds[1:].tolist(), bounds)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> "Segments":
-        """On another device: `move` copies one tensor there (`Device.to_device`)."""
+        """Copy the segments to another device: `move` copies one tensor (`Device.to_device`)."""
         return Segments(move(self.numbers), self.ends, move(self.bounds))
 
     def first_key(self, start: int) -> int:
         """The earliest token of a row that its queries from `start` on may attend to, in any of the rows."""
-        # Places count through all rows. With ends of 3, 6, 10, 12 and rows of 6, the query 4 of row 1 is at place 10;
-        # three ends are not beyond it, so that its document is number 3 and begins where number 2 ends, at 10.
+        # Places count through all rows. With ends of 3, 6, 10, 12 and rows of 6, query 4 of row 1 is at place 10. Three
+        # ends are at or before it, so its document is number 3, which begins where number 2 ends, at 10.
         rows, tokens = self.numbers.shape
         earliest = start
         for row_start in range(0, rows * tokens, tokens):
@@ -73,8 +73,8 @@ class Segments:
 def causal_mask(
     first: int, start: int, end: int, window: int, segments: Segments | None, device: torch.device
 ) -> Tensor:
-    """Which of the keys `first` to `end` (exclusive) each of the queries `start` to `end` may attend to: (T, S), or
-    with segments (B, 1, T, S)."""
+    """The mask of the queries `start` to `end` over the keys `first` to `end` (exclusive): (T, S), or with segments
+    (B, 1, T, S)."""
     index = torch.arange(first, end, device=device)
     distance = index[start - first :, None] - index  # (T, S): how far a key lies before its query
     mask = distance >= 0
@@ -98,7 +98,7 @@ def fused_attention(
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
     # Several query heads may share a key head (source: Ainslie et al. 2023, GQA). torch derives the groups from the
-    # head counts: with 6 query heads and 2 key heads, queries 0 to 2 read key head 0, and 3 to 5 key head 1.
+    # head counts: with 6 query heads and 2 key heads, query heads 0 to 2 read key head 0, and 3 to 5 key head 1.
     grouped = q.size(1) != k.size(1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
@@ -126,14 +126,14 @@ def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None,
     attend: Callable[..., Tensor] = fused_attention,
 ) -> Tensor:  # fmt: skip
-    """Attention within windows and documents, by an operator that knows only masks: q (B, T, H, D), k and v
-    (B, T, K, D) -> (B, T, H, D). `attend` takes part of them, `scale` and `mask`.
+    """Attention within windows and documents, by an operator that supports only masks: q (B, T, H, D), k and v
+    (B, T, K, D) -> (B, T, H, D). `attend` takes a part of q, k and v, and `scale` and `mask`.
 
-    Work and masks grow with the tokens that a query may attend to, not with T x T. Source: Beltagy et al. 2020,
-    Longformer.
+    Work and masks grow with the number of tokens that a query may attend to, not with T x T. Source: Beltagy et al.
+    2020, Longformer.
     """
-    # The queries of a block read the keys from the first that any of them may attend to up to the block's end. With
-    # blocks of 4 and a window of 3 in a row of 10:
+    # The queries of a block read the keys from the first one that any of them may attend to, up to the block's end.
+    # With blocks of 4 and a window of 3 in a row of 10:
     #
     #     queries 0 1 2 3   keys 0 1 2 3
     #     queries 4 5 6 7   keys     2 3 4 5 6 7
@@ -145,7 +145,7 @@ def blockwise_attention(
     for start in range(0, T, BLOCK):
         end = min(start + BLOCK, T)
         first = max(0, start - window + 1) if window else 0
-        # Compiled code is made for shapes, and documents end elsewhere in every batch: there the mask alone counts.
+        # Compiled code has fixed shapes, but documents end elsewhere in every batch: there only the mask counts.
         if segments is not None and not torch.compiler.is_compiling():
             first = max(first, segments.first_key(start))
         mask = causal_mask(first, start, end, window, segments, q.device)
@@ -154,9 +154,9 @@ def blockwise_attention(
 
 
 # Without a cache every new token costs a pass over the whole sequence. The keys and values of earlier tokens never
-# change, because no token attends to a later one: they are stored once and read at every token after.
+# change, because no token attends to a later one. So they are stored once and read for every later token.
 #
-# One layer of a cache for three rows, capacity 8. A letter is a token whose key and value are there:
+# One layer of a cache for three rows, capacity 8. A letter is a token whose key and value are stored:
 #
 #              0  1  2  3  4  5  6  7    position
 #     row 0    a  b  c  d  .  .  .  .       4        its next token goes to place 4
@@ -164,9 +164,9 @@ def blockwise_attention(
 #     row 2    g  h  i  j  k  .  .  .       5
 #              '--attended_len--'
 #
-# Rows are of different lengths, so each has a position of its own. A step with one new token per row needs 6 places.
-# It reads 6 and not 8 of them, and its mask hides the places after each row's own end. Row 1 writes its new token to
-# place 2; the keys 0 to 5 then lie 2 1 0 -1 -2 -3 before it, and it attends to those from 0 up (`masks`).
+# Rows have different lengths, so each has its own position. A step with one new token per row needs 6 places. It reads
+# 6 places instead of 8, and its mask hides the places after each row's end. Row 1 writes its new token to place 2. The
+# distances of the keys 0 to 5 are then 2 1 0 -1 -2 -3, and it attends to keys at a distance of 0 or more (`masks`).
 
 
 @dataclass
@@ -176,24 +176,24 @@ class KVCache:
     Layers only write and read. The engine advances `position` once per forward pass, after the last layer.
     """
 
-    # One block of fixed shape (layers, B, S, K, D): nothing is allocated while decoding, and its launches can be
-    # recorded once and replayed. Rows and positions are neighbouring axes: an NPU writes to indices of axes that are
-    # apart on its slow AI CPU (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
+    # One block of fixed shape (layers, B, S, K, D): decoding allocates nothing, and its launches can be recorded once
+    # and replayed. Rows and positions are neighbouring axes. If they were apart, an NPU would write to these indices on
+    # its slow AI CPU (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
     keys: Tensor
     values: Tensor
-    # (B,): how many tokens each row holds, which is the place of its next one. On the device, so that a decoded token
-    # waits for nothing from the host.
+    # (B,): the number of tokens in each row, which is also the place of the next one. It is on the device, so that a
+    # decoded token does not wait for the host.
     position: Tensor
-    # Two constants, made once so that no step needs to. (B, 1): 0, 1, 2, ..., the indices of the rows, for `write`.
+    # Two constants, created once instead of in every step. (B, 1): 0, 1, 2, ..., the indices of the rows, for `write`.
     rows: Tensor
     # (capacity,): 0, 1, 2, ..., the places of the keys, for `masks`.
     places: Tensor
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
-    # Whether the launches of a pass are recorded, to be replayed: not every operator may be among them.
+    # Whether the launches of a pass are recorded for replay: some operators must not be recorded.
     is_recorded: bool = False
-    # Later positions are clamped to it: a padded piece of a prompt writes its padding there, not outside the cache.
-    # None: no position can be later.
+    # Later positions are clamped to this: a padded piece of a prompt writes its padding there, not outside the cache.
+    # None: positions are never later.
     max_position: int | None = None
 
     @classmethod
@@ -216,9 +216,9 @@ class KVCache:
         return self.keys.size(2)
 
     def view(self, first: int, end: int) -> "KVCache":
-        """The rows from `first` to before `end`, in this cache's memory."""
-        # Slices share the memory: what is written through the view is in the cache. `attended_len` is a number, not a
-        # tensor, so that each view has its own.
+        """The rows `first` to `end` (exclusive), in this cache's memory."""
+        # Slices share the memory: a write through the view changes the cache. `attended_len` is a number, not a tensor,
+        # so each view has its own.
         return replace(
             self,
             keys=self.keys[:, first:end],
@@ -228,15 +228,16 @@ class KVCache:
         )
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copy the first `tokens` keys and values of some rows into others, (B,) of indices; both may overlap."""
-        # The right side is gathered into new memory first, so a row may be both source and target.
+        """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,); both may
+        overlap."""
+        # Indexing gathers the right side into new memory first, so a row may be both source and target.
         self.keys[:, targets, :tokens] = self.keys[:, sources, :tokens]
         self.values[:, targets, :tokens] = self.values[:, sources, :tokens]
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""
         positions = self.position[:, None]  # (B, 1)
-        if tokens > 1:  # a decoded token saves two launches
+        if tokens > 1:  # for one token this saves two launches
             positions = positions + torch.arange(tokens, device=self.position.device)
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
@@ -244,7 +245,7 @@ class KVCache:
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
         """For each window in use a mask (B, 1, T, attended_len)."""
-        # How far each key lies before its query. Beyond a row's end it is negative, which hides what is not written.
+        # The distance of each key before its query. After a row's end it is negative, which hides unwritten places.
         distance = positions[:, None, :, None] - self.places[: self.attended_len]
         causal = distance >= 0
         # Layers of the same window share one mask.
@@ -252,13 +253,13 @@ class KVCache:
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store k and v (B, T, K, D) at `positions` (B, T)."""
-        # `rows` and `positions`, both (B, T), together name one place of the cache for each token.
-        # index_put_ takes 0.04 ms where scatter_, which copies the whole cache, takes 1.3 (docs/measurements.md).
+        # `rows` and `positions`, both (B, T), together name one place of the cache for each token. index_put_ takes
+        # 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/measurements.md).
         rows = self.rows.expand_as(positions)
         self.keys[layer].index_put_((rows, positions), k.to(self.keys.dtype))
         self.values[layer].index_put_((rows, positions), v.to(self.values.dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """The first `attended_len` keys and values of a layer, (B, attended_len, K, D) each."""
-        # A slice, not a copy. The cost of a token grows with the keys it reads, so it reads as few as it can.
+        # A slice, not a copy. The cost of a token grows with the keys that it reads, so it reads as few as possible.
         return self.keys[layer, :, : self.attended_len], self.values[layer, :, : self.attended_len]

@@ -1,9 +1,9 @@
-"""The output head and its cross-entropy in one, without ever holding all the logits.
+"""The output head fused with its cross-entropy, so that all logits are never in memory at once.
 
-A vocabulary of 32,768 over 32,768 tokens is 4 GiB of fp32 logits, and as much again for their gradient. Here a chunk of
-tokens goes through head, softmax and gradient at once, and no chunk's logits are kept (source: Hsu et al. 2024, Liger
-Kernel, the same fusion). `F.linear_cross_entropy` does this from torch 2.13 on,
-but has no soft cap and cannot be compiled.
+32,768 tokens with a vocabulary of 32,768 have 4 GiB of fp32 logits, and their gradient takes as much again. Here a
+chunk of tokens goes through head, softmax and gradient at once, and its logits are dropped (source: Hsu et al. 2024,
+Liger Kernel, the same fusion). `F.linear_cross_entropy` does this from torch 2.13 on, but it lacks a soft cap and
+cannot be compiled.
 
 Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The loss of one token, with the logits 2, 1, 0 of a vocabulary of three and token 0 as its target:
+# The loss of one token. The vocabulary has three tokens with the logits 2, 1, 0, and token 0 is the target:
 #
 #     exp of the logits      7.39   2.72   1.00      sum 11.11
 #     softmax                0.67   0.24   0.09      each divided by the sum
@@ -21,19 +21,19 @@ from torch import Tensor
 #     gradient              -0.33   0.24   0.09      softmax, minus 1 at the target; it sums to 0
 #
 # Gradient descent moves logits against the gradient: the target's logit rises, and the others fall in proportion to
-# their probability. Where the model is already sure of the target, the gradient is close to 0.
+# their probability. If the model is already sure of the target, the gradient is close to 0.
 #
 # Plain torch operators hold all logits at once, which is slow as well as large. For 4,096 tokens, width 256 and
-# V 8,192 in bf16 on two cores, forward and backward take 507 ms; the three matrix products in them alone take 99.
+# V 8,192 in bf16 on two cores, forward and backward take 507 ms, of which the three matrix products need only 99.
 
-# A target with this value counts for nothing: padding, and tokens that the model is not trained to write.
+# A target with this value is ignored: padding, and tokens that the model does not learn to write.
 IGNORE = -1
 # Logits up to this cap need no shift before exp: exp(2 x 35) x 32,768 is well inside the range of fp32.
 LARGEST_UNSHIFTED = 35
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Bound logits to (-cap, cap) smoothly; 0 leaves them alone (source: Gemma Team 2024, Gemma 2)."""
+    """Bound logits to (-cap, cap) smoothly; 0 turns the cap off (source: Gemma Team 2024, Gemma 2)."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -48,8 +48,8 @@ def linear_cross_entropy(
     """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
 
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
-    and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` are in memory
-    at a time; what is between the products passes over `slice_tokens` of them at a time (None: over all).
+    and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` tokens are in
+    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all).
     """
     # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -69,7 +69,7 @@ def token_losses(
 
     For losses that weigh each token (RL, DPO). The backward pass computes each chunk's logits a second time.
     """
-    # Asked here: in `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
+    # Check this here: inside `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _TokenLosses.apply(  # type: ignore[no-any-return]
         hidden, weight, targets, cap, chunk_tokens, slice_tokens, has_backward
@@ -78,28 +78,28 @@ def token_losses(
 
 @dataclass
 class _Slice:
-    """Tokens between `_slice_loss`, which makes it, and `_slice_gradient`, which uses its memory up."""
+    """The state of some tokens after `_slice_loss`. `_slice_gradient` reuses its memory."""
 
     losses: Tensor  # (n,)
-    exps: Tensor  # (n, V): exp of the capped logits; each row is off by one factor
+    exps: Tensor  # (n, V): exp of the capped logits, up to one factor per row
     total: Tensor  # (n, 1): the sums of the rows of exps; exps / total is the softmax, whatever the factor
     sigmoid: Tensor | None  # (n, V), for the gradient of the cap
-    target: Tensor  # (n, 1); 0 where there is none
-    counts: Tensor  # (n, 1): 1 where there is a target, else 0
+    target: Tensor  # (n, 1): the target's index; 0 if it is ignored
+    counts: Tensor  # (n, 1): 1 for a target, 0 if it is ignored
 
 
 def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
-    """The losses of n tokens, and what their gradient needs; logits (n, V) in fp32, used up, and targets (n,)."""
-    # In fp32: exp turns an error of a logit into a relative error of a probability. A chunk's logits are the largest
-    # tensors of a step, so that each pass over them counts. Operators work in place where they can: from here to the
-    # end of `_slice_gradient` 8 of them read and write 64 bytes a logit.
+    """The losses of n tokens, and the tensors for their gradient; logits (n, V) in fp32, overwritten; targets (n,)."""
+    # The dtype is fp32 because exp turns an error of a logit into a relative error of a probability. A chunk's logits
+    # are the largest tensors of a step, so each pass over them counts. Operators work in place where they can: from
+    # here to the end of `_slice_gradient`, 8 operators read and write 64 bytes per logit.
     sigmoid = None
     if cap:
-        # The cap, cap tanh(x / cap), is 2 cap sigmoid(2x / cap) - cap. A softmax is the same without the last term.
+        # The cap, cap tanh(x / cap), is 2 cap sigmoid(2x / cap) - cap. The last term does not change a softmax.
         sigmoid = logits.mul_(2 / cap).sigmoid_()
         logits = sigmoid * (2 * cap)
 
-    # Ignored targets count 0 times. IGNORE is no index: they look up token 0, for nothing.
+    # Ignored targets count 0 times. IGNORE is not an index, so they look up token 0 and drop the result.
     counts = (targets != IGNORE)[:, None].float()  # (n, 1)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     target_logit = logits.gather(1, target)  # (n, 1)
@@ -113,18 +113,18 @@ def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
     exps = logits.exp_()
     total = exps.sum(dim=1, keepdim=True)  # (n, 1)
 
-    # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so the shift is added
-    # to its log.
+    # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so its log needs the
+    # shift added.
     losses = (total.log() + shift - target_logit) * counts
     return _Slice(losses[:, 0], exps, total, sigmoid, target, counts)
 
 
 def _slice_gradient(part: _Slice, weights: Tensor) -> None:
-    """Write the gradient of the sum of weights (n, 1) x losses with respect to the logits before the cap, (n, V), into
-    the logits' memory: once for each slice."""
-    # With respect to the capped logits it is softmax - one-hot(target), times the token's weight. One pass multiplies
-    # by weight / total, which makes the softmax of exps; then the target's place alone loses its weight.
-    # Through the cap it is multiplied by the derivative of cap tanh(x / cap), 4 s (1 - s) with s the sigmoid.
+    """Write the gradient of the sum of weights (n, 1) x losses, with respect to the logits before the cap (n, V), into
+    the logits' memory. Call it once per slice."""
+    # The gradient with respect to the capped logits is softmax - one-hot(target), times the token's weight. One pass
+    # multiplies exps by weight / total, which gives the weighted softmax. Then the weight is subtracted at the target.
+    # The cap multiplies it by the derivative of cap tanh(x / cap), which is 4 s (1 - s) with s the sigmoid.
     weights = weights * part.counts * (1 if part.sigmoid is None else 4)
     grad = part.exps.mul_(weights / part.total)
     grad.scatter_add_(1, part.target, -weights)
@@ -136,7 +136,7 @@ def _chunk_loss(
     h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """h (n, W), matrix (V, W), targets and weights (n,) -> the losses (n,), and the gradient of the sum of weights x
-    losses with respect to the logits (n, V), in the dtype of h: memory to drop where there are no weights."""
+    losses with respect to the logits (n, V), in the dtype of h. Without weights the second result is meaningless."""
     logits = (h @ matrix.T).float()  # (n, V)
     losses = []
     size = slice_tokens or len(logits)
@@ -150,11 +150,11 @@ def _chunk_loss(
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Computes the gradients in forward, while a chunk's logits are there; backward only scales them.
+    """Computes the gradients in forward, while a chunk's logits are in memory; backward only scales them.
 
     The usual way keeps the logits for backward, or computes them a second time. The gradient of a sum needs neither:
     it is known up to one factor, the gradient of the sum itself. So forward ends with both gradients, N x W and V x W
-    numbers, where the logits would be N x V: at N 32,768, W 768 and V 32,768 100 MB each in fp32 instead of 4 GiB.
+    numbers, instead of N x V logits. At N 32,768, W 768 and V 32,768 that is 100 MB each in fp32 instead of 4 GiB.
     """
 
     @staticmethod
@@ -163,19 +163,19 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
         loss = torch.zeros((), device=hidden.device)
-        # A frozen head (lora.py) needs no gradient: it would be as large as the head in fp32.
+        # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
         grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_hidden = []
-        # Chunks and slices are as large as suits the device (`loss_tokens` in kernels/). An accelerator gets few large
-        # ones. On a CPU products are faster with 1,024 rows than with 256, and the passes between them with 128 rows,
-        # which stay in its caches (docs/measurements.md).
+        # The device decides the sizes of chunks and slices (`loss_tokens` in kernels/). An accelerator gets a few large
+        # ones. On a CPU, products are faster with 1,024 rows than with 256. The passes between them are faster with 128
+        # rows, which stay in the caches (docs/measurements.md).
         ones = torch.ones(targets.shape, device=targets.device)
         parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), ones.split(chunk_tokens))
         for h, t, weights in zip(*parts, strict=True):
             losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights)
             loss = loss + losses.sum()
-            # From logits back through the product h @ W.T: one product for the gradient of h, one for that of W. The
-            # chunks share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
+            # Back through the product h @ W.T: one product for the gradient of h, one for the gradient of W. The chunks
+            # share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
             grad_hidden.append(grad @ matrix)  # (n, W)
             if grad_weight is not None:
                 grad_weight += grad.T @ h  # (V, W)
@@ -185,21 +185,21 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        # The gradient that arrives is one scalar, that of the sum. In `train_step` it is 1: the optimizer divides by
-        # the number of targets later, when all ranks have counted theirs.
+        # The incoming gradient is one scalar, for the sum. In `train_step` it is 1: the optimizer divides by the number
+        # of targets later, when all ranks have counted theirs.
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        # One for each argument of forward: the others have no gradient.
+        # One result per argument of forward; the others have no gradient.
         return grad_hidden, grad_weight, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Losses one by one. Each has a factor of its own, that only backward knows: it computes the chunks anew.
+    """Losses per token. Each has its own factor, which only backward knows, so backward computes the chunks again.
 
-    It costs one more product than keeping the logits, and saves 4 GiB of them for 8 rows of 2,048 tokens with a
+    This costs one product more than keeping the logits. It saves 4 GiB of logits for 8 rows of 2,048 tokens with a
     vocabulary of 32,768.
     """
 
@@ -208,7 +208,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None,
         has_backward: bool,
     ) -> Tensor:  # fmt: skip
-        # For backward always a copy, even in fp32: it reads it after FSDP has freed the gathered weight.
+        # Backward needs a copy, even in fp32: it reads the matrix after FSDP has freed the gathered weight.
         matrix = weight.to(hidden.dtype, copy=has_backward)
         ctx.save_for_backward(hidden, matrix, targets)
         ctx.options = (cap, chunk_tokens, slice_tokens)

@@ -1,6 +1,6 @@
-"""What preferences and RL add to the core: what a reply is worth, and against what it is compared."""
+"""Preferences and RL beyond the core: further losses, rewards and advantages."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "policy losses": {
         "rloo": "nanochat.alignment.policy_losses:RLOO",

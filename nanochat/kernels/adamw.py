@@ -11,7 +11,7 @@ from nanochat.operators import AdamWUpdate, split_like
 def unfused_adamw(updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
     """`TorchKernels.adamw`, where all parameters of an update are one tensor: one launch per operator."""
     skipped = ok == 0
-    steps = steps.clamp(min=1)  # 0 where the first step is skipped
+    steps = steps.clamp(min=1)  # it is 0 when the first step is skipped
     factors: dict[tuple[float, float], tuple[Tensor, ...]] = {}  # by betas, which most updates share
     for update in updates:
         if update.betas not in factors:

@@ -1,4 +1,4 @@
-"""The weights of all products cast at once, for devices on which launches cost more than memory."""
+"""Cast the weights of all products at once, for devices on which launches cost more than memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ BUCKET_ELEMENTS = 1 << 25  # weights that are cast at a time
 
 @contextlib.contextmanager
 def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
-    """Within it, products read their weights from one copy of all of them in `dtype`. Weights must not change.
+    """Inside the block, products read their weights from one copy of all weights in `dtype`. Weights must not change.
 
-    That takes a few launches per step, instead of one for each product and micro-batch. The backward pass holds the
-    copies in any case. Under FSDP, which casts what it gathers, nothing happens.
+    This takes a few launches per step, instead of one per product and micro-batch. The backward pass holds the copies
+    in any case. Under FSDP, which casts the gathered weights itself, nothing happens.
     """
     linears = []
     if not is_sharded(model):

@@ -1,4 +1,4 @@
-"""Which operators a model gets on each kind of device: by the dtype of its products, and by the chip's name."""
+"""The choice of operators on each kind of device, by the dtype of the products and the name of the chip."""
 
 import importlib
 import importlib.util
@@ -13,9 +13,9 @@ from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 
-# NPUs by their names (source: torch_npu's SocVersion). The first generation, such as Ascend910A, Ascend910ProB and
-# Ascend910B without a number, and the chips for inference have no fused operators for training, and no bfloat16.
-# Every other name is a chip that has both, such as 910B1 to 910B4, 910_93.., 950.., and newer ones.
+# NPUs by name (source: torch_npu's SocVersion). The first generation (Ascend910A, Ascend910ProB, Ascend910B without a
+# number) and the chips for inference lack fused operators for training, and bfloat16. All other chips have both:
+# 910B1 to 910B4, 910_93.., 950.., and newer ones.
 FIRST_NPUS = r"Ascend910(Pro|Premium)?[AB]?$"
 
 
@@ -42,5 +42,5 @@ def _has_varlen(dtype: torch.dtype) -> bool:
     operator = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     if not {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(operator).parameters):
         return False
-    # It is flash attention: for Ampere and later, and only in 16 bits.
+    # The operator is flash attention. It needs Ampere or later, and 16 bits.
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)

@@ -1,4 +1,4 @@
-"""torch.compile by kind of device: whether a compiler is here, and whether compiling pays."""
+"""torch.compile by kind of device: is a compiler installed, and does compiling pay?"""
 
 import importlib.util
 import os
@@ -14,15 +14,15 @@ from nanochat.cli import UserError, explainers
 from nanochat.device import Device
 
 # Compiling for a CPU takes 21 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
-# Two cores with AMX win that back after 4e13 model FLOPs or a little more (docs/measurements.md): a run that is not
-# longer than this stays eager.
+# Two cores with AMX win that back after 4e13 model FLOPs or a little more (docs/measurements.md). A shorter run stays
+# eager.
 CPU_COMPILE_FLOPS = 6e13
 
 
 def compile_by_policy(
     device: Device, function: Callable[..., Any], requested: Literal["auto", "on", "off"], run_flops: float
 ) -> tuple[Callable[..., Any], str]:
-    """`torch.compile` by policy; returns the function, and for the log the decision with its reason.
+    """`torch.compile` by policy; returns the function, and the decision with its reason for the log.
 
     Raises UserError: when `requested` is "on" and the compiler is missing.
     """
@@ -42,20 +42,20 @@ def compile_by_policy(
     import torch._dynamo
     import torch._inductor.config
 
-    # By default the compiler first builds and loads a library, to see that this can be done: 4 of 38 s.
+    # By default the compiler first builds and loads a library as a test, which takes 4 of 38 s.
     torch._inductor.config.cpp.vec_isa_ok = True
-    # There are blocks of a few kinds: with value embeddings, with short windows, with and without adapters. The
-    # compiler gives up at the default of 8.
+    # A model has several kinds of blocks: with value embeddings, with short windows, with and without adapters. With
+    # the default of 8 the compiler gives up.
     torch._dynamo.config.recompile_limit = 64
     if explain not in explainers:
         explainers.append(explain)
-    # Code for exactly these shapes: a training step has one shape, and the compiler uses sizes that it knows.
+    # Compile for fixed shapes: a training step has one shape, and known sizes make faster code.
     return torch.compile(function, dynamic=False), "compiled"
 
 
 def missing_compiler(device: Device) -> str | None:
-    """What torch.compile needs and does not find here."""
-    # It generates Triton kernels for an accelerator, and C++ for a CPU.
+    """The tool that torch.compile needs and this machine lacks; None if nothing is missing."""
+    # torch.compile generates Triton kernels for an accelerator and C++ for a CPU.
     if device.kind != "cpu":
         return None if importlib.util.find_spec("triton") else "triton"
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
@@ -67,7 +67,7 @@ def missing_compiler(device: Device) -> str | None:
 
 
 def explain(error: BaseException) -> str | None:
-    """One line with the fix for code that cannot be compiled; None for other errors."""
+    """One line with a fix for a compilation error; None for other errors."""
     if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):  # importing them would load the compiler
         return None
     # "...Error: what happened" is in the first line; commands and the compiler's own output follow.
@@ -75,8 +75,8 @@ def explain(error: BaseException) -> str | None:
 
 
 def product_flops(device: Device) -> float | None:
-    """FLOP/s of a bare matrix product in the device's dtype: on a CPU a measurement, elsewhere 60% of the peak, or None
-    where the peak is unknown."""
+    """FLOP/s of a bare matrix product in the device's dtype: measured on a CPU, elsewhere 60% of the peak, or None if
+    the peak is unknown."""
     if device.kind != "cpu":
         return device.peak_flops and 0.6 * device.peak_flops
     size = 512

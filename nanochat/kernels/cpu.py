@@ -1,5 +1,5 @@
-"""What a CPU does better than with torch's operators: attention by matrix products, norms and rotations with gradients
-that are written out (gradients.py), weights packed for decoding.
+"""Operators that are faster on a CPU than torch's: attention by matrix products, norms and rotations with written-out
+gradients (gradients.py), weights packed for decoding.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
@@ -24,19 +24,20 @@ PLAIN_TOKENS = 1024
 class CpuKernels(WrittenKernels):
     name = "cpu (attention by matrix products)"
     device_type = "cpu"
-    # Sorting a whole vocabulary takes milliseconds here, and a look at the result costs no wait.
+    # Sorting a whole vocabulary takes milliseconds on a CPU, and reading the result does not wait for a device.
     top_p_first = 64
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__(dtype)
-        # In fp32 1,024 tokens at V 8,192: with 256 products are a tenth slower. In bf16 products are several times as
-        # fast, so that memory counts: with 256 tokens all passes stay in the caches, and take four fifths of the time.
+        # fp32 takes 1,024 tokens at V 8,192: with 256 tokens, products are a tenth slower. In bf16 products are several
+        # times as fast, so memory counts: with 256 tokens all passes stay in the caches and take four fifths of the
+        # time.
         self.loss_chunk_elements = 1 << (23 if dtype == torch.float32 else 21)
         self.loss_slice_elements = 1 << (20 if dtype == torch.float32 else 19)
         # Whether the processor multiplies tiles of bf16, for which torch's fused attention has special code.
         self.has_amx = torch.cpu._is_amx_tile_supported()
 
-    # Without the compiler, which has its own passes, norms and rotations took a quarter of a step.
+    # In eager mode norms and rotations took a quarter of a step. The compiler has its own passes for them.
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if weight is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -56,12 +57,14 @@ class CpuKernels(WrittenKernels):
         return super().attention(q, k, v, scale=scale, window=window, segments=segments)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
-        """0 where a query may attend, -inf elsewhere: torch's fused operator would make it anew in every layer."""
+        """0 where a query may attend, -inf elsewhere: torch's fused operator would build it again in every layer."""
         return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """In bf16 without AMX matrix products: there torch's fused operator takes 3 times as long for 16 rows of one
-        query. With AMX it takes a fifth of the time."""
+        """torch's fused operator, or matrix products in bf16 without AMX.
+
+        There the fused operator takes 3 times as long for 16 rows of one query. With AMX it takes a fifth of the time.
+        """
         if k.dtype == torch.float32 or self.has_amx:
             return super().cached_attention(q, k, v, scale=scale, mask=mask)
         return cached_products(q, k, v, scale=scale, hidden=mask < 0)
@@ -83,7 +86,7 @@ class CpuKernels(WrittenKernels):
         for module in model.modules():
             places += [(module, name) for name, child in module.named_children() if isinstance(child, nn.Linear)]
         for parent, name in places:
-            linear = getattr(parent, name)  # nobody else holds it: the weight is freed before the next one is packed
+            linear = getattr(parent, name)  # the only reference: the weight is freed before the next one is packed
             layout = SmallLinear if name == "value_gate" else packed
             setattr(parent, name, layout(linear.weight.detach(), linear.bias))
         model.is_packed = True
@@ -100,8 +103,8 @@ def masked_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tens
         v = v.repeat_interleave(groups, dim=2)
     k = k.transpose(1, 2).reshape(B * H, -1, D)
     v = v.transpose(1, 2).reshape(B * H, -1, D)
-    # The scale and the mask are part of the product. By themselves they were two passes over the scores, and in the
-    # backward pass two more. Softmax is in fp32 inside.
+    # The product includes the scale and the mask. As separate operators they took two passes over the scores, and two
+    # more in the backward pass. Softmax computes in fp32 internally.
     hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     hidden = hidden.expand(B, H, T, -1).reshape(B * H, T, -1)
     weights = torch.baddbmm(hidden, q, k.mT, alpha=scale).softmax(dim=-1)  # (B x H, T, S)
@@ -111,9 +114,9 @@ def masked_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tens
 class PackedLinear(nn.Module):
     """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient."""
 
-    # torch's products of a few rows use one thread, these use all: one row through all layers takes 1.29 instead of
-    # 2.29 ms in fp32 (docs/measurements.md). In fp32 a row's bits also do not depend on the other
-    # rows of its batch; in bf16 they do, on processors with AMX.
+    # torch's products of a few rows use one thread; these use all threads. One row through all layers takes 1.29
+    # instead of 2.29 ms in fp32 (docs/measurements.md). In fp32 a row's bits also do not depend on the other rows of
+    # its batch; in bf16 they do on processors with AMX.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -126,24 +129,24 @@ class PackedLinear(nn.Module):
 
 
 class HalfLinear(nn.Module):
-    """The same with its weight in fp16, in FBGEMM's layout; inputs, sums and outputs are in fp32.
+    """A PackedLinear with its weight in fp16, in FBGEMM's layout; inputs, sums and outputs are in fp32.
 
     Raises UserError: when a weight is above fp16's range.
     """
 
-    # A decoded token reads every weight once: half of the bytes make its products 1.4 to 2.5 times as fast, and their
-    # error is 2.5e-4 of the largest output (docs/measurements.md). One or two rows are added up in another order than
-    # the rows of a larger batch, so that their bits depend on it, as on an accelerator.
+    # A decoded token reads every weight once. Half of the bytes make its products 1.4 to 2.5 times as fast, with an
+    # error of 2.5e-4 of the largest output (docs/measurements.md). One or two rows are summed in another order than the
+    # rows of a larger batch, so the bits depend on the batch size, as on an accelerator.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
         most = torch.finfo(torch.float16).max
-        if not weight.abs().amax() <= most:  # FBGEMM would clip it, in the model itself
+        if not weight.abs().amax() <= most:  # FBGEMM would clip larger weights, even in the model itself
             raise UserError(f"--weights fp16: the model has weights that are NaN or above {most:,.0f}; leave it out")
         self.out_features, self.in_features = weight.shape
         bias = None if bias is None else bias.detach()
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
-        # The operator without its wrapper in Python, which looks for a tracer's arguments: 6 calls.
+        # The bare operator: its Python wrapper looks for a tracer's arguments, which takes 6 calls.
         self.product = torch.ops.quantized.linear_dynamic_fp16.default._op
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +154,7 @@ class HalfLinear(nn.Module):
 
 
 class SmallLinear(nn.Module):
-    """The same for a few outputs, without a bias: a product of 32 x 2 by oneDNN takes 28 us to begin, this one 7."""
+    """A linear layer with few outputs and no bias. oneDNN takes 28 us to begin a product of 32 x 2, this one 7."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -160,7 +163,8 @@ class SmallLinear(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.unsqueeze(-2) * self.weight).sum(dim=-1)  # a row at a time, unlike F.linear, so in the same order
+        # Row by row, unlike F.linear: the order of the sum does not depend on the batch.
+        return (x.unsqueeze(-2) * self.weight).sum(dim=-1)
 
 
 class PackedHead(nn.Module):

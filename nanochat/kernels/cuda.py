@@ -1,6 +1,6 @@
-"""What NVIDIA GPUs do better than with torch's default operators: attention in packed rows and windows.
+"""Faster operators for NVIDIA GPUs: attention in packed rows and windows.
 
-`F.scaled_dot_product_attention` has its fast form, flash attention, only for plain causal rows: with a mask it takes a
+`F.scaled_dot_product_attention` uses its fast form, flash attention, only for plain causal rows. With a mask it uses a
 slower form that reads T x T values. `varlen_attn` is flash attention for rows of several lengths, with windows.
 
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
@@ -8,7 +8,7 @@ Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn  # as this file calls it from torch 2.12 on: device.py looks first
+from torch.nn.attention.varlen import varlen_attn  # with these arguments from torch 2.12 on; choice.py checks
 
 from nanochat.attention import Segments
 from nanochat.kernels.gradients import WrittenKernels
@@ -23,16 +23,16 @@ class CudaKernels(WrittenKernels):
     ) -> Tensor:
         B, T, H, D = q.shape
         has_window = 0 < window < T
-        if D % 8 or D > 256:  # heads that flash attention does not have
+        if D % 8 or D > 256:  # flash attention does not support such heads
             return super().attention(q, k, v, scale=scale, window=window, segments=segments)
         if segments is None and not has_window:
             return super().attention(q, k, v, scale=scale)
-        # All rows as one, divided at `bounds`: into documents, or into the rows themselves.
+        # Treat all rows as one row, divided at `bounds`: into documents, or into the original rows.
         bounds = segments.bounds if segments else torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
-        # T stands for the longest document: its length would be another constant of the compiled code in each batch.
+        # T replaces the length of the longest document, which would be a new constant for the compiler in each batch.
         out = varlen_attn(
             q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bounds, bounds, T, T, scale=scale,
-            # How many tokens before and after its own a query attends to; -1: no limit.
+            # The number of tokens before and after its own that a query attends to; -1: no limit.
             window_size=(window - 1 if has_window else -1, 0), enable_gqa=k.size(2) != H,
         )  # fmt: skip
         assert isinstance(out, Tensor)

@@ -1,4 +1,4 @@
-"""Operators of the model whose backward passes are written out: fewer passes over memory, and fewer launches, than with
+"""Operators of the model with written-out backward passes. They take fewer passes over memory and fewer launches than
 autograd's. Queries and keys stay in one tensor. Second derivatives raise an error.
 
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
@@ -17,7 +17,7 @@ from nanochat.operators import TorchKernels
 
 
 class WrittenKernels(TorchKernels):
-    """torch's operators with gradients that are written out: the ground of the kernels of all devices."""
+    """torch's operators with written-out gradients: the base class of the kernels of all devices."""
 
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
         return product(x, weight, cast)
@@ -44,8 +44,8 @@ class WrittenKernels(TorchKernels):
 class StackedLinear(Linear):
     """Three linear layers of one input and one shape: x (..., inputs) -> (2, ..., outputs) and (..., outputs).
 
-    Their products are one operator, and its results lie in memory one after the other. Next to each other, as columns
-    of a single product, they would be strided views, which operators of an NPU copy before they read them.
+    Their products are one operator, and the results lie in memory one after the other. As columns of a single product
+    they would be strided views, which an NPU's operators copy before they read them.
     """
 
     kernels: WrittenKernels
@@ -57,7 +57,7 @@ class StackedLinear(Linear):
 def joined_queries_keys_values(
     attention: Attention, x: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Attention.queries_keys_values`, where each operator on queries and keys is one call for both: half the launches.
+    """`Attention.queries_keys_values` with one call per operator for queries and keys together: half the launches.
 
     Both are one tensor qk: (2, B, T, H, D) where the linear layer is a StackedLinear, (B, T, H + K, D) elsewhere.
     """
@@ -76,8 +76,8 @@ def joined_queries_keys_values(
         qk = qk + attention.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
     if c.qk_norm == "before_rotary":
         qk = _normed(attention, qk)
-    # For the operator queries and keys are rows alike, each of as many tokens as there are angles: (2 B, T, H, D),
-    # (B, T, H + K, D), or with a cache, where B T tokens are one row, (2, B T, H, D) and (1, B T, H + K, D).
+    # The operator treats queries and keys as rows, with one token per angle: (2 B, T, H, D) or (B, T, H + K, D). With a
+    # cache, where B T tokens are one row, the shapes are (2, B T, H, D) and (1, B T, H + K, D).
     rows = qk.view(-1, cos.size(0), *qk.shape[-2:])
     qk = attention.kernels.rotate(rows, cos, sin).view(qk.shape)
     if c.qk_norm == "after_rotary":
@@ -104,8 +104,8 @@ def _split(attention: Attention, qk: Tensor) -> Sequence[Tensor]:
 
 
 def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
-    """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs), with the weight in the dtype of x: by a
-    cast, unless `cast` is the weight in that dtype."""
+    """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs). The weight is cast to the dtype of x,
+    unless `cast` is the weight in that dtype."""
     return _Product.apply(x, weight, cast)  # type: ignore[no-any-return]
 
 
@@ -131,7 +131,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`TorchKernels.rotate`, in passes over memory of x (B, T, heads, D) that each do more."""
+    """`TorchKernels.rotate` with fewer passes over memory; x (B, T, heads, D)."""
     return _apply(_Rotation, x, cos, sin)  # type: ignore[no-any-return]
 
 
@@ -151,13 +151,13 @@ class _Product(torch.autograd.Function):
 
 def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     """The gradients of x and of the weight, and None for the cast, from the gradient of the product."""
-    # y = x W^T, so x has the gradient dy W, and W has dy^T x, summed over all tokens: they are rows of one matrix.
+    # y = x W^T. So the gradient of x is dy W, and the gradient of W is dy^T x, summed over all tokens.
     x, matrix = ctx.saved_tensors
     grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
     grad_weight = None
     if ctx.needs_input_grad[1]:
-        # In this order the result lies in memory as the weight does. Autograd's own form is a view of x^T dy,
-        # transposed, which is then copied into the weight's layout: 54 launches of a step at depth 12.
+        # In this order the result has the weight's memory layout. Autograd computes x^T dy, transposes it as a view and
+        # copies it into the weight's layout: 54 launches of a step at depth 12.
         grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
     return grad_x, grad_weight, None
 
@@ -185,14 +185,14 @@ class _KeepsNothing:
 
 
 def _apply(function: Any, *inputs: Tensor) -> Any:
-    """An autograd function; without gradients only its operators: autograd takes 8 us a call, 3 calls a layer."""
+    """Call an autograd function. Without gradients, call only its operators: autograd takes 8 us a call, 3 a layer."""
     return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_KeepsNothing, *inputs)
 
 
 class _ReluSquared(torch.autograd.Function):
-    """relu(x)^2, whose derivative is 2 relu(x): for negative x both are 0, and nothing else of relu is needed.
+    """relu(x)^2, whose derivative is 2 relu(x): both are 0 for negative x.
 
-    So backward needs one tensor and two passes; autograd goes through square and relu one by one, in four.
+    So the backward pass needs one tensor and two passes. Autograd differentiates square and relu in turn, in four.
     """
 
     @staticmethod
@@ -211,15 +211,16 @@ class _ReluSquared(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     """y = r x with r = 1 / sqrt(mean(x^2) + eps), so that dx = r (dy - y mean(y dy)), the mean over a row.
 
-    In autograd's own form the backward pass takes 13 passes over memory in fp32, and keeps x in fp32 for them. This one
-    rounds y, r and the mean to bf16: its error is 0.003 of dx for a random dy, where torch's is 0.0017. It grows with
-    the part of dy along y: 0.004 where that is as large as the rest. In the demo's model it is 0.1 to 0.25 of the rest.
+    Autograd's backward takes 13 passes over memory in fp32, and keeps x in fp32 for them. This one rounds y, r and the
+    mean to bf16. Its error is 0.003 of dx for a random dy, where torch's is 0.0017. The error grows with the component
+    of dy along y: it is 0.004 if that component is as large as the rest. In the demo's model it is 0.1 to 0.25 of the
+    rest.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
         y = F.rms_norm(x, (x.size(-1),), None, eps)
-        # The norm's own r is not to be had.
+        # F.rms_norm does not return its r, so compute it again.
         sums_in = torch.promote_types(x.dtype, torch.float32)
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sums_in).square_()
         ctx.save_for_backward(y, squares.div_(x.size(-1)).add_(eps).rsqrt_().to(x.dtype))
@@ -234,7 +235,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Rows of angles: the backward pass rotates by the opposite angles."""
+    """A rotation by rows of angles; the backward pass rotates by the opposite angles."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -260,9 +261,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Mix(torch.autograd.Function):
-    """Each layer adds its part to the gradient of `first` as it passes through.
+    """a x + b first. Each layer adds its part to the gradient of `first` as it passes through.
 
-    In autograd's own form a layer's backward pass takes 9 operators, two of which multiply by 1, and here 4.
+    Autograd takes 9 operators for a layer's backward pass, two of which multiply by 1. This takes 4.
     """
 
     @staticmethod
@@ -279,8 +280,8 @@ class _Mix(torch.autograd.Function):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of a b over all their places."""
+    """The sum of a b over all elements."""
     if a.device.type == "cpu" and a.dtype == torch.bfloat16:
-        # There torch adds up the numbers one by one, in bf16: 15 ms for a million of them, and this takes 0.3.
+        # torch's dot product sums the numbers one by one, in bf16: 15 ms for a million numbers. This takes 0.3 ms.
         return (a * b).sum(dtype=torch.float32)
     return a.flatten() @ b.flatten()

@@ -1,8 +1,8 @@
-"""Fused Ascend operators in place of torch's own, on chips that have them. tests/simnpu compares the two.
+"""Fused Ascend operators instead of torch's, on chips that have them. tests/simnpu compares the two.
 
-Every name and keyword exists in torch_npu from 2.7.1 on. Its conventions differ from torch's: True in a mask hides a
-key, which `prepare_mask` takes care of. Without a mask `sparse_mode` is ignored and attention is full, not causal.
-Modes 2 (causal) and 4 (band) take a compressed mask of 2,048 x 2,048 whatever the length.
+Every name and keyword exists in torch_npu from 2.7.1 on. Its conventions differ from torch's. True in a mask hides a
+key; `prepare_mask` converts masks. Without a mask `sparse_mode` is ignored, and attention is full, not causal. Modes 2
+(causal) and 4 (band) take a compressed mask of 2,048 x 2,048 for every length.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
@@ -23,7 +23,7 @@ from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import AdamWUpdate, TorchKernels
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
-MOST_DOCUMENTS = 2048  # in a call
+MOST_DOCUMENTS = 2048  # the most documents in one call
 FULL_MASK = 0  # sparse modes
 CAUSAL = 2
 BAND = 4
@@ -32,7 +32,7 @@ BAND = 4
 @functools.cache
 def compressed_mask(device: torch.device) -> Tensor:
     """One mask for all layers and lengths, in the vendor's form: True above the diagonal."""
-    with torch.inference_mode(False):  # the first call may be in inference mode; training must be able to use it too
+    with torch.inference_mode(False):  # training must be able to use the mask, even if the first call is in inference
         return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(diagonal=1)
 
 
@@ -43,7 +43,7 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _gain(x: Tensor, weight: Tensor | None) -> Tensor:
-    """The norms' operators require one."""
+    """The gain of a norm, or ones: the operators of the norms require a gain."""
     return _ones(x.size(-1), x.dtype, x.device) if weight is None else weight
 
 
@@ -66,7 +66,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """npu_rotary_mul, keeping nothing but the angles. Its own autograd keeps x, for gradients of cos and sin."""
+    """npu_rotary_mul, saving only the angles. Its own autograd also saves x, for the gradients of cos and sin."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        # Its second argument stands for x, which only the gradients of cos and sin depend on: nobody reads those.
+        # The second argument replaces x. Only the gradients of cos and sin depend on x, and nobody reads them.
         return torch.ops.npu.npu_rotary_mul_backward(grads[0], grads[0], *ctx.saved_tensors)[0], None, None
 
 
@@ -106,28 +106,29 @@ class NpuKernels(WrittenKernels):
         B, T, H, _ = q.shape
         options = {"atten_mask": compressed_mask(q.device), "sparse_mode": CAUSAL}
         if 0 < window < T:
-            # how many tokens before and after its own a query attends to
+            # The number of tokens before and after its own that a query attends to.
             options.update(sparse_mode=BAND, pre_tockens=window - 1, next_tockens=0)
         if segments is None:
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", scale=scale, **options)[0]
         if torch.compiler.is_compiling():
-            # The lengths below are numbers of the host: the compiler would make other code for every batch.
+            # The lengths below are numbers on the host: the compiler would generate new code for every batch.
             return super().attention(q, k, v, scale=scale, window=window, segments=segments)
-        # All rows as one, divided into documents: no mask of T x T, and no work between documents. The causal or band
-        # mask counts within each of them (source: CANN's page of aclnnFlashAttentionVarLenScore).
+        # Treat all rows as one row, divided into documents. This needs no mask of T x T and no work between documents.
+        # The causal or band mask applies inside each document (source: CANN's page of aclnnFlashAttentionVarLenScore).
         inputs = [x.flatten(0, 1) for x in (q, k, v)]  # (B x T, heads, D)
-        # A call takes at most MOST_DOCUMENTS documents. More documents take several calls, each from its `begin` on.
+        # A call takes at most MOST_DOCUMENTS documents. More documents need several calls, each starting at its
+        # `begin`.
         ends_of_calls = [
             segments.ends[first : first + MOST_DOCUMENTS] for first in range(0, len(segments.ends), MOST_DOCUMENTS)
         ]
         begins = [0, *(ends[-1] for ends in ends_of_calls[:-1])]
         inputs_of_calls = [inputs]
-        if len(begins) > 1:  # a split has a price in the backward pass
+        if len(begins) > 1:  # otherwise avoid the split, which costs time in the backward pass
             tokens = [ends[-1] - begin for ends, begin in zip(ends_of_calls, begins, strict=True)]
             inputs_of_calls = zip(*(x.split(tokens) for x in inputs), strict=True)
         outputs = []
         for its_inputs, ends, begin in zip(inputs_of_calls, ends_of_calls, begins, strict=True):
-            bounds = [end - begin for end in ends]  # lengths added up: where each document of the call ends
+            bounds = [end - begin for end in ends]  # cumulative lengths: the end of each document of the call
             outputs.append(torch_npu.npu_fusion_attention(
                 *its_inputs, H, "TND", scale=scale, actual_seq_qlen=bounds, actual_seq_kvlen=bounds, **options
             )[0])  # fmt: skip
@@ -138,25 +139,25 @@ class NpuKernels(WrittenKernels):
         return cast_together(model, self.dtype)
 
     def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
-        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf on to its operator (read in
-        # the calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN for good.
+        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf to its operator (checked in the
+        # calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN into the weights.
         unfused_adamw(updates, steps, targets, ok)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        # Not npu_fused_infer_attention_score, the operator for inference: with such a mask and one query it silently
-        # ignores the mask past key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
+        # Not npu_fused_infer_attention_score, the operator for inference: with this mask and one query it silently
+        # ignores the mask after key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
         return torch_npu.npu_fusion_attention(
             q, k, v, q.size(2), "BSND", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
         )[0]
 
     def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        # The vendor's page excludes npu_fusion_attention from graphs. A replay launches all operators at once, so that
-        # their number costs little; what a token reads is the cache, here as there.
+        # The vendor's page excludes npu_fusion_attention from graphs. A replay launches all operators at once, so more
+        # operators cost little. Both forms read the same cache.
         return cached_products(q, k, v, scale=scale, hidden=mask)
 
 
 class PlainNpuKernels(NpuKernels):
-    """For chips without the fused operators, 910A and 310P (device.py): torch's own in their place."""
+    """torch's operators, for chips without the fused ones: 910A and 310P (device.py)."""
 
     name = "torch (this chip has no fused operators)"
     rms_norm = TorchKernels.rms_norm

@@ -1,4 +1,4 @@
-"""torch's profiler, or the vendor's own where the device has one."""
+"""torch's profiler, or the vendor's profiler if the device has one."""
 
 import importlib
 from pathlib import Path
@@ -25,6 +25,6 @@ def make_profiler(device: Device, skipped: int, steps: int, folder: Path) -> Any
     activities = [tool.ProfilerActivity.CPU]
     if device.kind != "cpu":
         activities.append(getattr(tool.ProfilerActivity, device.kind.upper()))
-    # The profiler sets itself up in the last of the skipped steps, so that its start-up is not in the trace.
+    # The profiler starts up in the last of the skipped steps, so the trace does not include its start-up.
     schedule = tool.schedule(wait=max(0, skipped - 1), warmup=min(1, skipped), active=steps, repeat=1)
     return tool.profile(activities=activities, schedule=schedule, **options)

@@ -1,7 +1,7 @@
 """ddp: each rank keeps the whole model, and updates a share of it.
 
-Gradients travel while the backward still runs (source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training), and new weights while the optimizer still updates others.
+Gradients travel during the backward pass (source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training), and new weights while the optimizer updates other weights.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from nanochat.layout import Layout
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place
 
-# Every rank updates the whole of smaller AdamW tensors: that is cheaper than sending the new weights.
+# Every rank updates smaller AdamW tensors completely: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096
 
 
@@ -45,8 +45,8 @@ class DdpExchange(RankExchange):
 
     def __init__(self, place: Place):
         super().__init__(place)
-        self._started = 0  # how many of the shares' gradients are on their way
-        self._awaited: set[nn.Parameter] = set()  # whose gradients the last backward has not completed yet
+        self._started = 0  # number of shares whose gradients have been sent
+        self._awaited: set[nn.Parameter] = set()  # parameters whose gradients the last backward has not completed
         self._hooks: list[RemovableHandle] = []
 
     def share(self, parameter: nn.Parameter, is_matrix: bool) -> Share:
@@ -66,7 +66,7 @@ class DdpExchange(RankExchange):
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         assert parameter in self._awaited, "a gradient was added to after it was sent"
         self._awaited.remove(parameter)  # type: ignore[arg-type]
-        # Start what is complete, but never out of turn: a loss may reach other parameters on another rank.
+        # Send complete gradients, but only in order: on another rank the loss may reach other parameters.
         while self._started < len(self.shares) and self.shares[self._started].parameter not in self._awaited:
             self.shares[self._started].send_gradient()
             self._started += 1
@@ -76,14 +76,14 @@ class DdpExchange(RankExchange):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        # Send what the hooks have not sent: gradients that no loss reached, and those queued after them; all gradients
-        # where no hook was set.
+        # Send the gradients that the hooks have not sent: gradients that no loss reached, and the gradients queued
+        # after them. If no hook was set, send all.
         for share in self.shares[self._started :]:
             share.send_gradient()
         self._started = 0
         for share in self.shares:
             share.receive_gradient()
-        # All ranks hold the gradients of small parameters, which count on the first.
+        # All ranks hold the gradients of small parameters; the norm counts them only on the first rank.
         return [share.grad for share in self.shares if share.is_part or self.place.rank == 0]
 
     def send_weight(self, share: "DdpShare") -> None:
@@ -97,8 +97,8 @@ class DdpExchange(RankExchange):
 class DdpShare(Share):
     """The rows of one parameter that this rank updates, and their way to and from the other ranks.
 
-    A large parameter is split: its rows are shared out over the ranks, by a reduce-scatter and an all-gather. The
-    gradient of a small parameter is summed on all ranks, and all make the same update of the whole of it.
+    A large parameter is split: a reduce-scatter and an all-gather divide its rows among the ranks. The gradient of a
+    small parameter is summed on all ranks, and all ranks make the same update of the whole parameter.
     """
 
     def __init__(self, parameter: nn.Parameter, place: Place, is_split: bool):
@@ -118,9 +118,9 @@ class DdpShare(Share):
         return whole[self.rows] if self.is_part else whole
 
     def send_gradient(self) -> None:
-        # The parameter drops its gradient before the next one is sent, so that peak memory holds few at once. On 4
-        # simulated NPUs the peak fell from 185.0 to 167.7 MB once gradients travelled early (docs/measurements.md). A
-        # gradient that no loss reached travels too, as zeros: the other ranks wait for it.
+        # The parameter drops its gradient before the next one is sent, so that only a few are in memory at once. On 4
+        # simulated NPUs the peak fell from 185.0 to 167.7 MB when gradients travelled early (docs/measurements.md). A
+        # gradient that no loss reached is sent as zeros: the other ranks wait for it.
         self.take_gradient()
         if self.is_part:
             # 5 rows on 2 ranks: padded to 6, summed over the ranks, 3 to each rank. The last row is padding.
@@ -128,13 +128,13 @@ class DdpShare(Share):
             self.grad = padded.new_empty(self.most, *self.grad.shape[1:])
             self.work = reduce_scatter(self.grad, padded, group=self.place.group, async_op=True)
         else:
-            # Too small to split: every rank receives the whole sum, and computes the same update from it.
+            # Too small to split: every rank receives the whole sum and computes the same update from it.
             self.work = dist.all_reduce(self.grad, group=self.place.group, async_op=True)
 
     def receive_gradient(self) -> None:
         self._wait()
         if self.is_part:
-            # Without the padding.
+            # Drop the padding.
             self.grad = self.grad[: self.rows.stop - self.rows.start]
 
     def send_weight(self) -> None:

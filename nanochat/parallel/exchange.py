@@ -1,6 +1,6 @@
-"""Muon between several ranks: rows of matrices travel to the ranks that orthogonalise the matrices, and back.
+"""Muon on several ranks: rows of matrices travel to the ranks that orthogonalise the matrices, and back.
 
-ddp and fsdp share this part of the exchange; ddp.py and fsdp.py add the ways of gradients and weights.
+ddp and fsdp share this part of the exchange; ddp.py and fsdp.py add the exchange of gradients and weights.
 """
 
 import torch
@@ -14,7 +14,7 @@ from nanochat.parallel.mesh import Place
 # A step of Muon on 2 ranks, for 3 matrices A, B, C of 4 rows each. Rank 0 owns A and B, rank 1 owns C:
 #
 #     phase                             rank 0 has                        rank 1 has
-#     backward                          its own gradients of A, B, C      its own gradients of A, B, C
+#     backward                          rank 0's gradients of A, B, C     rank 1's gradients of A, B, C
 #     1   reduce-scatter, sum           rows 0-1 of A, B, C               rows 2-3 of A, B, C
 #     2a  all-to-all to the owners      all rows of A, B                  all rows of C
 #     2b  orthogonalise                 updates of A, B                   update of C
@@ -27,10 +27,10 @@ from nanochat.parallel.mesh import Place
 
 
 class RankExchange(Exchange):
-    """The exchange of ranks whose shares are rows of every matrix, and which own a few of the matrices each.
+    """The exchange between ranks that each hold rows of every matrix and own a few whole matrices.
 
-    The detour of phase 2 takes 2/R of the matrices' bytes on R ranks, besides those of phases 1 and 3
-    (docs/multinode.md). No rank computes the update of a matrix that another rank owns.
+    The detour of phase 2 takes 2/R of the matrices' bytes on R ranks, in addition to phases 1 and 3
+    (docs/multinode.md). Each matrix's update is computed only on the rank that owns it.
     """
 
     def __init__(self, place: Place):
@@ -55,7 +55,7 @@ class RankExchange(Exchange):
         return grad
 
     def to_holders(self, stack: Stack, update: Tensor, size: Tensor) -> tuple[list[Rows], Tensor, Tensor]:
-        # 2c. The same ways back: the rows of the updates leave this owner, and those of this rank's shares arrive. Each
+        # 2c. The way back: the rows of the updates leave this owner, and the rows of this rank's shares arrive. Each
         # row travels with the mean size of its matrix's update, which the weight decay needs.
         route = self._route(stack)
         rows, columns = stack.shape
@@ -81,17 +81,17 @@ class RankExchange(Exchange):
 
 
 class Route:
-    """Which rows of a stack go where: from the shares that hold them to the owners of their matrices, and back.
+    """The route of a stack's rows: from the shares that hold them to the owners of their matrices, and back.
 
     Both ends list the rows that they exchange in the order of the stack.
     """
 
     def __init__(self, stack: Stack, place: Place):
-        # What this rank holds, sorted by the owner of the matrix, and how many rows each owner gets.
+        # The rows that this rank holds, sorted by the owner of the matrix, and the number of rows per owner.
         self.held: list[Rows] = []
         self.held_counts: list[int] = []
-        # Where rows lie in this rank's own matrices (owned, rows, columns), sorted by their holder, and how many rows
-        # each holder has. A place is (which matrix, which of its rows).
+        # The places of rows in the matrices that this rank owns (owned, rows, columns), sorted by their holder, and the
+        # number of rows per holder. A place is (matrix, rows of it).
         self.places: list[tuple[int, slice]] = []
         self.place_counts: list[int] = []
         # In the example of 3 matrices on 2 ranks, rank 0 has:

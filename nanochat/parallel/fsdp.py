@@ -1,7 +1,7 @@
 """fsdp: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
 
-Source: Zhao et al. 2023, PyTorch FSDP, in its second form, `fully_shard`, whose parameters are DTensors. sharding.py
-reads and writes them.
+Source: Zhao et al. 2023, PyTorch FSDP. This is its second version, `fully_shard`, whose parameters are DTensors;
+sharding.py reads and writes them.
 """
 
 import warnings
@@ -35,7 +35,7 @@ class Fsdp(Layout):
         return f"fsdp over {self.place.ranks}" + (f", {replicas} replicas" if replicas > 1 else "")
 
     def shard(self, model: Any, device: Device) -> None:
-        """The forward of the model then gathers what it needs; every rank must call it equally often.
+        """Shard the model. Its forward then gathers the weights it needs, so all ranks must call it equally often.
 
         Raises UserError: when this torch sums gradients on a CPU where FSDP needs their mean.
         """
@@ -54,34 +54,34 @@ def lay_out(device: Device, replicate: int = 1) -> Fsdp:
 
 
 def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
-    # Gradients are means over all ranks. Blocks compute in the device's dtype; tables, the head and the vectors stay in
-    # fp32, so that the gradients of frequent tokens add up.
-    # The warning is about views that are written in place. A value embedding returns a view; nothing writes to it.
+    # Gradients are means over all ranks. Blocks compute in the device's dtype. Tables, the head and the vectors stay in
+    # fp32, so that small gradients of frequent tokens are not lost in the sum.
+    # The warning is about in-place writes to views. A value embedding returns a view, and nothing writes to it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Tables first: each is gathered separately, in fp32, and only in the forward pass.
     tables = list(model.value_embeddings.values())
-    if model.head is not None:  # else the embedding is the head too, and belongs to the root
+    if model.head is not None:  # otherwise the embedding is also the head, and belongs to the root
         tables += [model.embedding, model.head]
     for table in tables:
         fully_shard(table, mesh=mesh, reshard_after_forward=True)
         table.set_unshard_in_backward(False)  # no table's gradient needs the table
-    # Then each block, gathered in the dtype that it computes in: half of the bytes in bf16.
+    # Then each block, gathered in the dtype of its computation: half of the bytes in bf16.
     block_dtype = None if device.dtype == torch.float32 else device.dtype
     policy = MixedPrecisionPolicy(param_dtype=block_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    # The root takes the rest. By default it would stay gathered, and after an evaluation its gathered parameters
-    # would miss the optimizer's updates of the shards.
+    # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
+    # the optimizer's updates of the shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 class FsdpExchange(RankExchange):
-    """FSDP2 sums the gradients and gathers the weights. What is left to exchange is Muon's detour."""
+    """FSDP2 sums the gradients and gathers the weights. Only Muon's detour is left to exchange."""
 
     def __init__(self, place: Place, model: Any):
         super().__init__(place)
-        self.model = model  # as `fully_shard` has made it
-        # FSDP2 returns means, the one reduction that all backends and versions know. The optimizer works with sums.
+        self.model = model  # after `fully_shard`
+        # FSDP2 returns means, the only reduction that all backends and versions support. The optimizer works with sums.
         self.divided_by = place.ranks * place.replicas
 
     def share(self, parameter: nn.Parameter, is_matrix: bool) -> Share:
@@ -90,13 +90,13 @@ class FsdpExchange(RankExchange):
         return share
 
     def before_backward(self, is_last: bool) -> None:
-        # Gradients travel only in the last backward of a step, not in that of each micro-batch.
+        # Gradients travel only in the last backward of a step, not after each micro-batch.
         self.model.set_requires_gradient_sync(is_last)
         self.model.set_is_last_backward(is_last)
 
     def reduce(self) -> list[Tensor]:
         grads = super().reduce()
-        # All replicas hold the same gradients, which count in the first.
+        # All replicas hold the same gradients; the norm counts them only in the first.
         return [] if self.place.replica else grads
 
 

@@ -1,9 +1,9 @@
-"""The ranks of a run, and the rows that each of them has.
+"""The ranks of a run, and the rows that each rank has.
 
-With R replicas the ranks form R groups of neighbours. Each group holds the whole model, sharded inside: weights travel
-inside a group, and only gradients go between groups.
+With R replicas the ranks form R groups of neighbours. Each group holds the whole model, sharded inside the group.
+Weights travel inside a group; only gradients travel between groups.
 
-Rows are shared out as torch.chunk does: ceil(rows / ranks) to each rank, and the rest, maybe nothing, to the last.
+Rows are divided as torch.chunk does: ceil(rows / ranks) rows per rank; the last rank has the rest, possibly nothing.
 """
 
 from dataclasses import dataclass
@@ -23,32 +23,33 @@ from nanochat.device import Device
 class Place:
     """This process's place among the ranks."""
 
-    rank: int = 0  # among the ranks that hold one optimizer state between them
+    rank: int = 0  # number among the ranks that share one optimizer state
     ranks: int = 1
-    replica: int = 0  # which such group this is
+    replica: int = 0  # number of this group
     replicas: int = 1
-    mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None: without a process group, to plan only
-    host_mesh: DeviceMesh | None = None  # the same ranks, for what they keep in main memory: nothing travels on it
+    mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None: without a process group, for plans only
+    host_mesh: DeviceMesh | None = None  # the same ranks, for tensors in main memory; nothing travels on it
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one state between them; None for all ranks."""
+        """The ranks that share one state; None for all ranks."""
         return self.mesh.get_group("shard") if self.mesh is not None else None
 
     def shares(self, size: int) -> list[slice]:
-        """Which of `size` rows each rank has."""
+        """The rows of each rank, out of `size` rows."""
         most = -(-size // self.ranks)  # rounded up
         return [slice(min(size, r * most), min(size, (r + 1) * most)) for r in range(self.ranks)]
 
     def share(self, size: int) -> slice:
-        """Which of `size` rows this rank has."""
+        """The rows of this rank, out of `size` rows."""
         return self.shares(size)[self.rank]
 
     def as_part(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """This rank's rows of a tensor of `shape` as a DTensor over the same memory; without a mesh the rows."""
+        """This rank's rows of a tensor of `shape`, as a DTensor over the same memory; without a mesh, the rows."""
         if self.mesh is None:
             return rows
-        # The last dimension of the mesh shards, the one before it (replicas) repeats. The stride is the whole tensor's.
+        # The last dimension of the mesh shards; the dimension before it (replicas) repeats. The stride belongs to the
+        # whole tensor.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         strides = torch.empty(shape, device="meta").stride()
         mesh = self.mesh if rows.device.type == self.mesh.device_type else self.host_mesh
@@ -56,7 +57,7 @@ class Place:
 
 
 def find_place(device: Device, parallel: Literal["ddp", "fsdp"], replicate: int = 1) -> Place:
-    """Share the run out over the ranks; neighbours form a group.
+    """Find this process's place in the run; neighbours form a group.
 
     Raises UserError: when the ranks do not form `replicate` groups.
     """
@@ -69,7 +70,7 @@ def find_place(device: Device, parallel: Literal["ddp", "fsdp"], replicate: int 
     ranks = device.world_size // replicate
     if replicate == 1:
         mesh = init_device_mesh(device.kind, (ranks,), mesh_dim_names=("shard",))
-    else:  # init_device_mesh would split the group of all ranks, which not every backend can
+    else:  # init_device_mesh would split the group of all ranks, which some backends cannot
         table = torch.arange(device.world_size).view(replicate, ranks)
         across, _ = dist.new_subgroups_by_enumeration(table.T.tolist())
         within, _ = dist.new_subgroups_by_enumeration(table.tolist())

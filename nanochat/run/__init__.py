@@ -1,6 +1,6 @@
-"""What surrounds a training loop; imported by scripts only."""
+"""The surroundings of a training loop; only scripts import them."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "attendants": {
         "watchdog": "nanochat.run.watchdog:Watchdog",

@@ -1,8 +1,8 @@
-"""A model whose blocks torch.compile has compiled, and the time that takes.
+"""Compile a model's blocks with torch.compile, and measure the time that this takes.
 
-Blocks are alike: a program that is compiled for one runs all. Each is compiled separately, so it passes its gradients
-on before the block below it begins its backward pass, and FSDP gathers and frees the weights of one block at a time.
-What is outside of the blocks stays eager: a few operators, and the loss (cross_entropy.py).
+Blocks are alike, so one compiled program runs all of them. Each block is compiled separately: it passes its gradients
+on before the block below begins its backward pass, and FSDP gathers and frees the weights of one block at a time. The
+rest stays eager: a few operators, and the loss (cross_entropy.py).
 """
 
 import time
@@ -24,8 +24,8 @@ from nanochat.log import duration, print0, warn
 from nanochat.loop import Attendant, Run
 from nanochat.train import Meter
 
-LONG_RUN_SECONDS = 86400.0  # a run that is estimated to take longer begins with a warning
-COMPILER_SECONDS = 25  # roughly: 21 to 25 were measured on two cores (docs/measurements.md)
+LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning
+COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores (docs/measurements.md)
 
 
 def compile_model(
@@ -37,17 +37,17 @@ def compile_model(
     part: str,
     forward_alone: bool,
 ) -> Any:
-    """What `Run.compile` does; prints how this `part` of the run is computed, and how long the run will take."""
+    """The work of `Run.compile`; prints how this `part` of the run is computed, and an estimate of the run's time."""
     if isinstance(model, lora.without_adapters):
         compiled = compile_model(run, model.model, mode, step_flops, shape, part, forward_alone)
         return model if compiled is model.model else lora.without_adapters(compiled)
-    # A compiled model runs each pass with autograd. FSDP then waits for a backward pass to free what it gathered.
+    # A compiled model runs each pass with autograd. FSDP would wait for a backward pass to free the gathered weights.
     if forward_alone and run.start.layout.sharded:
         if mode == "on":
             raise UserError(f"--compile on: chat_{run.stage} compiles no sharded model: leave out --parallel fsdp")
         print0(f"{part}: eager (sharded); kernels: {run.device.kernels}")
         return model
-    # Neither the decision nor the shape may depend on the step that a run resumes at: compiled code rounds
+    # Neither the decision nor the shape may depend on the step at which a run resumes: compiled code rounds
     # differently.
     compiled, how = compile_blocks(run.device, model, mode, step_flops * run.last, shape)
     print0(f"{part}: {how}; kernels: {run.device.kernels}")
@@ -60,11 +60,11 @@ def compile_model(
 
 
 def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
-    """Print how long the run will take by the speed of a bare matrix product, and warn where that is days."""
+    """Print an estimate of the run's time, from the speed of a bare matrix product; warn if the run takes days."""
     product_flops = compiler.product_flops(run.device) if run.device.is_main else None
     if product_flops is None:
         return
-    # On a CPU a compiled step has half of a bare product's speed, an eager one a quarter (docs/measurements.md).
+    # On a CPU a compiled step reaches half of a bare product's speed, an eager one a quarter (docs/measurements.md).
     share = 0.5 if is_compiled else 0.25
     step_seconds = step_flops / (share * product_flops * run.device.world_size)
     seconds = step_seconds * (run.last - run.progress.step)
@@ -79,9 +79,10 @@ def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
 def compile_blocks(
     device: Device, model: GPT, mode: Literal["auto", "on", "off"], run_flops: float, shape: Sequence[int] | None = None
 ) -> tuple[Any, str]:
-    """A model as the device's policy decides, and the decision. It is compiled for tokens of one `shape` (rows,
-    tokens); for others, as packed micro-batches have them, it stays eager. None: there is one shape.
+    """Compile a model's blocks if the device's policy says so; returns the model, and the decision for the log.
 
+    The code is compiled for tokens of one `shape` (rows, tokens); other shapes, as packed micro-batches have them, stay
+    eager. None: all tokens have the same shape.
     Raises UserError: when `mode` is "on" and the compiler is missing.
     """
     compute, how = compiler.compile_by_policy(device, Block.compute, mode, run_flops)
@@ -89,7 +90,7 @@ def compile_blocks(
 
 
 class CompiledBlocks:
-    """A model as a function of what it takes, with compiled blocks. The model itself stays eager."""
+    """A callable that runs a model with compiled blocks. The model itself stays eager."""
 
     def __init__(self, model: GPT, compute: Any, shape: Sequence[int] | None):
         self.model = model
@@ -108,14 +109,14 @@ class CompiledBlocks:
         model = self.model
         if self._shape is not None and tokens.shape != self._shape:
             return model(tokens, targets, segments=segments, **options)
-        # One program for any number of documents; without the mark it is one for each number that an operator is given.
+        # One program for any number of documents; without the mark there is one program per number.
         if segments is not None:
             torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
         model.compute_block = self._compute
         try:
-            # Always with autograd, even where the caller needs no gradient. Without it the compiler makes another
-            # program, which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
-            # (docs/measurements.md). With one program a policy and its reference, or an earlier policy, differ only by
+            # Always use autograd, even if the caller needs no gradient. Without it the compiler makes another program,
+            # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
+            # (docs/measurements.md). With one program, a policy and its reference, or an earlier policy, differ only by
             # their weights.
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)
@@ -128,11 +129,11 @@ class CompilerClock(Attendant):
     """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
 
     def __init__(self, meter: Meter):
-        from torch._dynamo.callback import callback_handler  # a second's import, which torch.compile has done here
+        from torch._dynamo.callback import callback_handler  # takes a second, but torch.compile has imported it already
 
         self.handler = callback_handler
         self.meter = meter
-        self.noticed = False  # forward and backward are compiled one after the other
+        self.noticed = False  # print the line once: forward and backward are compiled one after the other
         self.began = 0.0
 
     def __enter__(self) -> "CompilerClock":

@@ -2,9 +2,9 @@
 
     python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12
 
-It takes torchrun's flags, such as `--max_restarts=3`, and differs in the rendezvous, where the processes of a job learn
-each other's addresses. torchrun's own listens on every network interface without a password, and with
-`--standalone` it also unpickles what it is sent: any process that reaches the port can run any program. This one
+It takes torchrun's flags, such as `--max_restarts=3`. It differs in the rendezvous, where the processes of a job learn
+each other's addresses. torchrun's rendezvous listens on every network interface without a password, and with
+`--standalone` it also unpickles the data it receives: any process that reaches the port can run any program. This one
 listens on 127.0.0.1 at a free port and unpickles nothing.
 """
 
@@ -24,20 +24,20 @@ TIMEOUT_SECONDS = 600
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """torchrun's rendezvous of known hosts, here of one, over a store that listens on 127.0.0.1."""
+    """torchrun's rendezvous for known hosts, here for one host, over a store that listens on 127.0.0.1."""
 
     def __init__(self, parameters: RendezvousParameters):
         served = store.serve(timedelta(seconds=TIMEOUT_SECONDS))
         super().__init__(store.LOOPBACK, served.port, 0, 1, parameters.run_id, TIMEOUT_SECONDS)
-        self._store = served  # the base class makes one only if there is none
+        self._store = served  # the base class creates a store only if this is unset
 
     def get_backend(self) -> str:
         return BACKEND
 
 
-@record  # a failed worker's report is part of torchrun's
+@record  # adds a failed worker's report to torchrun's
 def main() -> None:
-    """Run torchrun with this rendezvous in place of the one that its flags choose."""
+    """Run torchrun with this rendezvous instead of the one that its flags choose."""
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     arguments = run.parse_args(sys.argv[1:])
     if arguments.nnodes not in ("1", "1:1"):

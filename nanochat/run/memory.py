@@ -1,13 +1,13 @@
-"""--dry_run: how much of the device's memory a step takes, counted before there is a run.
+"""--dry_run: count the device memory of a step before the run.
 
-The run's own code makes its model and its optimizer and takes one step, on tensors that have a shape, a dtype and a
-device but no data (torch's FakeTensorMode): nothing is computed, and a model of any size fits. What is counted is every
-storage, from the operator that returns it until Python drops it, in the blocks of 512 bytes that allocators round to.
-So no formula can become wrong, and every option of a run is in the count. The count leaves out the memory inside of
-operators, what lies unused between an allocator's blocks, and the device's runtime. torch.compile usually takes
-less: the step that is counted is eager.
+The run's code builds its model and its optimizer and takes one step, on tensors that have a shape, a dtype and a device
+but no data (torch's FakeTensorMode). Nothing is computed, and a model of any size fits. The count includes every
+storage, from the operator that returns it until Python drops it, in the blocks of 512 bytes to which allocators round.
+So there is no formula that can become wrong, and the count covers every option of a run. It leaves out the memory
+inside operators, unused memory between an allocator's blocks, and the device's runtime. torch.compile usually takes
+less: the counted step is eager.
 
-The tests compare the count with the peak of a device's own allocator: they are within 2%
+The tests compare the count with the peak of the device's allocator: they agree within 2%
 (tests/simnpu/test_adapters.py).
 """
 
@@ -36,9 +36,9 @@ MIB = 1 << 20
 
 
 def begin(device: Device, *models: Any) -> "Ledger":
-    """Give models on the meta device their place on the device, and count all that follows."""
+    """Place models from the meta device on the device, and count everything that follows."""
     ledger = Ledger(device)
-    # Models made earlier, and batches, are real tensors: they enter the count when an operator reads them.
+    # Existing models and batches are real tensors: they enter the count when an operator reads them.
     ledger.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     ledger.modes.enter_context(ledger.resizing())
     ledger.modes.enter_context(ledger)
@@ -48,16 +48,16 @@ def begin(device: Device, *models: Any) -> "Ledger":
 
 
 class Ledger(TorchDispatchMode):
-    """The bytes of a device's tensors, phase by phase of a step; from `begin` to `report` tensors have no data."""
+    """The bytes of a device's tensors in each phase of a step; from `begin` to `report` tensors have no data."""
 
     def __init__(self, device: Device):
         super().__init__()
         self.device = device
         self.live = 0  # bytes
         self.phase = "setup"
-        self.entered: dict[str, int] = {}  # bytes that were live when a phase began last
-        self.peaks: dict[str, int] = {}  # the most of each phase
-        self._sizes: dict[int, int] = {}  # of each live storage
+        self.entered: dict[str, int] = {}  # live bytes when a phase last began
+        self.peaks: dict[str, int] = {}  # peak bytes of each phase
+        self._sizes: dict[int, int] = {}  # bytes of each live storage
         self.modes = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ counting
@@ -70,7 +70,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
-        """Take in a storage's present size, and its end."""
+        """Count a storage's present size, and notice its end."""
         key = storage._cdata
         if key not in self._sizes:
             weakref.finalize(storage, self._drop, key)
@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
-        """FSDP frees and reuses what it gathers by `resize_` of a storage, which no mode sees."""
+        """Count `resize_` of a storage, by which FSDP frees and reuses gathered weights; no dispatch mode sees it."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:
@@ -108,9 +108,9 @@ class Ledger(TorchDispatchMode):
     def count_step(
         self, model: Any, optimizer: Optimizer, batches: Iterable[Any], loss_fn: LossFunction, **settings: Any
     ) -> dict[str, int]:
-        """Take a step as the run would; returns the bytes of its parts and, last, of the most at once.
+        """Take a step as the run would; returns the bytes of its parts and, last, the peak.
 
-        `batches` are the largest micro-batches; where there are several, the second finds gradients in memory.
+        `batches` are the largest micro-batches; from the second one on, gradients are in memory.
         """
 
         def counted_loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class Ledger(TorchDispatchMode):
 
         hooks = [
             model.register_forward_pre_hook(lambda *_: self.enter("forward")),
-            model.norm.register_forward_hook(lambda *_: self.enter("loss")),  # the last of what is before the loss
+            model.norm.register_forward_hook(lambda *_: self.enter("loss")),  # the last module before the loss
         ]
         counted_optimizer: Any = _CountedOptimizer(optimizer, self)
         train_step(model, counted_optimizer, batches, counted_loss, device=self.device, **settings)
@@ -151,8 +151,8 @@ class Ledger(TorchDispatchMode):
         micro_batches: int = 2,
         max_grad_norm: float | None = None,
     ) -> None:
-        """Print what `count_step` counts for micro-batches of full rows, and leave the process group: the command ends
-        here. `batch_of` makes of the rows what the loss takes."""
+        """Print the counts of `count_step` for micro-batches of full rows, and leave the process group: the command
+        ends here. `batch_of` converts the rows to the loss's batch."""
         batch = batch_of(full_rows(rows, model.config.sequence_len, self.device))
         sizes = self.count_step(model, optimizer, [batch] * micro_batches, loss_fn, max_grad_norm=max_grad_norm)
         total = self.device.total_memory()
@@ -166,7 +166,7 @@ class Ledger(TorchDispatchMode):
 
 
 class _CountedOptimizer:
-    """The optimizer as `train_step` calls it, with a phase that begins with the update and another that ends it."""
+    """The optimizer for `train_step`, which marks the beginning and the end of the update as phases."""
 
     def __init__(self, optimizer: Optimizer, ledger: Ledger):
         self.optimizer = optimizer
@@ -181,12 +181,12 @@ class _CountedOptimizer:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """What this process holds of tensors."""
+    """The bytes of the tensors that this process holds."""
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def full_rows(rows: int, tokens: int, device: Device) -> PackedBatch:
-    """A micro-batch without data, of one document a row: no other division into documents takes more."""
+    """A micro-batch without data, with one document per row: other divisions into documents do not take more."""
     ids = [torch.zeros(rows, tokens, dtype=torch.long, device=device.torch_device) for _ in range(4)]
     bounds = torch.zeros(rows + 1, dtype=torch.int32, device=device.torch_device)
     ends = [tokens * (row + 1) for row in range(rows)]

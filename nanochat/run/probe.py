@@ -1,12 +1,12 @@
-"""Numbers of every module in a training step, to find where two devices or two versions begin to differ.
+"""Record numbers of every module in a training step, to find where two devices or two versions begin to differ.
 
 `Probe(model)` watches a model that was built with `WatchedKernels`. In a forward pass it records the output of each
-module and of each kernel, in the order in which they are computed; in a backward pass the gradients of the modules'
-outputs; at the end of a step the gradients of the parameters. It keeps four numbers of each tensor: its norm, its
-largest absolute value, how many values are not finite, and a signature. `first_difference` compares two recordings.
+module and each kernel, in the order of the computation; in a backward pass the gradients of the modules' outputs; at
+the end of a step the gradients of the parameters. It keeps four numbers per tensor: the norm, the largest absolute
+value, the count of values that are not finite, and a signature. `first_difference` compares two recordings.
 
 The signature is the sum of all values, each with a fixed random sign. A rotation in the wrong direction, a permutation
-or a transposed product keep the norm, and change the signature by about the norm.
+or a transposed product keeps the norm, but changes the signature by about the norm.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The operators of a device (nanochat/kernels/): functions, not modules, and the first suspects on a new card.
+# The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
 KERNELS = ("rms_norm", "add_rms_norm", "rotate", "attention", "swiglu")
 
 
@@ -44,9 +44,9 @@ class _Pending:
 
 
 class WatchedKernels:
-    """A device's kernels for a model that a probe will watch; each call of KERNELS is reported to it.
+    """A device's kernels for a model that a probe will watch; reports each call of KERNELS to the probe.
 
-    A kernel that calls another one is one call: on another device it may be one operator.
+    A kernel that calls another one counts as one call: on another device it may be one operator.
     """
 
     def __init__(self, kernels: Any):
@@ -73,9 +73,9 @@ class Probe:
         self.model = model
         self.readings: list[Reading] = []
         self._pending: list[_Pending] = []
-        self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's, before the optimizer drops it
+        self._gradients: dict[str, Tensor] = {}  # numbers of each parameter's gradient, which the optimizer will drop
         self._step = 0
-        self._inside: list[str] = []  # the modules whose forward is running, the innermost last
+        self._inside: list[str] = []  # the modules whose forward is running, innermost last
         for name, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(self._enter, name))
             module.register_forward_hook(functools.partial(self._leave, name))
@@ -97,7 +97,7 @@ class Probe:
         self._watch(f"{self._inside[-1] if self._inside else 'model'}: {name}", output)
 
     def _watch(self, name: str, output: Any) -> None:
-        # A module or kernel may return several tensors, as a value embedding does; the first is its own.
+        # A module or kernel may return several tensors, as a value embedding does; the first one is its result.
         tensor = output[0] if isinstance(output, tuple) else output
         if not isinstance(tensor, Tensor):
             return
@@ -133,7 +133,7 @@ class Probe:
 
 @torch.no_grad()
 def _numbers(tensor: Tensor) -> Tensor:
-    """norm, largest absolute value, count of values that are not finite, signature: (4,) in fp32 on the device."""
+    """Norm, largest absolute value, count of values that are not finite, signature: (4,) in fp32 on the device."""
     flat = tensor.float().flatten()
     finite = torch.isfinite(flat)
     flat = torch.where(finite, flat, 0.0)  # one NaN would make all four numbers NaN
@@ -144,14 +144,14 @@ def _numbers(tensor: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _signs(count: int, device: torch.device) -> Tensor:
     """+1 and -1 in a fixed order that is the same on every device."""
-    # Drawn on the host: the generator of each device draws other numbers.
+    # Drawn on the host, because each device's generator draws different numbers.
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     return (signs * 2 - 1).float().to(device)
 
 
 def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> str | None:
-    """One line about the first reading in which two recordings differ, or None where they agree.
+    """One line about the first reading in which two recordings differ, or None if they agree.
 
     `tolerance` is relative to the larger norm of the two.
     """

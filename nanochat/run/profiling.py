@@ -1,6 +1,6 @@
 """`--profile N` of the training scripts: a trace of N steps, and torch's table of their operators.
 
-Open the trace in https://ui.perfetto.dev or chrome://tracing. A vendor's profiler adds its own tables.
+Open the trace in https://ui.perfetto.dev or chrome://tracing. A vendor's profiler adds further tables.
 """
 
 import shutil
@@ -13,26 +13,26 @@ from nanochat.device import Device
 from nanochat.kernels.profiler import make_profiler
 from nanochat.loop import Attendant
 
-SKIPPED = 3  # steps before the recording: they compile and fill caches, the last warms the profiler up
-SHOWN = 10  # operators
+SKIPPED = 3  # steps before the recording: they compile and fill caches; the last one warms up the profiler
+SHOWN = 10  # operators in the table
 
 
 class Recorder(Attendant):
-    """Records `steps` training steps of a run that has `steps_left`, on rank 0; with 0 it does nothing.
+    """Records `steps` training steps of a run that has `steps_left`, on rank 0; with 0 steps it does nothing.
 
-    It begins at once. After the last recorded step the summary goes to `report` and to `folder/summary.txt`. An earlier
-    recording in `folder` is replaced.
+    It starts immediately. After the last recorded step the summary goes to `report` and to `folder/summary.txt`. It
+    replaces an earlier recording in `folder`.
     """
 
     def __init__(self, steps: int, steps_left: int, device: Device, folder: Path, report: Callable[[str], object]):
         self.device = device
         self.folder = folder
         self.report = report
-        # A short run has fewer steps to skip, and always one to record.
+        # A short run skips fewer steps, and always records at least one.
         self.skipped = max(0, min(SKIPPED, steps_left - 1, max(1, steps_left - steps)))
         self.steps = min(steps, steps_left - self.skipped)
         self.seen = 0
-        self.seconds = 0.0  # of the recorded steps, without the profiler's own work
+        self.seconds = 0.0  # time of the recorded steps, without the profiler's work
         self.profiler: Any = None
         if self.steps > 0 and device.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +52,7 @@ class Recorder(Attendant):
         self.seen += 1
         last = self.seen == self.skipped + self.steps
         if self.seen == self.skipped or last:
-            self.device.synchronize()  # so that no work of one step is recorded or timed in another
+            self.device.synchronize()  # otherwise work of one step would be recorded or timed in another
         paused = time.perf_counter()
         if self.seen > self.skipped:
             self.seconds += paused - self.resumed

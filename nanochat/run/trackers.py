@@ -1,6 +1,6 @@
-"""`--track` of the training scripts: the numbers of a run go to services and viewers as well.
+"""`--track` of the training scripts: send the metrics of a run to services and viewers as well.
 
-Each tracker is optional, and imported when it is requested. One that fails never stops a run.
+Each tracker is optional, and imported only on request. A tracker that fails never stops a run.
 """
 
 import importlib
@@ -19,7 +19,7 @@ TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.
 def check_trackers(trackers: str) -> list[str]:
     """The names in `--track`.
 
-    Raises UserError: when one is unknown, or not installed where rank 0 runs.
+    Raises UserError: when a name is unknown, or the package is not installed where rank 0 runs.
     """
     names = [name.strip() for name in trackers.split(",") if name.strip()]
     for name in names:
@@ -34,7 +34,7 @@ def check_trackers(trackers: str) -> list[str]:
 
 
 def start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Start each tracker; one that fails does not stop the run."""
+    """Start each tracker; a tracker that fails does not stop the run."""
     started = {}
     for name in check_trackers(trackers):
         try:

@@ -1,7 +1,7 @@
 """The watchdog of a run: names the rank that is dead or hangs, and ends all ranks.
 
-Every rank publishes a `Beat` once a second in the job's TCPStore. It does not use the collective library, which may be
-what hangs. Rank 0 watches all ranks, and all ranks watch rank 0.
+Every rank publishes a `Beat` once a second in the job's TCPStore. The watchdog does not use the collective library,
+because that may be the part that hangs. Rank 0 watches all ranks, and all ranks watch rank 0.
 """
 
 import contextlib
@@ -27,28 +27,28 @@ from nanochat.log import print0
 from nanochat.loop import Attendant
 from nanochat.stop import STORE_SECONDS, Stop, end_process
 
-POLL_SECONDS = 0.5  # between two looks at the store
+POLL_SECONDS = 0.5  # between two reads of the store
 BEAT_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # a rank that is silent for this long when the run is to stop is dead
+ANSWER_SECONDS = 5.0  # after a request to stop, a rank that is silent for this long is dead
 START_SECONDS = 1800.0  # the first two steps may compile, and wait for all ranks to start
-STILL_SECONDS = 5.0  # longer than this without running: this process itself was stopped (Ctrl-Z), not the others
+STILL_SECONDS = 5.0  # if this process did not run for longer, it was stopped itself (Ctrl-Z), not the other ranks
 
 
 @dataclass
 class Beat:
-    """What a rank publishes about itself once a second."""
+    """The state that a rank publishes once a second."""
 
-    sent: float  # by the rank's own clock
+    sent: float  # on the rank's clock
     host: str
-    step: int  # the last boundary it passed
+    step: int  # the last boundary that it passed
     phase: str  # training, evaluation, sampling, saving
-    calls: int  # of `Stop.should_stop`: long work that still moves
+    calls: int  # number of calls of `Stop.should_stop`: shows that long work makes progress
     place: str  # the line of code that its main thread executes
-    patience: float  # seconds that its phase may take without moving
+    patience: float  # seconds that its phase may take without progress
 
 
 class Watchdog(Attendant):
-    """Ends the job when some rank makes no progress for `hang_seconds`, or sends no beat for as long.
+    """Ends the job when a rank makes no progress, or sends no beat, for `hang_seconds`.
 
     All ranks construct it together, and enter it after `stop`.
     """
@@ -57,21 +57,21 @@ class Watchdog(Attendant):
         self.device = device
         self.stop = stop
         self.hang_seconds = hang_seconds
-        # What this rank publishes.
+        # The state that this rank publishes.
         self._start = step
         self._passed = step
         self._host = socket.gethostname()
-        self._phase = ("training", 0.0)  # and the seconds that it may last without progress
-        # What it has seen of the others: the newest value of each thing, and since when it has it.
+        self._phase = ("training", 0.0)  # with the seconds that it may last without progress
+        # The newest values seen of other ranks, each with the time of its last change.
         self._seen: dict[str, tuple[Any, float]] = {}
-        # Its own threads, and their clock. The clock does not count time in which this process itself was stopped: the
-        # others would seem silent.
+        # The threads and their clock. The clock leaves out the time in which this process itself was stopped: the other
+        # ranks would seem silent.
         self._awake = 0.0
         self._sent = 0.0
         self._store_answered = 0.0
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._keep_time, self._watch)]
-        # On one host the run's own store outlives torchrun's: the watchdog changes to it when torchrun's is lost.
+        # On one host the run's store outlives torchrun's. When torchrun's is lost, the watchdog switches to it.
         self._spare: Store | None = None
         self._store: Store = HashStore()
         if stop.store is not None:
@@ -83,7 +83,7 @@ class Watchdog(Attendant):
             if device.is_main:
                 store.set("verdict", "")
             self._publish(store)
-        stop.agree(False)  # every key that is read exists now
+        stop.agree(False)  # wait for all ranks: every key that is read exists now
 
     def __enter__(self) -> "Watchdog":
         for thread in self._threads:
@@ -95,7 +95,7 @@ class Watchdog(Attendant):
         for thread in self._threads:
             thread.join(timeout=STORE_SECONDS)
 
-    # ---------------------------------------------------------------------- what the run reports
+    # ---------------------------------------------------------------------- reports of the run
 
     def boundary(self, step: int) -> float:
         self._passed = step
@@ -103,8 +103,8 @@ class Watchdog(Attendant):
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Name what the run does instead of training. It may make no progress for `seconds`, where that is longer than
-        `hang_seconds`."""
+        """Name the work that the run does instead of training. It may run without progress for `seconds`, if that is
+        longer than `hang_seconds`."""
         before = self._phase
         self._phase = (name, seconds)
         try:
@@ -112,10 +112,10 @@ class Watchdog(Attendant):
         finally:
             self._phase = before
 
-    # ---------------------------------------------------------------------- talking to the other ranks
+    # ---------------------------------------------------------------------- communication with the other ranks
 
     def _keep_time(self) -> None:
-        """A thread: the clock, and whether the other thread still gets answers from the store."""
+        """A thread: keeps the clock, and checks that the other thread still gets answers from the store."""
         before = time.monotonic()
         while not self._closed.wait(POLL_SECONDS / 5):
             now = time.monotonic()
@@ -126,16 +126,16 @@ class Watchdog(Attendant):
                 self._end(f"rank {self.device.rank} on {self._host}: {_store_name()} has not answered for {late:.0f} s")
 
     def _watch(self) -> None:
-        """A thread: looks at the store every POLL_SECONDS."""
+        """A thread: reads the store every POLL_SECONDS."""
         while not self._closed.wait(POLL_SECONDS):
             try:
                 self._look()
             except (RuntimeError, ValueError) as error:  # torch's DistError among them
-                if not self._closed.wait(2):  # the others may be leaving, and their store with them
+                if not self._closed.wait(2):  # the other ranks may be leaving, and their store with them
                     self._lose_store(str(error).splitlines()[0])
 
     def _look(self) -> None:
-        """Obey a verdict, publish that this rank lives, and judge the others."""
+        """Obey a verdict, publish a beat, and judge the other ranks."""
         verdict = self._store.get("verdict").decode()
         if verdict:
             self._obey(verdict, print_it=self.device.local_rank == 0)
@@ -145,7 +145,7 @@ class Watchdog(Attendant):
         self._store_answered = self._awake
 
     def _lose_store(self, reason: str) -> None:
-        """Stop the run, and watch over the spare store where there is one: torchrun was killed. Else end at once."""
+        """torchrun was killed: stop the run and continue with the spare store. Without one, end immediately."""
         if self._spare is None:
             self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({reason})")
         print0(f"lost {_store_name()}, of torchrun, which was killed or does not run: saving, then leaving")
@@ -160,7 +160,7 @@ class Watchdog(Attendant):
         store.set(f"beat/{self.device.rank}", json.dumps(dataclasses.asdict(beat)))
 
     def _place(self) -> str:
-        """The line that the main thread executes: the innermost one outside of torch, and what it called there."""
+        """The line that the main thread executes: the innermost outside of torch, and the function it calls."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         innermost = frame.f_code.co_name if frame else ""
         while frame and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back:
@@ -170,7 +170,7 @@ class Watchdog(Attendant):
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} ({innermost})"
 
     def _judge(self) -> None:
-        """End the job when a rank is silent or does not move."""
+        """End the job when a rank is silent or makes no progress."""
         ranks = list(range(self.device.world_size)) if self.device.is_main else [0]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         beats = {rank: Beat(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
@@ -178,7 +178,7 @@ class Watchdog(Attendant):
         still_for = [self._age(f"work of {rank}", (beat.step, beat.phase, beat.calls)) for rank, beat in beats.items()]
         patience = max(self.hang_seconds, *(beat.patience for beat in beats.values()))
         silent = [rank for rank in ranks if silent_for[rank] > self.hang_seconds]
-        # A run that is to stop waits for no dead rank.
+        # A run that has to stop does not wait for a dead rank.
         unanswering = [rank for rank in ranks if silent_for[rank] > ANSWER_SECONDS]
         if self._age("signal", self.stop.signal) > ANSWER_SECONDS and self.stop.signal and unanswering:
             self._condemn(f"{_ranks(unanswering)} did not answer when the run was to stop: nothing more was saved")
@@ -194,7 +194,7 @@ class Watchdog(Attendant):
             )
 
     def _age(self, what: str, value: Any) -> float:
-        """For how many seconds something has had this value."""
+        """The seconds for which something has had this value."""
         if what not in self._seen or self._seen[what][0] != value:
             self._seen[what] = (value, self._awake)
         return self._awake - self._seen[what][1]
@@ -202,12 +202,12 @@ class Watchdog(Attendant):
     # ---------------------------------------------------------------------- ending the job
 
     def _condemn(self, text: str) -> None:
-        """End all ranks with one reason: the one of the first rank that writes one."""
+        """End all ranks with one reason: the first rank that writes a verdict sets it."""
         text = self._store.compare_set("verdict", "", text).decode()
         self._obey(text, print_it=self._store.add("printers", 1) == 1)
 
     def _obey(self, text: str, print_it: bool) -> NoReturn:
-        if self.device.is_main:  # the store may be in this very process: the others read the verdict first
+        if self.device.is_main:  # the store may be in this process: let the other ranks read the verdict first
             time.sleep(2 * POLL_SECONDS)
         self._end(text, print_it=print_it)
 
@@ -216,7 +216,7 @@ class Watchdog(Attendant):
 
 
 def _places(beats: dict[int, Beat]) -> str:
-    """Where the ranks are, first those that hold the others up: in the lowest step, then in the least usual line."""
+    """The places of the ranks. The ranks that block the others come first: lowest step, then rarest line."""
     groups: dict[tuple[int, str, str, str], list[int]] = {}
     for rank, beat in beats.items():
         groups.setdefault((beat.step, beat.phase, beat.host, beat.place), []).append(rank)

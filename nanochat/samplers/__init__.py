@@ -1,6 +1,6 @@
-"""Where the samples of RL come from: this process, servers, workers of a Ray cluster."""
+"""Samplers of RL outside of the trainer's engine: servers, workers of a Ray cluster, samples drawn ahead."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "samplers": {
         "http": "nanochat.samplers.http:HttpSampler",
