@@ -74,7 +74,7 @@ case $profile in
       --save_every 1)
     eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,$demo_tasks
     ;;
-  cpu) # five to ten minutes on two cores with bf16 matrix instructions, 20 without (docs/measurements.md)
+  cpu) # five to ten minutes on two cores with bf16 matrix instructions, 20 without (docs/archive.md)
     tokenizer=()
     base=(--depth 4 --head_dim 64 --max_seq_len 256 --device_batch_size 16 --total_batch_size 4096 --num_iterations 400
       --eval_every 200 --eval_tokens 32768 --save_every 200)

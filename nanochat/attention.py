@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because the gradients
-# of the keys are added up block by block (docs/measurements.md).
+# of the keys are added up block by block (docs/archive.md).
 BLOCK = 256
 
 # The keys that a query may attend to (1) in a row of 6 tokens, one query per line:
@@ -254,7 +254,7 @@ class KVCache:
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store k and v (B, T, K, D) at `positions` (B, T)."""
         # `rows` and `positions`, both (B, T), together name one place of the cache for each token. index_put_ takes
-        # 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/measurements.md).
+        # 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/archive.md).
         rows = self.rows.expand_as(positions)
         self.keys[layer].index_put_((rows, positions), k.to(self.keys.dtype))
         self.values[layer].index_put_((rows, positions), v.to(self.values.dtype))

@@ -253,7 +253,7 @@ def fit_prompt(
     The system message and the last message always stay; where they are longer than that, the reply has what is left.
     """
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
-    # (docs/measurements.md). What the model no longer reads costs less than a reply that it cannot finish.
+    # (docs/archive.md). What the model no longer reads costs less than a reply that it cannot finish.
     room = min(reply_tokens or context, context // 2)
     return chat_format(tokenizer).shorten(messages, context - room, settings)
 

@@ -5,7 +5,7 @@ order of calls. The next block is read fast, any other correctly. The loader add
 of training is a function of (seed, index) at any world size.
 
     paths    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (text_files.py)
-    names    the rows of nanochat/rooms.py: demo, pydoc, some datasets, any `org/name` of a hub
+    names    the rows "corpora" of the rooms (rooms.py): demo, pydoc, some datasets, any `org/name` of a hub
 
 Several with commas are a mixture, `a:0.7,b:0.3`: a loader draws from each its share of the tokens.
 """
@@ -69,7 +69,7 @@ class WeightedCorpora:
         return total
 
 
-def parts_of(corpus: Corpus | WeightedCorpora) -> list[Part]:
+def weighted_parts(corpus: Corpus | WeightedCorpora) -> list[Part]:
     """The corpora of a mixture; a single corpus is one part."""
     return corpus.parts if isinstance(corpus, WeightedCorpora) else [Part(corpus.name, corpus)]
 
@@ -83,7 +83,7 @@ def by_part(name: str, values: Sequence[float], corpus: Corpus | WeightedCorpora
 
 def mean_by_weight(values: Sequence[float], corpus: Corpus | WeightedCorpora) -> float:
     """The weighted mean of one value of each corpus. The mean of losses is what a run on the mixture lowers."""
-    return sum(part.weight * value for part, value in zip(parts_of(corpus), values, strict=True))
+    return sum(part.weight * value for part, value in zip(weighted_parts(corpus), values, strict=True))
 
 
 def fingerprint(corpus: Corpus | WeightedCorpora) -> str:
@@ -159,8 +159,8 @@ def open_corpus(
         val_weights = parse_mixture(val_data, "--val_data")
         val_corpora = [_open(name, "--val_data", True, hub, 1)[1] for name in val_weights]
         val = _weighted(val_data, val_weights, val_corpora)
-    roles = [(part.corpus, "training") for part in parts_of(train)]
-    roles += [(part.corpus, "validation") for part in parts_of(val)]
+    roles = [(part.corpus, "training") for part in weighted_parts(train)]
+    roles += [(part.corpus, "validation") for part in weighted_parts(val)]
     for corpus, role in roles:
         if corpus.block_count() == 0:
             raise UserError(f"{corpus.name}: no text for {role}: use more text, or a separate file with --val_data")

@@ -168,7 +168,7 @@ class _SummedLoss(torch.autograd.Function):
         grad_hidden = []
         # The device decides the sizes of chunks and slices (`loss_tokens` in kernels/). An accelerator gets a few large
         # ones. On a CPU, products are faster with 1,024 rows than with 256. The passes between them are faster with 128
-        # rows, which stay in the caches (docs/measurements.md).
+        # rows, which stay in the caches (docs/archive.md).
         ones = torch.ones(targets.shape, device=targets.device)
         parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), ones.split(chunk_tokens))
         for h, t, weights in zip(*parts, strict=True):

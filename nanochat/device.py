@@ -202,7 +202,7 @@ class Device:
         """
         # In eager mode the host launches each operator separately, and a small model's operators are shorter than
         # their launches. A simulated NPU counts 280 launches for a decoded token, and 9 with a recording
-        # (docs/measurements.md). A replay runs over the same addresses, hence "over the same tensors".
+        # (docs/archive.md). A replay runs over the same addresses, hence "over the same tensors".
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
         with self._recordable_launches(), self.module.graph(graph):
             result = function()
@@ -339,7 +339,7 @@ def _choose_host_math() -> None:
 def _keep_freed_memory() -> None:
     """Have the C library keep large freed blocks."""
     # By default it returns every activation to the system, which clears the pages before it hands them out again. That
-    # costs a training step 5 to 10% of its time: 486 ms instead of 463 at depth 4 (docs/measurements.md).
+    # costs a training step 5 to 10% of its time: 486 ms instead of 463 at depth 4 (docs/archive.md).
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         # The options' numbers are from malloc.h.

@@ -180,7 +180,7 @@ class Engine:
         # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)
         # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
-        # (docs/measurements.md).
+        # (docs/archive.md).
         return (model.kernels.pack(copied) if packs and adapted is None else copied).eval()
 
     @torch.no_grad()
@@ -657,7 +657,7 @@ class Slots:
             self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows))
             self._running.max_position = None
             return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/measurements.md).
+        # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/archive.md).
         # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
         # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
         # read, and what it writes lands after its prompt, where it is written again before anything attends to it.

@@ -1,8 +1,8 @@
 """The model: a decoder-only transformer, written by hand. Every architectural choice is a field of GPTConfig.
 
 Tokens go in; logits come out, or with targets the summed cross-entropy. The defaults are the fast from-scratch preset
-(source: nanochat and modded-nanogpt, unless a line names another). Qwen and Llama shapes are other values of the same
-fields. `scaling.py` turns a depth into a config.
+(source: nanochat and modded-nanogpt, unless a line names another), except `lookback_heads`. Qwen and Llama shapes are
+other values of the same fields. `scaling.py` turns a depth into a config.
 
 How a token becomes a loss, in `hidden` and `forward`: embedding -> blocks (attention, MLP, each added to the residual
 stream) -> norm -> head -> cross-entropy.
@@ -42,7 +42,7 @@ class GPTConfig:
     sequence_len: int = 2048
     n_layer: int = 12
     width: int = 768
-    # Heads of 128 channels each. Heads of 64 were no faster (docs/measurements.md).
+    # Heads of 128 channels each. Heads of 64 were no faster (docs/archive.md).
     n_head: int = 6
     # Query heads share key/value heads in groups of n_head / n_kv_head, which shrinks the cache by that factor
     # (source: Ainslie et al. 2023, GQA). The preset does not group.
@@ -172,7 +172,7 @@ class Linear(nn.Linear):
     # The model casts, not torch.autocast, whose lists of operators differ between devices and versions: some promote a
     # square or a norm to fp32, and with it everything that follows. Without autocast, and with single operators for
     # relu^2 and sums of products (kernels/gradients.py), a step at depth 12 keeps 144 KiB less per token for its
-    # backward pass, a quarter of it (docs/measurements.md).
+    # backward pass, a quarter of it (docs/archive.md).
 
     cast: Tensor | None = None  # the weight in the dtype of the products, within `TorchKernels.cast_weights`
 

@@ -117,7 +117,7 @@ class Batch:
     """One micro-batch of B rows of T tokens."""
 
     inputs: Tensor  # (B, T)
-    targets: Tensor  # (B, T): at each place the token after the input
+    targets: Tensor  # (B, T): the next token at each place; after a document it is the begin of the next one
     state: LoaderState  # the position after this batch
     epochs: list[int]  # finished passes over each corpus; 0 for a corpus that never ends
     segments: Segments | None = None  # the documents of the rows, where these do not attend to each other

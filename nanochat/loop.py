@@ -50,7 +50,7 @@ FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 class Attendant:
     """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing.
 
-    An attendant lives in a room (nanochat/run/), and a flag asks for it by a name in rooms.py.
+    An attendant lives in a room (nanochat/run/), and a flag asks for it by name (rooms.py).
     """
 
     def __enter__(self) -> Any:
@@ -280,7 +280,7 @@ class Run:
             if self.progress.step - self.first_step == FREEZE_AFTER:
                 # Python's garbage collector now and then visits every object, 300,000 after the imports. Each rank does
                 # it at another moment, and all ranks wait. What is loaded now stays, so the collector can skip it
-                # (docs/measurements.md).
+                # (docs/archive.md).
                 gc.collect()
                 gc.freeze()
             yield self.progress.step

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -103,6 +103,8 @@ class PolicyLoss:
     mean: Callable[[Tensor, PolicyBatch, int], tuple[Tensor, Tensor]]  # (objective, batch, max_tokens) -> sum, divisor
     advantages: Callable[[np.ndarray], np.ndarray]  # rewards (Q, G) -> (Q, G)
     source: str  # authors, year, title
+    # What --clip_low and --clip_high bound: the move of a token's probability in one step, its weight, or nothing.
+    clip: Literal["move", "weight", "nothing"] = "move"
     clip_low: float = 0.2
     clip_high: float = 0.2
     refills: int = 0  # how often questions without a signal are replaced
@@ -110,10 +112,6 @@ class PolicyLoss:
     # (batch, old log p) -> (N, T): a teacher judges each token in the place of the rewards.
     teacher_advantages: Callable[[PolicyBatch, Tensor], Tensor] | None = None
     critic: Callable[..., Any] | None = None  # settings -> a value function that learns with the policy (value.py)
-
-    @property
-    def has_clip(self) -> bool:
-        return self.objective is not log_objective
 
     def override(self, **settings: float | None) -> "PolicyLoss":
         """With other numbers than the method's own; None keeps its own."""
@@ -250,7 +248,7 @@ def group_deviation(rewards: np.ndarray) -> np.ndarray:
     """
     # Dr. GRPO (Liu et al. 2025) leaves the division out: it gives questions that are nearly always right or nearly
     # always wrong a larger weight, as the second row above shows. In the demo Dr. GRPO learns stories as well (88.5%
-    # against 86.5% after RL) and forgets less (docs/measurements.md).
+    # against 86.5% after RL) and forgets less (docs/archive.md).
     return group_mean(rewards) / (rewards.std(axis=1, keepdims=True) + 1e-6)  # a group of equals stays 0
 
 
@@ -262,7 +260,7 @@ def has_signal(rewards: np.ndarray) -> np.ndarray:
 POLICY_LOSSES = {
     "reinforce": PolicyLoss(
         token_ratio, log_objective, over_samples, group_mean,
-        "Williams 1992, Simple Statistical Gradient-Following Algorithms",
+        "Williams 1992, Simple Statistical Gradient-Following Algorithms", clip="nothing",
     ),
     "grpo": PolicyLoss(
         token_ratio, clipped_objective, over_samples, group_deviation, "Shao et al. 2024, DeepSeekMath",
@@ -308,7 +306,7 @@ def _add_policy_stats(
     # Where the clip stops a token: it has moved beyond it in the direction of its advantage.
     raised = (change > method.clip_high) & (advantages > 0)
     lowered = (change < -method.clip_low) & (advantages < 0)
-    clipped = raised | lowered if method.has_clip else none
+    clipped = raised | lowered if method.clip != "nothing" else none
     stats += torch.stack([(value * is_target).sum() for value in (is_target, entropy, kl, gap, clipped)])
 
 
@@ -403,7 +401,7 @@ def dpo_loss(
     #
     # The gradient is sigmoid(-margin) times beta: a pair that the model already separates hardly moves it. Nothing
     # keeps the chosen reply's own probability up. At too high a rate both replies become less likely and stories get
-    # worse (docs/measurements.md, "Rates for DPO").
+    # worse (docs/archive.md, "Rates for DPO").
     right = torch.nn.functional.logsigmoid(margin)
     wrong = torch.nn.functional.logsigmoid(-margin)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong

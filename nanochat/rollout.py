@@ -280,7 +280,7 @@ def play(
     #        rank 0   A0    A2    B1
     #        rank 1      A1    B0    B2
     #
-    #    In a simulation of 8 ranks ranks then idle 3 to 9% of the time instead of 26 to 39% (docs/measurements.md).
+    #    In a simulation of 8 ranks ranks then idle 3 to 9% of the time instead of 26 to 39% (docs/archive.md).
     by_length = sorted(range(len(prompts)), key=lambda question: len(prompts[question]))
     wanted: list[tuple[int, int]] = []
     for question in by_length:
@@ -309,7 +309,7 @@ def play(
 
 
 @dataclass
-class Share:
+class RankSamples:
     """The samples that one rank has drawn, as JSON can hold them."""
 
     questions: int  # of all ranks
@@ -319,7 +319,7 @@ class Share:
     failed: str = ""  # why
 
 
-def sample_share(
+def sample_on_rank(
     sampler: Sampler,
     tokenizer: Tokenizer,
     device: Device,
@@ -330,15 +330,14 @@ def sample_share(
     reward_seconds: float = 600.0,
     should_stop: Callable[[], bool] = never,
     **settings: Any,
-) -> Share:
+) -> RankSamples:
     """This rank's share of `samples` episodes of each question, with their rewards. It waits for no other rank, so any
     thread may call it.
 
     `settings` are those of `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
-    worth what its reward says, one that ends with another special token than the assistant's end is worth nothing, or
-    less.
+    worth what its reward says. One that ends with another special token than the assistant's end is worth 0 at most.
     """
-    own = Share(len(questions), samples)
+    own = RankSamples(len(questions), samples)
     try:
         episodes = play(sampler, tokenizer, device, questions, samples=samples, **settings)
         for reward in rewards:
@@ -355,13 +354,13 @@ def sample_share(
     return own
 
 
-def exchange(own: Share, device: Device) -> Samples:
+def exchange(own: RankSamples, device: Device) -> Samples:
     """The samples of all ranks, which call it together.
 
     Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
     sampler, or the user's reward or environment, fails on any of them.
     """
-    shares = [Share(**share) for share in gather_values(asdict(own), device)]
+    shares = [RankSamples(**share) for share in gather_values(asdict(own), device)]
     for share in shares:
         if share.failed:
             raise Failed(share.failed)
@@ -377,11 +376,11 @@ def exchange(own: Share, device: Device) -> Samples:
 def sample_episodes(
     sampler: Sampler, tokenizer: Tokenizer, device: Device, questions: Sequence[tuple[Task, Example]], **settings: Any
 ) -> Samples:
-    """Episodes of each question by all ranks, which call it together; `settings` are those of `sample_share`.
+    """Episodes of each question by all ranks, which call it together; `settings` are those of `sample_on_rank`.
 
     Raises Interrupted, Failed: as `exchange`.
     """
-    return exchange(sample_share(sampler, tokenizer, device, questions, **settings), device)
+    return exchange(sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
 
 
 class OnPolicy:
@@ -390,7 +389,7 @@ class OnPolicy:
     `sampler` is an EngineSampler or like it; `draw(step)` draws this rank's share.
     """
 
-    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], Share]):
+    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], RankSamples]):
         self.sampler = sampler
         self.model = model
         self.draw = draw
@@ -402,7 +401,7 @@ class OnPolicy:
             self.sampler.hand_over(self.model)
             self.handed_over = step
 
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> RankSamples:
         """This rank's share of the samples of a step. All ranks call it, and exchange it before anything else."""
         self.hand_over(step)
         return self.draw(step)

@@ -65,7 +65,7 @@ SEAMS = {
     # (rollout.py), `check_flag` and `open`.
     "samplers",
     # When the samples of a step are drawn, other than in the step (`OnPolicy` of rollout.py): --staleness.
-    "sampling",
+    "sample schedules",
     # What a PATH without a task's name holds -> a Task.
     "file forms",
     # The default of --tasks, by stage: (--data of the pretraining, hub) -> the flag's text.

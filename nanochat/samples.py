@@ -29,7 +29,7 @@ class Sample:
     number: int  # among the samples of its question
     tokens: list[int]  # the whole conversation
     mask: list[int]  # 1 under each token that the policy chose: not the question's, not the tool's
-    logprobs: list[float]  # of each token in nats by the weights that sampled; 0 where the mask is
+    logprobs: list[float]  # of each token in nats by the weights that sampled; 0 where the mask is 0
     ending: Ending = "cut off"  # of the last reply
     longest: int = 0  # tokens of the longest reply
     parts: dict[str, float] = field(default_factory=dict)  # of the reward by name, before their weights
@@ -151,8 +151,8 @@ def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, share: float) -> np.ndarray:
     """What replies of these lengths lose: 0, and in the last `share` of max_tokens linearly up to 1.
 
-    A reply that is cut off is worth nothing, and one that ends just before is worth all: this slope teaches the model
-    to come to an end (source: Yu et al. 2025, DAPO, soft overlong punishment).
+    A reply that is cut off has mostly missed its answer, and one that ends just before has it: this slope teaches the
+    model to come to an end (source: Yu et al. 2025, DAPO, soft overlong punishment).
     """
     if not share:
         return np.zeros(lengths.shape)

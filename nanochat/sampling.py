@@ -59,7 +59,7 @@ NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if fiel
 
 # How replies are drawn where nobody says otherwise. Training saves it with the checkpoint ("sampling" in meta.json),
 # where the API, the page, the terminal chat and the evaluation read it. A temperature without it keeps the long tail of
-# unlikely tokens: at 1.0 one sum in three is wrong, with these settings one in twenty (docs/measurements.md).
+# unlikely tokens: at 1.0 one sum in three is wrong, with these settings one in twenty (docs/archive.md).
 CHAT_SAMPLING = SamplingParams(temperature=0.8, min_p=0.05)
 
 
@@ -183,7 +183,7 @@ def sample(
 
     # The noise falls into one token's part of the cumulative sum. The sum is below 1 after tokens were dropped, so the
     # noise is scaled by it. One number for each row costs a fifth of torch.multinomial, which draws a number for every
-    # token of the vocabulary (docs/measurements.md). Noise of 23 bits is below 1, so that a token without probability,
+    # token of the vocabulary (docs/archive.md). Noise of 23 bits is below 1, so that a token without probability,
     # which adds nothing to the sum, is never drawn.
     mass = _running_sums(probabilities)
     drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)

@@ -109,6 +109,8 @@ class Stop:
 
     def agree(self, interrupted: bool) -> bool:
         """Whether any rank was interrupted, the same on all ranks. A collective."""
+        if self.device.world_size == 1:
+            return interrupted
         flag = torch.tensor(float(interrupted), device=self.device.torch_device)
         return sum_over_ranks(flag, self.device).item() > 0
 

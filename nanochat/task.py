@@ -1,7 +1,7 @@
 """A task: examples by number, each a conversation with its reference answer, and a grade for a reply.
 
 A new task is one file in tasks/, with a subclass of `GeneratedTask` (a program writes the examples) or of `RecordTask`
-(tasks/recorded.py: each example is a record of a dataset), and one row in rooms.py:
+(tasks/recorded.py: each example is a record of a dataset), and one row in its room, tasks/__init__.py:
 
     class Parity(GeneratedTask):
         name = "parity"

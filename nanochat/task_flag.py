@@ -1,9 +1,9 @@
 """The --tasks flag: `NAME[=PATH][:WEIGHT]` with commas between, such as `gsm8k=my/folder:2,stories`.
 
-NAME is a row of nanochat/rooms.py. PATH is a local file or folder that replaces the dataset of the hub. A PATH without
-a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT` after either one
-chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a task or an
-environment of the user.
+NAME is a row "tasks" of a room (rooms.py). PATH is a local file or folder that replaces the dataset of the hub. A PATH
+without a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT` after
+either one chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a task or
+an environment of the user.
 """
 
 import difflib

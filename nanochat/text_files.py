@@ -8,7 +8,7 @@ in memory. A damaged or hostile file is a UserError with its name and line.
     .jsonl      one JSON value a line
     .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
 
-Other formats are rows of nanochat/rooms.py ("file formats").
+Other formats are rows "file formats" of the rooms (rooms.py).
 """
 
 import array

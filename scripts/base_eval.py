@@ -59,7 +59,7 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.checkpoint_manager import load_model
-    from nanochat.corpus import by_part, mean_by_weight, open_corpus, parts_of
+    from nanochat.corpus import by_part, mean_by_weight, open_corpus, weighted_parts
     from nanochat.demo import corpus as demo
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine
@@ -99,7 +99,7 @@ def main(config: Config) -> None:
     for split, corpus in zip(("train", "val"), corpora, strict=True):
         phase(f"reading the {split} text")
         bits = []
-        for part in parts_of(corpus):  # one corpus of a mixture at a time
+        for part in weighted_parts(corpus):  # one corpus of a mixture at a time
             rows = validation_rows(part.corpus, tokenizer, context, math.ceil(part.weight * config.eval_tokens))
             bits.append(
                 bits_per_byte(model, rows, token_bytes, config.device_batch_size, device, document_mask=document_mask)

@@ -49,7 +49,7 @@ def main(config: Config) -> None:
 
     from nanochat import rooms, scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
+    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.gpt import GPT
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
@@ -97,7 +97,7 @@ def main(config: Config) -> None:
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
     rates = config.override(scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer))
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout, config.kept_as)
-    # A new model has nothing to lose: it learns faster with a shorter warmup than a trained one (docs/measurements.md).
+    # A new model has nothing to lose: it learns faster with a shorter warmup than a trained one (docs/archive.md).
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction, warmup_steps=min(40, steps // 40))
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
@@ -132,7 +132,7 @@ def main(config: Config) -> None:
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture; its share sets the size
-    for part in parts_of(val_corpus):
+    for part in weighted_parts(val_corpus):
         share = math.ceil(part.weight * config.eval_tokens)
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())

@@ -37,7 +37,7 @@ class Config(ChatFlags):
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
-    # reinforce, grpo, dr_grpo, dapo (POLICY_LOSSES in losses.py), rloo, reinforce++, ppo, gspo, cispo, distill
+    # grpo, dr_grpo, dapo, reinforce, rloo, ppo, gspo and others: docs/rl.md compares them, a wrong name lists all
     loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples
     minibatches: Positive = 1  # updates of a pass, each from its own share of the questions
@@ -183,20 +183,20 @@ def main(config: Config) -> None:
         """The number of a step's first question. The step decides which questions come next, refills included."""
         return step * examples * (1 + method.refills)
 
-    def share_of(questions: list[tuple[Task, Example]], count: int, seed: int) -> rollout.Share:
+    def share_of(questions: list[tuple[Task, Example]], count: int, seed: int) -> rollout.RankSamples:
         """This rank's share of `count` samples of each question, drawn with the sampler's present weights."""
-        return rollout.sample_share(
+        return rollout.sample_on_rank(
             sampler, start.tokenizer, device, questions, samples=count, seed=seed, max_tokens=config.max_tokens,
             context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
             temperature=config.temperature, top_k=config.top_k,
         )  # fmt: skip
 
-    def share_of_step(step: int) -> rollout.Share:
+    def share_of_step(step: int) -> rollout.RankSamples:
         return share_of(draw(train, first_of(step), examples), config.num_samples, seed_of(config.seed, step))
 
     schedule: Any = rollout.OnPolicy(sampler, model, share_of_step)
     if config.staleness:
-        schedule = rooms.find("sampling", "ahead")(sampler, model, share_of_step, config.staleness, steps)
+        schedule = rooms.find("sample schedules", "ahead")(sampler, model, share_of_step, config.staleness, steps)
 
     with run:
         for step in run.steps():
@@ -276,7 +276,7 @@ def main(config: Config) -> None:
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
                 run.log.step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
                 # Log an example as often as an evaluation runs.
-                if run.due.evaluate and drawn.groups:
+                if run.due.every(config.eval_every) and drawn.groups:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
                     run.log.message(f"a question and a reply, reward {first.reward:g}: {text!r}")

@@ -194,7 +194,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         scheduler.start()
         # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request
         # creates many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes
-        # 16 ms instead of 140 (docs/measurements.md).
+        # 16 ms instead of 140 (docs/archive.md).
         gc.collect()
         gc.freeze()
 

@@ -65,7 +65,7 @@ def main(config: Config) -> None:
 
     from nanochat import rooms, scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, parts_of
+    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.data.token_cache import cached
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
@@ -142,7 +142,7 @@ def main(config: Config) -> None:
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture; its share sets the size
-    for part in parts_of(val_corpus):
+    for part in weighted_parts(val_corpus):
         share = math.ceil(part.weight * config.eval_tokens)
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())

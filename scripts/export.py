@@ -77,6 +77,7 @@ def main(config: Config) -> None:
     if config.to == "peft":
         if config.adapter:
             raise UserError("--to peft writes only the adapters of --source: leave --adapter out")
+        peft.require_same_modules(folders.lineage(source)[-1], "--to peft")
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters, _ = folders.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
@@ -94,8 +95,9 @@ def main(config: Config) -> None:
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":
-            known = meta.get("pretraining", {}).get("family")
-            family = known if known in hf.FAMILIES else hf.family_of(model.config)
+            family = meta.get("pretraining", {}).get("family")  # that the weights were read from
+            if family not in hf.FAMILIES or not hf.computes(family, model.config):
+                family = hf.family_of(model.config)
         weight_bytes = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
         with new_folder(out, weight_bytes) as folder:
             if family is None:

@@ -35,7 +35,7 @@ Tokenizer.train([f"Write word {n} backwards." for n in range(300)], 300).save(to
 call("base_train", "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
      "--eval_tokens=128", "--compile=off", "--parallel_blocks", "--mlp=swiglu")
 call("chat_rl", "--source=base", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2", "--max_tokens=8",
-     "--eval_examples=2", "--loss=topr", "--updates_per_step=2")
+     "--eval_examples=2", "--loss=sapo", "--updates_per_step=2")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
 
@@ -43,17 +43,21 @@ from nanochat.checkpoint_manager import load_model
 model, _, meta = load_model("anchor", "cpu")
 assert model.config.parallel_blocks and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
 
-sys.path.insert(0, TESTS)
+sys.path[:0] = [TESTS, TESTS + "/core"]
 import pathlib
 import transformers
+from test_losses import test_gradients_are_finite_differences
+test_gradients_are_finite_differences("sapo")
 from tiny_families import save_family
 from nanochat import device as devices
 folder = save_family(pathlib.Path("phi3"), "llama3")
 sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 theirs = transformers.Phi3ForCausalLM(transformers.Phi3Config(
-    vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None, **sizes))
+    vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    sliding_window=16, attn_implementation="eager", **sizes))
 theirs.save_pretrained(folder)
 ours, _, _ = load_model(str(folder), devices.init("cpu", "float32"))
+assert ours.config.window(0) == 16
 ids = torch.randint(300, (2, 40))
 with torch.no_grad():
     assert torch.allclose(ours.logits(ours.hidden(ids))[..., :600], theirs(ids).logits, atol=1e-5)

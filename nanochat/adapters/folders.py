@@ -42,6 +42,7 @@ def lineage(folder: Path) -> list[Path]:
             raise ValueError("its base is adapters, too, and so on without end")
         if peft.is_folder(folder):
             folder = peft.find_base(folder)
+            peft.require_same_modules(folder, "peft's adapters")
         else:
             folder = find_base(folder, read_json(folder / "meta.json")["adapter"])
         folders.append(folder)
@@ -85,6 +86,8 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
     folder = find_folder(source, None, None, flag="--adapter ")
     with damage_of(folder):
         if peft.is_folder(folder):
+            if base is not None:
+                peft.require_same_modules(base, f"--adapter {source}")
             read = peft.read(folder, config)
             trained_on = peft.base_of(folder)
             if base is not None and trained_on.rpartition(":")[2] not in _names_of(base):

@@ -10,7 +10,7 @@ factor, its largest absolute value: an outlier spoils the resolution of its own 
     read back          0.026   -0.011    0.000   -0.060
 
 The widest gap, from -1 to -0.70, bounds the error: at most 0.152 of the block's largest weight. Of normal weights the
-error is 9.2% of their root mean square (docs/measurements.md).
+error is 9.2% of their root mean square (docs/archive.md).
 """
 
 import functools

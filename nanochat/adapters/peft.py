@@ -15,7 +15,7 @@ from safetensors import safe_open
 from nanochat import paths, rooms, storage
 from nanochat.adapters.lora import Adapters, Lora
 from nanochat.cli import UserError
-from nanochat.families.hf import theirs_of
+from nanochat.families import hf
 from nanochat.gpt import GPTConfig
 from nanochat.model_folder import MAX_NAME, Weights, find_folder, format_of
 from nanochat.untrusted import read_json, require_file
@@ -48,12 +48,26 @@ def find_base(folder: Path) -> Path:
     return find_folder(name if name.partition(":")[0] in rooms.names("hubs") else f"hf:{name}", None, None)
 
 
+def require_same_modules(base: Path, flag: str) -> None:
+    """Raises UserError: when our matrices are not the modules that transformers has for this base.
+
+    A reader that derives from `hf.FolderFormat` may scale or stack weights as it reads them. Adapters of the result do
+    not fit the original, and peft would apply them to it without a word.
+    """
+    reader = format_of(base)
+    if isinstance(reader, hf.FolderFormat) and reader is not hf.FORMAT:
+        raise UserError(
+            f"{flag}: {base} has other matrices in transformers than here, so adapters do not carry over: "
+            "export the merged model with --to hf"
+        )
+
+
 def names(config: GPTConfig) -> dict[str, tuple[str, str]]:
     """For each tensor that a folder can hold, by name: ours, and the matrix that it adapts."""
     found = {}
     for layer in range(config.n_layer):
         for path in config.parts:
-            for theirs, _ in theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
+            for theirs, _ in hf.theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
                 module = theirs.removesuffix(".weight")
                 target = module.rpartition(".")[2]
                 for side in ("lora_A", "lora_B"):

@@ -74,7 +74,7 @@ def against_the_teacher(batch: PolicyBatch, old: Tensor) -> Tensor:
 
 RLOO = PolicyLoss(
     token_ratio, log_objective, over_whole_samples, leave_one_out,
-    "Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization",
+    "Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization", clip="nothing",
 )  # fmt: skip
 
 REINFORCE_PLUS_PLUS = PolicyLoss(
@@ -94,7 +94,7 @@ GSPO = PolicyLoss(
 # The paper has no lower bound; a weight of 5 at most is from Khatri et al. 2025, The Art of Scaling RL Compute.
 CISPO = PolicyLoss(
     token_ratio, weighted_log_objective, over_tokens, group_deviation, "MiniMax 2025, MiniMax-M1",
-    clip_low=1.0, clip_high=4.0,
+    clip="weight", clip_low=1.0, clip_high=4.0,
 )  # fmt: skip
 
 DISTILL = PolicyLoss(

@@ -8,7 +8,7 @@ from typing import Any
 from nanochat.cli import UserError
 from nanochat.engine import Slots
 from nanochat.log import print0
-from nanochat.losses import PolicyBatch, PolicyLoss, clipped_objective
+from nanochat.losses import PolicyBatch, PolicyLoss
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
 from nanochat.rollout import Reward
@@ -49,11 +49,11 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
         print0("the samples of a question will be nearly equal, and teach nothing: raise --top_k or --temperature")
 
     is_clip_set = (flags.clip_low, flags.clip_high) != (None, None)
-    if is_clip_set and not method.has_clip:
+    if is_clip_set and method.clip == "nothing":
         print0(f"--clip_low and --clip_high do nothing: --loss {flags.loss} has no clip")
     elif is_clip_set and flags.updates == 1:
         print0("--clip_low and --clip_high do nothing with one update a step: set --minibatches or --updates_per_step")
-    if flags.updates > 1 and method.objective is not clipped_objective:
+    if flags.updates > 1 and method.clip != "move":
         print0(
             f"{flags.updates} updates a step: --loss {flags.loss} has no clip that ends a token's move, one update is "
             "safer: leave --minibatches and --updates_per_step out, or choose grpo"

@@ -244,6 +244,11 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     return pattern if "L" in pattern else "S", tokens
 
 
+def computes(family: str, config: GPTConfig) -> bool:
+    """Whether a family's config.json can say all that this config says."""
+    return to_config(from_config(config, family)) == config
+
+
 def family_of(config: GPTConfig) -> str | None:
     """The family that computes this config, the most widespread one; None: none does."""
     windows = [config.window(layer) for layer in range(config.n_layer)]

@@ -14,7 +14,7 @@ from nanochat.cli import UserError, explainers
 from nanochat.device import Device
 
 # Compiling for a CPU takes 21 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
-# Two cores with AMX win that back after 4e13 model FLOPs or a little more (docs/measurements.md). A shorter run stays
+# Two cores with AMX win that back after 4e13 model FLOPs or a little more (docs/archive.md). A shorter run stays
 # eager.
 CPU_COMPILE_FLOPS = 6e13
 

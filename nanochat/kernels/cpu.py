@@ -115,7 +115,7 @@ class PackedLinear(nn.Module):
     """A linear layer x (..., in) -> (..., out) with its weight (out, in) in oneDNN's layout. It has no gradient."""
 
     # torch's products of a few rows use one thread; these use all threads. One row through all layers takes 1.29
-    # instead of 2.29 ms in fp32 (docs/measurements.md). In fp32 a row's bits also do not depend on the other rows of
+    # instead of 2.29 ms in fp32 (docs/archive.md). In fp32 a row's bits also do not depend on the other rows of
     # its batch; in bf16 they do on processors with AMX.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -135,7 +135,7 @@ class HalfLinear(nn.Module):
     """
 
     # A decoded token reads every weight once. Half of the bytes make its products 1.4 to 2.5 times as fast, with an
-    # error of 2.5e-4 of the largest output (docs/measurements.md). One or two rows are summed in another order than the
+    # error of 2.5e-4 of the largest output (docs/archive.md). One or two rows are summed in another order than the
     # rows of a larger batch, so the bits depend on the batch size, as on an accelerator.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):

@@ -85,7 +85,7 @@ class NpuKernels(WrittenKernels):
     static_shapes = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/measurements.md)."""
+        """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/archive.md)."""
         return torch_npu.npu_rms_norm(x, _gain(x, weight), epsilon=eps)[0]
 
     def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from nanochat.loop import Attendant, Run
 from nanochat.train import Meter
 
 LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning
-COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores (docs/measurements.md)
+COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores (docs/archive.md)
 
 
 def compile_model(
@@ -64,7 +64,7 @@ def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
     product_flops = compiler.product_flops(run.device) if run.device.is_main else None
     if product_flops is None:
         return
-    # On a CPU a compiled step reaches half of a bare product's speed, an eager one a quarter (docs/measurements.md).
+    # On a CPU a compiled step reaches half of a bare product's speed, an eager one a quarter (docs/archive.md).
     share = 0.5 if is_compiled else 0.25
     step_seconds = step_flops / (share * product_flops * run.device.world_size)
     seconds = step_seconds * (run.last - run.progress.step)
@@ -116,7 +116,7 @@ class CompiledBlocks:
         try:
             # Always use autograd, even if the caller needs no gradient. Without it the compiler makes another program,
             # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
-            # (docs/measurements.md). With one program, a policy and its reference, or an earlier policy, differ only by
+            # (docs/archive.md). With one program, a policy and its reference, or an earlier policy, differ only by
             # their weights.
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)

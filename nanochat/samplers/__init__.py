@@ -7,7 +7,7 @@ PLUGS = {
         "https": "nanochat.samplers.http:HttpSampler",
         "ray": "nanochat.samplers.ray:RaySampler",
     },
-    "sampling": {
+    "sample schedules": {
         "ahead": "nanochat.samplers.ahead:Ahead",
     },
 }

@@ -23,17 +23,17 @@ from collections.abc import Callable
 from typing import Any
 
 from nanochat.gpt import GPT
-from nanochat.rollout import EngineSampler, OnPolicy, Share
+from nanochat.rollout import EngineSampler, OnPolicy, RankSamples
 
 
 class Ahead(OnPolicy):
     """Draws this rank's shares of the samples of all steps below `last`, each by one call of `draw(step)`."""
 
-    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], Share], staleness: int, last: int) -> None:
+    def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], RankSamples], staleness: int, last: int) -> None:
         super().__init__(sampler, model, draw)
         self.staleness = staleness
         self.last = last
-        self._shares: dict[int, Share] = {}  # drawn, by step
+        self._shares: dict[int, RankSamples] = {}  # drawn, by step
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -41,7 +41,7 @@ class Ahead(OnPolicy):
         self._wait()
         super().hand_over(step)
 
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> RankSamples:
         self._wait()
         if step not in self._shares:  # the run's first one, or always, with a staleness of 0
             return super().take(step)

@@ -351,7 +351,7 @@ class Scheduler:
         self._finish(cancelled, "cancelled")
 
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
-        #    running a turn never does both, so that it takes about two steps at most (docs/measurements.md).
+        #    running a turn never does both, so that it takes about two steps at most (docs/archive.md).
         computed = 0
         if not (self.slots.rows and self._rows("read")):
             computed = self._read_prompts()

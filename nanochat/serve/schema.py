@@ -37,7 +37,7 @@ CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody
 
 # pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free: what
 # the body contains must be bounded. A body of 1 MiB then takes 60 ms at most; 350,000 empty lists took 0.4 s, 10,000
-# items of /v1/responses 0.12 s (docs/measurements.md).
+# items of /v1/responses 0.12 s (docs/archive.md).
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
 MAX_ERRORS = 100  # described in one body; pydantic takes seconds to describe 100,000
 

@@ -11,7 +11,7 @@ HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 # A model that is rewarded only for stories gets more sums wrong, 1 in 5 where it was 1 in 17, and forgets small talk.
 # With a sum as one question in eight, one run of two forgot a third of them; with one in four, none of four runs did
-# (docs/measurements.md).
+# (docs/archive.md).
 BUILT_IN_RL_TASKS = "stories:3,arithmetic:1"
 
 

@@ -16,6 +16,7 @@ from tiny import SHAPES, complaint, lively_model, tiny_config
 from nanochat.adapters import peft as peft_folders
 from nanochat.adapters.lora import Adapters, Lora
 from nanochat.checkpoint_manager import load_model
+from nanochat.families import hf
 from nanochat.gpt import GPT
 
 
@@ -51,6 +52,19 @@ def qwen() -> tuple[Any, GPT]:
     inputs, _ = tokens_of(ours.config)
     torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-4, atol=1e-5)
     return theirs, ours
+
+
+def test_adapters_of_a_family_with_other_matrices_stay_here(monkeypatch, tmp_path):
+    """peft would apply them to matrices of another shape or scale."""
+
+    class Scaled(hf.FolderFormat):
+        pass
+
+    monkeypatch.setattr(peft_folders, "format_of", lambda folder: hf.FORMAT)
+    peft_folders.require_same_modules(tmp_path, "--to peft")
+    monkeypatch.setattr(peft_folders, "format_of", lambda folder: Scaled())
+    said = complaint(lambda: peft_folders.require_same_modules(tmp_path, "--to peft"))
+    assert said.startswith(f"--to peft: {tmp_path} has other matrices in transformers")
 
 
 def clone_of(model: GPT) -> GPT:

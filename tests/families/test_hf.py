@@ -1,5 +1,6 @@
 """nanochat.families.hf against transformers: the same logits and replies both ways, bit for bit; hostile folders."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -395,6 +396,9 @@ def test_our_own_models_have_a_family_or_none():
     )  # fmt: skip
     assert hf.family_of(qwen3) == "qwen3"
     assert hf.family_of(GPTConfig()) is None
+    # A family that a model was read from, and that cannot say what it has become.
+    assert hf.computes("qwen3", qwen3) and not hf.computes("llama", qwen3)
+    assert not hf.computes("llama", dataclasses.replace(qwen3, qk_norm="none", mlp="relu2"))
 
 
 @pytest.mark.slow

@@ -593,12 +593,12 @@ def test_every_sample_has_exactly_the_weights_of_its_step(staleness):
     trained = threading.Event()
     overlapped = []
 
-    def draw(step: int) -> rollout.Share:
+    def draw(step: int) -> rollout.RankSamples:
         sampler.sampling += 1
         if threading.current_thread() is not threading.main_thread():
             overlapped.append(trained.wait(5))  # the trainer trains meanwhile
         sampler.sampling -= 1
-        return rollout.Share(step, sampler.weights)
+        return rollout.RankSamples(step, sampler.weights)
 
     ahead = Ahead(sampler, model, draw, staleness, last=6)
     for step in range(6):
@@ -615,10 +615,10 @@ def test_every_sample_has_exactly_the_weights_of_its_step(staleness):
 
 
 def test_an_error_of_the_thread_that_samples_is_raised():
-    def draw(step: int) -> rollout.Share:
+    def draw(step: int) -> rollout.RankSamples:
         if step == 1:
             raise cli.UserError("no such question")
-        return rollout.Share(1, 1)
+        return rollout.RankSamples(1, 1)
 
     ahead = Ahead(Recording(), SimpleNamespace(step=0), draw, 1, last=3)  # pyright: ignore
     ahead.take(0)
