@@ -114,7 +114,7 @@ install one of them, or name it with PYTHON=/path/to/python"
 version=$(version_of "$python")
 report found "Python $version ($(command -v "$python"))"
 
-# Extras that an earlier run put into this .venv stay: asking for fewer is no reason to do anything.
+# Extras that an earlier run installed into this .venv stay: a request for fewer changes nothing.
 earlier=''
 if grep -qsx "kind $kind" "$stamp" && grep -qsx "python $version" "$stamp"; then
   earlier=$(sed -n 's/^extras //p' "$stamp")

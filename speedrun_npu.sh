@@ -86,7 +86,7 @@ case $profile in
       --eval_every 0 --eval_examples 200 --save_every 10)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories
     ;;
-  *) # depth by what so many devices train in an evening, batch by their memory
+  *) # the depth that this many devices train in an evening; the batch by their memory
     tokenizer=(--vocab_size 32768)
     depth=12 shards=32 # files that hold the horizon once: 12 tokens a parameter, some 50 million tokens a file
     ((count >= 2)) && depth=16 shards=60
@@ -108,7 +108,7 @@ esac
 default_data=demo
 [[ $profile == npu || $profile == cuda ]] && default_data=climbmix
 data=${data:-$default_data}
-if [[ $data != "$default_data" || $profile == smoke ]]; then # its own tokenizer, so a folder of its own
+if [[ $data != "$default_data" || $profile == smoke ]]; then # another tokenizer, so another folder
   name=${data%/}
   run_folder=$run_folder/speedrun/$profile-$(basename "${name//[^A-Za-z0-9._\/-]/_}")-$(cksum <<<"$name" | cut -d ' ' -f 1)
 fi
