@@ -27,7 +27,7 @@ from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from tiny import save_checkpoint, tiny_tokenizer
 
-from nanochat import cli, paths
+from nanochat import cli, paths, terminal
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
@@ -320,9 +320,9 @@ def test_messages_are_remembered_between_sessions(talk, sums, prompts):
 
 
 def test_without_a_place_for_them_messages_are_forgotten(monkeypatch, capsys):
-    monkeypatch.setattr(chat_cli, "base_dir", lambda: Path("/dev/null"))
+    monkeypatch.setattr(terminal, "base_dir", lambda: Path("/dev/null"))
     with create_app_session(input=DummyInput(), output=DummyOutput()):
-        assert isinstance(chat_cli.line_editor().history, InMemoryHistory)
+        assert isinstance(terminal.line_editor([]).history, InMemoryHistory)
     assert capsys.readouterr().err.startswith("warning: messages are not remembered after this session: ")
 
 
@@ -346,7 +346,7 @@ def wrapped(capsys: pytest.CaptureFixture[str], *pieces: str) -> str:
     """What a terminal of ten columns receives."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "10")
-        lines = chat_cli.WordWrap()
+        lines = terminal.WordWrap()
         for piece in pieces:
             lines.write(piece)
         lines.write("\n")

@@ -79,6 +79,13 @@ def test_the_map_of_the_code_is_complete_and_true(text):
     assert set(re.findall(r"\b\w+\.py\b", reading_list)) == {
         path.name for path in ROOT.glob("nanochat/*.py") if path.name != "__init__.py"
     }
+    shelf, ground = (
+        [f"nanochat/{name}" for name in re.findall(r"\b\w+\.py\b", part)] for part in reading_list.split("\n\n")
+    )
+    rooms = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("nanochat/*/**/*.py")]
+    counts = [sum((ROOT / name).read_text("utf-8").count("\n") for name in part) for part in (shelf, ground, rooms)]
+    stated = [int(count.replace(",", "")) for count in re.findall(r"(\d+,\d00) (?:lines|行)", text)]
+    assert all(abs(one - other) <= 150 for one, other in zip(counts, stated, strict=True)), (counts, stated)
     folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("nanochat/*/__init__.py")}
     assert folders | {"scripts", "tests"} == set(re.findall(r"`((?:nanochat/\w+)|scripts|tests)`", text))
 
