@@ -1,4 +1,4 @@
-"""Further advantages, from the rewards (Q, G) of G replies to each of Q questions; losses.py has the ones that teach.
+"""Further advantages, from the rewards (Q, G) of G replies to each of Q questions; losses.py has the basic ones.
 
 Four replies to a question, by their rewards:
 
@@ -14,20 +14,21 @@ from nanochat.losses import group_mean
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """Reward less the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
+    """Reward minus the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
 
-    Its own reward is not in its baseline, so that the mean gradient is the gradient of the expected reward, without the
-    factor (G - 1) / G of `group_mean`.
+    The baseline leaves out the reply's own reward. So the mean gradient is the gradient of the expected reward, without
+    the factor (G - 1) / G of `group_mean`.
     """
     samples = rewards.shape[1]
     return group_mean(rewards) * (samples / max(1, samples - 1))
 
 
 def batch_deviation(rewards: np.ndarray) -> np.ndarray:
-    """Reward less the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
+    """(Reward - mean) / deviation, over all replies of the step (source: Hu et al. 2025, REINFORCE++).
 
-    All questions share a baseline: a question that is always right teaches, too, and an easy one teaches more. With
-    `--kl_in reward` every token answers for the KL of its whole reply; in the paper for the KL from itself on.
+    All questions share a baseline: a question whose replies are always right also teaches, and an easy one teaches
+    more. With `--kl_in reward` every token is charged for the KL of its whole reply; in the paper, only for the KL from
+    this token on.
     """
     if rewards.size == 0 or np.ptp(rewards) == 0:
         return np.zeros_like(rewards)

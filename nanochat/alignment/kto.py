@@ -1,11 +1,11 @@
-"""KTO: preferences of single replies, good or bad ones, for data without pairs (`chat_dpo --loss kto`).
+"""KTO: preferences from single replies, good or bad, for data without pairs (`chat_dpo --loss kto`).
 
-With g(y) = log p(y) - log q(y) the gain of a reply over the reference model q, s the sigmoid, z the baseline that all
+g(y) = log p(y) - log q(y) is the gain of a reply over the reference model q, s the sigmoid, and z the baseline that all
 replies of a step share:
 
     kto     1 - s(beta (g(y) - z)) if good, 1 - s(beta (z - g(y))) if bad    beta 0.1
 
-A good reply with a gain of ln 2 and a bad one with -ln 2, at z = 0: 1 - s(0.1 ln 2) twice, 0.965 together.
+Example: a good reply has a gain of ln 2 and a bad one -ln 2, at z = 0. Each loss is 1 - s(0.1 ln 2), 0.965 together.
 
 Legend: R replies.
 """
@@ -28,12 +28,12 @@ from nanochat.train import mean_loss
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """Packed replies, each of them good or bad. A micro-batch holds some of the R replies of a step: a reply counts
-    where it has a target."""
+    """Packed replies, each good or bad. A micro-batch holds some of the R replies of a step: only replies with a target
+    in it count."""
 
     rows: PackedBatch
     is_good: Tensor  # (R,), bool
-    reference_logp: Tensor | None = None  # (R,), of each reply's targets together, under the frozen reference model
+    reference_logp: Tensor | None = None  # (R,): sum over a reply's targets, under the frozen reference model
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,21 +52,21 @@ def kto_loss(
 ) -> tuple[Tensor, Tensor]:
     """1 - sigmoid(beta x (gain - baseline)) of a good reply, 1 - sigmoid(beta x (baseline - gain)) of a bad one.
 
-    The weights multiply them. Where one kind is rarer, its weight times its number should be about the other's. All
-    replies of a step have the same baseline, in nats a reply (preferences.py). In `stats` chosen means good, and a
-    reply is accurate on the right side of the baseline.
+    The weights multiply the losses. Choose them so that weight times number is about equal for good and bad replies.
+    All replies of a step have the same baseline, in nats per reply (`kl_baseline`). In `stats` "chosen" means good, and
+    a reply is accurate if its gain is on the right side of the baseline.
     """
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
     gains = logp - batch.reference_logp  # (R,)
-    # People judge a result against a point of reference, and further gains move them less and less (the prospect theory
-    # of Kahneman and Tversky). The sigmoid is that value, and the point of reference is how far the model has moved
-    # anyway: the mean gain of replies to other questions, an estimate of the KL divergence.
+    # People judge a result relative to a reference point, and further gains matter less and less to them (the prospect
+    # theory of Kahneman and Tversky). The sigmoid models this value. The reference point is the general movement of the
+    # model: the mean gain of replies to other questions, an estimate of the KL divergence.
     #
     #     beta (gain - baseline) = +3    good: 1 - 0.95 = 0.05, learned: hardly a gradient
     #                              -3    good: 1 - 0.05 = 0.95, out of reach: hardly a gradient either
     #
-    # The last is what DPO lacks: an example that is labelled wrong does not pull harder and harder.
+    # DPO lacks the second case: with KTO the pull of a wrong label does not grow without end.
     side = torch.where(batch.is_good, 1.0, -1.0)
     weight = torch.where(batch.is_good, desirable_weight, undesirable_weight)
     losses = weight * (1 - torch.sigmoid(beta * side * (gains - baseline)))
@@ -81,15 +81,15 @@ def kto_loss(
 
 
 def gain_sum(model: Any, batch: JudgedBatch) -> tuple[Tensor, Tensor]:
-    """The replies' gains together, and their number: over replies to other questions the mean is KTO's baseline."""
+    """The sum of the replies' gains, and their number: over replies to other questions the mean is KTO's baseline."""
     assert batch.reference_logp is not None
-    # A reply without a target has no gain, so that the sum needs no mask.
+    # The gain of a reply without a target is 0, so the sum needs no mask.
     gains = reply_logp(model, batch) - batch.reference_logp
     return gains.sum(), (reply_targets(batch) > 0).sum()
 
 
 def judged_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device: Device) -> Iterator[JudgedBatch]:
-    """This rank's share of single replies, in micro-batches of at most `rows` rows; pairs are taken apart."""
+    """This rank's share of single replies, in micro-batches of at most `rows` rows; pairs are split."""
     replies = [reply for replies in examples for reply in replies]
     ids = [reply.rendered.ids for reply in replies]
     masks = [reply.rendered.mask for reply in replies]
@@ -100,17 +100,17 @@ def judged_batches(examples: Iterable[Replies], row_tokens: int, rows: int, devi
 
 
 def full_batch(rows: PackedBatch) -> JudgedBatch:
-    """A micro-batch of a good reply in each row, for the memory of a dry run."""
+    """A micro-batch with a good reply in each row, for the memory of a dry run."""
     return JudgedBatch(rows, torch.ones(len(rows.inputs), dtype=torch.bool, device=rows.inputs.device))
 
 
 def kl_baseline(
     model: Any, reference: Any, examples: Sequence[Replies], row_tokens: int, rows: int, device: Device
 ) -> float:
-    """KTO's baseline, in nats a reply over all ranks: how far the model is from its reference.
+    """KTO's baseline, in nats per reply over all ranks: the distance of the model from its reference.
 
-    It is the mean gain of replies to other questions than their own, which the losses do not push up or down. All
-    replies of a step share it, however they are cut into micro-batches. It costs a forward pass of both models.
+    It is the mean gain of mismatched replies, paired with other questions, which the losses push neither up nor down.
+    All replies of a step share it, whatever their micro-batches. It costs a forward pass of both models.
     """
     mismatched = to_other_questions([reply for replies in examples for reply in replies], row_tokens + 1)
     batches = judged_batches([mismatched], row_tokens, rows, device)
@@ -120,8 +120,8 @@ def kl_baseline(
 
 
 def to_other_questions(replies: Replies, max_tokens: int) -> list[JudgedReply]:
-    """Each reply's question, answered with the next reply to another one."""
-    firsts = [reply.rendered.mask.index(1) for reply in replies]  # the first token that is learned
+    """Each reply's question, answered with the next reply that belongs to another question."""
+    firsts = [reply.rendered.mask.index(1) for reply in replies]  # the first learned token
     questions = [tuple(reply.rendered.ids[:first]) for reply, first in zip(replies, firsts, strict=True)]
     mismatched = []
     for number, question in enumerate(questions):

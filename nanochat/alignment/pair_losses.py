@@ -1,9 +1,9 @@
 """Further losses of preferences: rows of the table in losses.py, which `chat_dpo --loss` finds by name.
 
-With c the chosen reply and r the rejected one, log p(c) the log probability of all its tokens under the model, |c|
-their number, g(c) = log p(c) - log q(c) its gain over the reference model q, s the sigmoid:
+c is the chosen reply and r the rejected one. log p(c) is the log probability of all tokens of c under the model, |c|
+their number, g(c) = log p(c) - log q(c) the gain over the reference model q, and s the sigmoid:
 
-    loss    of a pair                                                    reference    beta
+    loss    formula for a pair                                           reference    beta
     dpo     -log s(beta (g(c) - g(r)))                                   yes          0.1
     ipo     (g(c) / |c| - g(r) / |r| - 1 / (2 beta))^2                   yes          0.1
     simpo   -log s(beta (log p(c) / |c| - log p(r) / |r|) - gamma)       no           2
@@ -12,9 +12,9 @@ their number, g(c) = log p(c) - log q(c) its gain over the reference model q, s 
 
 kto.py has the loss of single replies, reward_model.py the loss of a reward model.
 
-The loss of one pair, worked out: the chosen reply has tokens of p = 1/2 and 1/4, the rejected one three of p = 1/2;
-under the reference the replies have 1/16 and 1/4. So log p = -3 ln 2 for both, gains ln 2 and -ln 2, means -3/2 ln 2
-and -ln 2. With the betas of the table:
+An example: the chosen reply has tokens with p = 1/2 and 1/4, the rejected one three tokens with p = 1/2. Under the
+reference the replies have 1/16 and 1/4. So log p = -3 ln 2 for both; the gains are ln 2 and -ln 2, the means
+-3/2 ln 2 and -ln 2. With the betas of the table:
 
     dpo     -log s(0.1 x 2 ln 2)                        = 0.626
     ipo     (ln 2 / 2 + ln 2 / 3 - 5)^2                 = 19.557
@@ -40,11 +40,11 @@ def ipo_loss(
     tokens here."""
     logp = reply_logp(model, batch)
     assert batch.reference_logp is not None
-    # A mean, because the margin below is one number for all pairs: the sum of a long reply would be far from any.
+    # A mean, because one margin applies to all pairs: the sum of a long reply would be far from any margin.
     gains = (logp - batch.reference_logp) / reply_targets(batch).clamp(min=1)  # (P, 2)
     # loss = (gain of chosen - gain of rejected - 1 / (2 beta))^2: a regression to a margin of 5 at beta = 0.1.
-    # DPO rewards a larger margin without end, and overfits pairs whose order is certain. Here a margin beyond the
-    # target is a loss again.
+    # DPO rewards a larger margin without limit, and overfits pairs whose order is certain. Here a margin beyond the
+    # target increases the loss again.
     losses = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square()
     return sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
 
@@ -58,12 +58,12 @@ def simpo_loss(
     sft_weight: float = 0.0,
     stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-log sigmoid(beta x (mean log p of the chosen reply's tokens - mean of the rejected one's) - gamma)."""
+    """-log sigmoid(beta x (mean log p of the chosen reply's tokens - mean of the rejected reply's) - gamma)."""
     logp = reply_logp(model, batch)
     # loss = -log sigmoid(beta (log p(c) / |c| - log p(r) / |r|) - gamma)
-    # The reward is what sampling goes by, the mean log probability of a token: no reference, half the compute, and a
-    # long reply is not worse for being long. A chosen reply that is only just ahead still has a loss: it should lead by
-    # gamma. Nothing ties the model to where it began but the rate and the length of the run.
+    # The reward is the mean log probability of a token, which also guides sampling. It needs no reference and half the
+    # compute, and does not punish length. A chosen reply that leads by less than gamma still has a loss. Only the
+    # learning rate and the length of the run keep the model close to its source.
     rewards = beta * logp / reply_targets(batch).clamp(min=1)  # (P, 2)
     losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
     return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
@@ -72,11 +72,12 @@ def simpo_loss(
 def cpo_loss(
     model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 1.0, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-log sigmoid(beta x (log p of the chosen reply - log p of the rejected one)) + the chosen one's cross-entropy."""
+    """-log sigmoid(beta x (log p of chosen reply - log p of rejected reply)) + the chosen reply's cross-entropy."""
     logp = reply_logp(model, batch)
     # loss = -log sigmoid(beta (log p(c) - log p(r))) - log p(c) / |c|
-    # DPO with a reference to which all replies are equally likely, which cancels out: no second model. The second term
-    # holds the chosen reply up in the reference's place. A sum over the tokens favours short replies.
+    # DPO with a reference that gives all replies the same probability, which cancels out: no second model is needed.
+    # Instead of the reference, the second term keeps the chosen reply likely. A sum over the tokens favours short
+    # replies.
     rewards = beta * logp  # (P, 2)
     losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
     return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
@@ -85,14 +86,16 @@ def cpo_loss(
 def orpo_loss(
     model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 1.0, stats: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-beta log sigmoid(log of the ratio of the replies' odds) + the chosen one's cross-entropy. A reply's probability
-    is the geometric mean over its tokens here, and its reward in `stats` is beta x the log of the mean."""
+    """-beta log sigmoid(log of the ratio of the replies' odds) + the chosen reply's cross-entropy.
+
+    Here a reply's probability is the geometric mean over its tokens, and its reward in `stats` is beta x log of it.
+    """
     logp = reply_logp(model, batch)
     # loss = -beta log sigmoid(log odds(c) - log odds(r)) - log p(c) / |c|, with odds = p / (1 - p)
-    # SFT and preference in one stage: the cross-entropy leads, and the odds ratio with its small weight pushes the
-    # rejected reply down meanwhile. Where p is small, odds are p. As p nears 1 they grow without end: once the chosen
-    # reply is certain, nothing is left to learn. A certain reply has no finite odds, so p stays below 1 by the rounding
-    # of float32.
+    # SFT and preference in one stage: the cross-entropy dominates, and the odds ratio, with its small weight, pushes
+    # the rejected reply down. For small p the odds are about p. As p approaches 1 they grow without limit: once the
+    # chosen reply is certain, nothing is left to learn. The odds of a certain reply are infinite, so p stays below 1 by
+    # the rounding of float32.
     mean = (logp / reply_targets(batch).clamp(min=1)).clamp(max=-1e-7)  # (P, 2)
     log_odds = mean - torch.log(-torch.expm1(mean))  # log p - log(1 - p)
     losses = -beta * torch.nn.functional.logsigmoid(log_odds[:, 0] - log_odds[:, 1])

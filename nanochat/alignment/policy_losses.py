@@ -36,11 +36,11 @@ from nanochat.packing import PackedBatch
 
 def sample_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
     """s of each token's sample, the geometric mean of r over its targets: (p(o) / p_old(o))^(1 / |o|)."""
-    # The reward is for the whole sample, so the ratio is, too: ratios of single tokens are noise, which adds up over a
-    # long sample. The root keeps samples of all lengths in one range, and a narrow one: hence the clip of 3e-4.
+    # The reward is for the whole sample, so the ratio is too. Ratios of single tokens are noise, which adds up over a
+    # long sample. The root keeps samples of all lengths in one narrow range: hence the clip of 3e-4.
     _, row_tokens = rows.inputs.shape
     sequences = max(Counter((end - 1) // row_tokens for end in rows.segments.ends).values())  # in the fullest row
-    # One mask for each sequence of a row, then plain sums: as in `by_reply` they are in a fixed order.
+    # One mask per sequence of a row, then plain sums: as in `by_reply`, their order is fixed.
     numbers = torch.arange(1, sequences + 1, device=log_ratio.device)
     own = rows.segments.numbers == numbers[:, None, None]  # (sequences, N, T)
     sums = torch.where(own, log_ratio, 0.0).sum(dim=2, keepdim=True)
@@ -53,20 +53,20 @@ def weighted_log_objective(
     logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """clip(r, 1 - low, 1 + high) A log p, the clipped ratio without a gradient."""
-    # The weight corrects for the samples of an older policy, and the clip bounds it. Every token keeps its gradient,
-    # also the rare ones that a clipped objective drops first, at which a reply turns ("but", "wait").
+    # The weight corrects for samples of an older policy, and the clip bounds it. Every token keeps its gradient, also
+    # the rare tokens at which a reply turns ("but", "wait") and which a clipped objective drops first.
     return ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logp
 
 
 def over_whole_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sum over a sample's tokens, mean over samples: a sample is one action, and log p(o) the sum over its tokens."""
+    """Sum over a sample's tokens, mean over samples: a sample is one action, whose log p(o) is the sum over tokens."""
     total, _ = over_tokens(objective, batch, max_tokens)
     return total, batch.sample_share.sum()
 
 
 def against_the_teacher(batch: PolicyBatch, old: Tensor) -> Tensor:
     """On-policy distillation: log p_teacher - log p_old of each token that the student has sampled."""
-    # Only the teacher judges. The mean of log p - log p_teacher over the student's samples is the reverse
+    # The teacher is the only judge. The mean of log p - log p_teacher over the student's samples is the reverse
     # KL(student || teacher).
     assert batch.reference_logp is not None
     return batch.reference_logp - old
@@ -91,7 +91,7 @@ GSPO = PolicyLoss(
     "Zheng et al. 2025, Group Sequence Policy Optimization", clip_low=3e-4, clip_high=4e-4,
 )  # fmt: skip
 
-# The paper has no lower bound; a weight of 5 at most is from Khatri et al. 2025, The Art of Scaling RL Compute.
+# The paper has no lower bound. The largest weight, 5, is from Khatri et al. 2025, The Art of Scaling RL Compute.
 CISPO = PolicyLoss(
     token_ratio, weighted_log_objective, over_tokens, group_deviation, "MiniMax 2025, MiniMax-M1",
     clip="weight", clip_low=1.0, clip_high=4.0,

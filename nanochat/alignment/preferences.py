@@ -1,8 +1,8 @@
-"""Preferences: examples with a better and a worse reply, or a reply with a label, in; micro-batches for losses.py out.
+"""Preferences: turn examples with a better and a worse reply, or a labelled reply, into micro-batches for losses.py.
 
 1. draw       an example's replies as tokens                                   `draw_replies`
 2. pack       both replies of a pair into one micro-batch, or single replies   `pair_batches`, kto.py
-3. compare    the log probabilities of a frozen reference model are added      `compared`
+3. compare    add the log probabilities of a frozen reference model            `compared`
 4. learn      PAIR_LOSSES in losses.py
 """
 
@@ -19,19 +19,21 @@ from nanochat.mixture import JudgedReply, Mixture, is_learned
 from nanochat.packing import pack_pairs
 from nanochat.tokenizer import Tokenizer
 
-Replies = Sequence[JudgedReply]  # to one question: a chosen one and a rejected one, or a single one
-Batch = TypeVar("Batch")  # PairBatch, or another one with `reference_logp`
+Replies = Sequence[JudgedReply]  # replies to one question: a chosen and a rejected one, or a single one
+Batch = TypeVar("Batch")  # PairBatch, or another batch with `reference_logp`
 
 
 def draw_replies(mixture: Mixture, tokenizer: Tokenizer, numbers: range, max_tokens: int) -> list[Replies]:
-    """The replies of examples by number, the same on every rank, without the examples that have nothing to prefer: a
-    reply is empty, or both of a pair are the same as far as `max_tokens` reach."""
+    """The replies of examples by number, the same on every rank.
+
+    Examples with nothing to prefer are left out: a reply is empty, or both replies agree in their first `max_tokens`.
+    """
     examples = [mixture.rendered_replies(tokenizer, number, max_tokens) for number in numbers]
     return [replies for replies in examples if is_learned(*(reply.rendered for reply in replies))]
 
 
 def report_first(examples: Sequence[Replies], row_tokens: int) -> None:
-    """Warn of what a run's first examples show of its data: replies that the context cuts off, labels all the same."""
+    """Warn about the data if the context cuts off replies of a run's first examples, or all their labels are equal."""
     replies = [reply for each in examples for reply in each]
     cut = len([reply for reply in replies if reply.rendered.cut])
     if cut:
@@ -59,7 +61,7 @@ def pair_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device
 
 
 def compared(batches: Iterable[Batch], reference: Any) -> Iterator[Batch]:
-    """Micro-batches with the log probabilities of the reference model, which may be compiled; None: as they are."""
+    """Micro-batches with the log probabilities of the reference model, which may be compiled; None: unchanged."""
     for batch in batches:
         yield with_reference(batch, reference)
 

@@ -1,7 +1,7 @@
-"""Reward models: a language model whose scalar head rates a reply, at its last token (chat_dpo --loss reward).
+"""Reward models: a language model whose scalar head rates a reply at its last token (chat_dpo --loss reward).
 
-A reply's tokens end with its end token. Row packing keeps a last token as a target only, and the head must read it: a
-place holder follows, which is the reply's one target, so that the loss finds the place where to read.
+A reply's tokens end with its end token. Row packing uses a last token only as a target, but the head must read it. So a
+placeholder follows, which is the reply's only target and marks the place at which the loss reads the head.
 
 Legend: S replies, P pairs, N rows, T tokens a row.
 """
@@ -24,28 +24,28 @@ from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.mixture import JudgedReply
 from nanochat.packing import pack_sequences
 
-ROWS = 8  # that are rated at once
+ROWS = 8  # rows that are rated at once
 
 
 def with_place(rendered: Rendered) -> Rendered:
-    """A conversation with its one target at its last token."""
+    """A conversation whose only target is at its last token."""
     return Rendered([*rendered.ids, 0], [0] * len(rendered.ids) + [1], cut=rendered.cut)
 
 
 def rated_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
-    """This rank's share of pairs, in micro-batches of `rows` rows, each reply with its place at the end."""
+    """This rank's share of pairs, in micro-batches of `rows` rows; each reply ends with its placeholder."""
     rated = [[JudgedReply(with_place(reply.rendered), reply.is_good) for reply in pair] for pair in examples]
     return pair_batches(rated, row_tokens, rows, device)
 
 
 def reward_loss(model: Any, batch: PairBatch, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """-log sigmoid(reward of the chosen reply - reward of the rejected one), of a model with a scalar head.
+    """-log sigmoid(reward of the chosen reply - reward of the rejected one), for a model with a scalar head.
 
-    A reply's one target is at its last token, where the head has read all of it.
+    A reply's only target is at its last token, where the head has read the whole reply.
     """
-    # The model of Bradley and Terry, as in DPO, with a reward that is learned. Two replies that the head rates 1.5 and
-    # 0.5: the first wins with probability sigmoid(1) = 0.73, and the loss is 0.31. Only differences count:
-    # nothing says where zero is.
+    # The model of Bradley and Terry, as in DPO, with a learned reward. If the head rates two replies 1.5 and 0.5, the
+    # first wins with probability sigmoid(1) = 0.73, and the loss is 0.31. Only differences count: the zero point is
+    # arbitrary.
     scores = model(batch.rows.inputs, segments=batch.rows.segments, scalars=True)  # (N, T)
     rewards = by_reply(torch.where(batch.rows.targets != IGNORE, scores, 0.0), batch)  # (P, 2)
     losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
@@ -61,12 +61,12 @@ REWARD = PairLoss(
 def load_reward_model(
     source: str | Path, device: str | Device | None = None, verified: bool = False
 ) -> Callable[[Sequence[Sequence[Message]]], list[float]]:
-    """A function that rates conversations by a reward model's checkpoint: higher is better, and 0 has no meaning.
+    """A function that rates conversations with a reward model: higher is better, and 0 has no meaning.
 
-    `source`, `device` and `verified` are those of `load_model`. A conversation that is longer than the model's context
-    is rated by its beginning.
+    `source`, `device` and `verified` are as in `load_model`. A conversation that is longer than the model's context is
+    rated by its beginning.
 
-    Raises UserError: when there is no such checkpoint, or it is not a reward model.
+    Raises UserError: when the checkpoint does not exist, or is not a reward model.
     """
     if not isinstance(device, Device):
         device = devices.init(device or "auto")

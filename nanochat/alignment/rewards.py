@@ -1,17 +1,17 @@
-"""What an episode of reinforcement learning is worth: the flag --reward of chat_rl.
+"""Rewards of reinforcement learning: the flag --reward of chat_rl.
 
-    --reward task                             what the task or its environment gives, such as 1 if right: the default
-    --reward mine.py:is_short                 a function of your own in its place
-    --reward task:0.8,mine.py:is_short:0.2    the sum of both, by weight; a weight may be negative
+    --reward task                             the reward of the task or environment, such as 1 if right: the default
+    --reward mine.py:is_short                 your function instead
+    --reward task:0.8,mine.py:is_short:0.2    the weighted sum of both; a weight may be negative
     --reward rm:rm                            the score of a reward model: rm, rm/TAG or a folder
 
-A function receives a list of episodes and returns as many numbers. It may be `async`, for requests to other services:
+A function receives a list of episodes and returns one number for each. It may be `async`, for requests to other
+services:
 
     def is_short(episodes):
         return [float(len(episode.reply) < 80) for episode in episodes]
 
-Each process calls it with the episodes that it has sampled, once for each time that it samples. The file runs with
-your rights.
+Each process calls it with the episodes that it has sampled, once per sampling. The file runs with your rights.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from nanochat.task import Example, Task
 class Episode:
     """A finished conversation, as a reward function reads it."""
 
-    messages: list[Message]  # all of it: the question, the replies, and what the environment wrote
+    messages: list[Message]  # the whole conversation: the question, the replies, and the environment's answers
     reply: str  # the text of the last reply, without calls of the calculator and their results
-    answer: Any  # of the example: what its task grades by, else the text of its reference reply; None: it has neither
-    fields: dict[str, Any]  # of the example's record: the other keys of a .jsonl, columns of a .parquet
-    task: str  # its name
-    reward: float  # what the task or its environment gave; 0 where it gives nothing
-    tokens: int  # that the model wrote
-    ending: Ending  # of the last reply: "complete", "cut off" by a limit, or "broken" by a wrong special token
+    answer: Any  # the answer that the task grades by, else the text of the reference reply; None: both are missing
+    fields: dict[str, Any]  # the other fields of the example's record: keys of a .jsonl, columns of a .parquet
+    task: str  # name of the task
+    reward: float  # reward of the task or its environment; 0 if it gives none
+    tokens: int  # number of tokens that the model wrote
+    ending: Ending  # how the last reply ended: "complete", "cut off" by a limit, "broken" by a wrong special token
 
     @classmethod
     def of(cls, played: rollout.Episode) -> "Episode":
@@ -56,20 +56,20 @@ class Episode:
         )  # fmt: skip
 
 
-LARGEST = 1e9  # reward or weight: sums and squares of them are finite in fp32
-Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
+LARGEST = 1e9  # largest reward or weight: sums and squares stay finite in fp32
+Function = Callable[[list[Episode]], Any]  # -> one number per episode, or an awaitable of them
 
 
 @dataclass(frozen=True)
 class FunctionReward(Reward):
-    """What a function of the user's returns, or the score of a model."""
+    """The result of a user's function, or the score of a model."""
 
-    function: Function | None = None  # None: of a model that is not loaded yet
+    function: Function | None = None  # None: the model is not loaded yet
 
     def load(self, device: Device) -> Reward:
-        """A model's reward with its function. `rm:rm` is called rm in the log, any other by its tag.
+        """The reward of a model, loaded. The log calls `rm:rm` "rm", and any other model by its tag.
 
-        Raises UserError: when there is no such model.
+        Raises UserError: when the model does not exist.
         """
         if self.function is not None:
             return self
@@ -95,7 +95,7 @@ class FunctionReward(Reward):
 
     def rate(self, episodes: Sequence[rollout.Episode], seconds: float, should_stop: Callable[[], bool]) -> list[float]:
         values = score(self, [Episode.of(episode) for episode in episodes], seconds, should_stop)
-        # A broken reply is worth nothing at best: it ends with another special token than the assistant's end.
+        # A broken reply, which ends with another special token than the assistant's end, gets no positive reward.
         return [
             min(value, 0.0) if episode.sample.ending == "broken" else value
             for episode, value in zip(episodes, values, strict=True)
@@ -109,7 +109,7 @@ def of_conversations(reward: Callable[[list[list[Message]]], list[float]]) -> Fu
 def parse_rewards(text: str) -> list[Reward]:
     """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],KIND:SOURCE[:WEIGHT],...`; `load` completes them.
 
-    Raises UserError: for anything else, and where a file cannot be loaded.
+    Raises UserError: for anything else, and when a file cannot be loaded.
     """
     kinds = rooms.names("reward models")
     rewards: list[Reward] = []
@@ -138,7 +138,7 @@ def parse_rewards(text: str) -> list[Reward]:
 
 def _weighted(entry: str) -> tuple[str, float]:
     what, colon, number = entry.rpartition(":")
-    if user_code.PLACE.fullmatch(entry):  # of a function that may be called nan or inf, too
+    if user_code.PLACE.fullmatch(entry):  # checked first, because a function may be called nan or inf
         return entry, 1.0
     try:
         weight = float(number)
@@ -152,17 +152,17 @@ def _weighted(entry: str) -> tuple[str, float]:
 def score(
     reward: FunctionReward, episodes: Sequence[Episode], seconds: float, should_stop: Callable[[], bool] = never
 ) -> list[float]:
-    """What the function returns for each episode.
+    """The function's number for each episode.
 
     Raises Failed: when the function fails, returns something else, or takes longer than `seconds`.
-    Raises Interrupted: when `should_stop` returns True meanwhile.
+    Raises Interrupted: when `should_stop` returns True in the meantime.
     """
     if not episodes:
         return []
     assert reward.function is not None
     until = time.monotonic() + seconds
     outcome: Future[Any] = Future()
-    # In a thread: a function that blocks is left behind, and ends with the process.
+    # Call it in a thread: a function that blocks is abandoned, and ends with the process.
     threading.Thread(target=_call, args=(reward.function, list(episodes), outcome), daemon=True).start()
     while not wait([outcome], timeout=0.1).done:
         if should_stop():
@@ -174,7 +174,7 @@ def score(
         problem = user_code.explain(error) or f"{type(error).__name__}: {error}"
         raise Failed(f"--reward {reward.name} fails: {problem}") from error
     found = outcome.result()
-    # A list, or an array or tensor of one dimension.
+    # Accept a list, or an array or tensor of one dimension.
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, Sequence) or len(values) != len(episodes):
         shape = f"{len(values)} values" if isinstance(values, Sequence) else type(found).__name__
@@ -190,7 +190,7 @@ def score(
 
 
 def _call(function: Function, episodes: list[Episode], outcome: "Future[Any]") -> None:
-    """Call a function, wait for it where it is async, and keep what it returns or raises."""
+    """Call a function, wait for it if it is async, and keep its result or error."""
     try:
         found = function(episodes)
         outcome.set_result(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
@@ -203,7 +203,7 @@ async def _awaited(work: Any) -> Any:
 
 
 def answer_of(example: Example) -> Any:
-    """What an example is graded by, or else the text of its reference reply; None where both are missing."""
+    """The answer by which an example is graded, or else the text of its reference reply; None if both are missing."""
     if example.answer is not None:
         return example.answer
     return text_of(example.messages[-1]["content"]) or None

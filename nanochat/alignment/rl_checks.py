@@ -1,4 +1,4 @@
-"""The flags and questions of chat_rl, checked before anything is trained, and the memory of its dry run."""
+"""Checks of chat_rl's flags and questions before training, and the memory of its dry run."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from nanochat.task_flag import parse_tasks, require_grades
 
 
 def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> None:
-    """Print a hint for each flag that will do nothing, or little good.
+    """Print a hint for each flag that has no effect, or a bad one.
 
-    Raises UserError: when flags contradict each other, or name what there is not.
+    Raises UserError: when flags contradict each other, or name something that does not exist.
     """
     distills = method.teacher_advantages is not None
     if distills != (flags.teacher is not None):
@@ -63,7 +63,7 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
 def check_questions(
     flags: Any, tasks: str, questions: Sequence[tuple[Task, Example]], rewards: Sequence[Reward], context: int
 ) -> None:
-    """Try the rewards on the first questions. Raises UserError: when there are none, or a reward fails."""
+    """Try the rewards on the first questions. Raises UserError: when no question fits, or a reward fails."""
     if not questions:
         raise UserError(
             f"--tasks {tasks}: the first questions are all longer than the context of {context} tokens: name other "
@@ -78,7 +78,7 @@ def check_questions(
 def report_memory(
     flags: Any, start: Start, optimizer: Optimizer, loss_fn: Callable[..., Any], method: PolicyLoss
 ) -> None:
-    """Print what a step takes, and what sampling takes on top; the command ends here."""
+    """Print the memory of a step, and the additional memory of sampling; the command ends here."""
     model = start.model
 
     def batch_of(rows: PackedBatch) -> PolicyBatch:

@@ -1,7 +1,7 @@
-"""PPO's value function: what each token of a reply promised, so that the tokens at which it got better are rewarded.
+"""PPO's value function: predict the reward at each token, so that tokens that improve the prediction are rewarded.
 
 The scalar head (gpt.py) predicts, at each sampled token, the reward that the reply will earn. A token's advantage is
-how much the prediction rose from there on, and at the end how far the reward exceeds it.
+the rise of the prediction from there on, and at the end the amount by which the reward exceeds it.
 
 Legend: N rows, T tokens a row.
 """
@@ -23,17 +23,18 @@ from nanochat.losses import PolicyBatch
 class ValueFunction:
     """The scalar head as a critic, with the flags of chat_rl as its settings."""
 
-    discount: float = 1.0  # of the value a token later
+    discount: float = 1.0  # weight of the next token's value
     gae_lambda: float = 0.95  # 1: the reward judges all tokens; 0: the next value does
-    value_weight: float = 0.5  # of the value function's error
+    value_weight: float = 0.5  # weight of the value loss
     value_clip: float = 0.2  # how far a value may move
 
     @torch.no_grad()
     def estimate(
         self, model: Any, minibatches: Sequence[Sequence[PolicyBatch]], device: Device
     ) -> list[list[PolicyBatch]]:
-        """Minibatches whose advantages are so far each sample's reward, with an advantage for each token, and what the
-        scalar head learns. The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO.
+        """Replace each sample's reward in `advantages` by an advantage per token, and add the scalar head's targets.
+
+        The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO.
         """
         done = []
         totals = torch.zeros(2, device=device.torch_device)  # targets, and the sum of their advantages
@@ -49,8 +50,8 @@ class ValueFunction:
                 totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum()))
                 parts.append(replace(batch, advantages=advantages, old_values=values, returns=values + advantages))
             done.append(parts)
-        # First the mean is subtracted, then the squares are summed: in fp32 the squares of rewards near 10,000 have no
-        # digit left for a deviation of 1.
+        # Subtract the mean before summing the squares: in fp32 the squares of rewards near 10,000 have no digit left
+        # for a deviation of 1.
         count, total = sum_over_ranks(totals, device).tolist()
         squares = torch.zeros(1, device=device.torch_device)
         every = [batch for batches in done for batch in batches]
@@ -59,7 +60,7 @@ class ValueFunction:
             squares += batch.advantages.square().sum()
         variance = sum_over_ranks(squares, device).item() / max(1.0, count)
         for batch in every:
-            batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal ones stay 0 but for their rounding
+            batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal advantages stay 0, up to rounding
         return done
 
     def error(self, model: Any, batch: PolicyBatch) -> Tensor:
@@ -71,8 +72,8 @@ def value_error(model: Any, batch: PolicyBatch, clip: float) -> Tensor:
     """Half the squared error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
     assert batch.old_values is not None and batch.returns is not None
     values = model(batch.rows.inputs, batch.rows.targets, segments=batch.rows.segments, scalars=True)
-    # As a probability does, a value moves no further than the clip from where it was: beyond, the larger error counts,
-    # which has no gradient (source: Schulman et al. 2017, PPO, in its code).
+    # Like a probability, a value moves at most by the clip. Beyond it the larger of two errors counts, which has no
+    # gradient (source: Schulman et al. 2017, PPO, in its code).
     near = batch.old_values + (values - batch.old_values).clamp(-clip, clip)
     error = torch.maximum((values - batch.returns).square(), (near - batch.returns).square())
     return 0.5 * torch.where(batch.rows.targets != IGNORE, error, 0.0)
@@ -91,8 +92,8 @@ def token_advantages(
     #
     #     A_2 = 1 - 0.75 = 0.25        A_1 = (0.75 - 0.5) + 0.5 x 0.25 = 0.375
     #
-    # With lambda 1 the value is a mere baseline: A = reward - V, exact but noisy. With lambda 0 each token is judged by
-    # the next one's value alone, which is biased as long as the values are wrong.
+    # With lambda 1 the value is only a baseline: A = reward - V, exact but noisy. With lambda 0 only the next token's
+    # value judges a token, which is biased while the values are wrong.
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])  # (N,)
     next_advantage = torch.zeros_like(next_value)
@@ -104,7 +105,7 @@ def token_advantages(
         delta = reward + discount * torch.where(goes_on, next_value, 0.0) - values[:, t]
         advantage = delta + discount * gae_lambda * torch.where(goes_on, next_advantage, 0.0)
         advantages[:, t] = torch.where(is_target, advantage, 0.0)
-        # The tokens of a tool between two targets change nothing.
+        # Tokens of a tool between two targets change nothing.
         next_value = torch.where(is_target, values[:, t], next_value)
         next_advantage = torch.where(is_target, advantage, next_advantage)
         later = torch.where(is_target, source[:, t], later)

@@ -1,4 +1,4 @@
-"""Whether a sampler outside this process computes what the trainer computes."""
+"""Check that a sampler outside this process computes the same probabilities as the trainer."""
 
 from nanochat.cli import Failed
 from nanochat.collectives import gather_values
@@ -17,18 +17,18 @@ PROBE_TOKENS = 32
 
 
 def check_agreement(sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: Device) -> None:
-    """Sample a short reply, and compare the sampler's log probabilities with the trainer's: another model, another
-    tokenization or another temperature of the log probabilities would make the policy wrong without any error.
+    """Sample a short reply, and compare the sampler's log probabilities with the trainer's.
 
-    All ranks call it together, right after weights were handed over.
-    Raises Failed: on all ranks, when they differ.
+    Another model, another tokenization or log probabilities at another temperature would damage the policy without an
+    error. All ranks call it together, right after weights were handed over.
+    Raises Failed: on all ranks, when the log probabilities differ.
     """
     prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode(PROBE)]
     reply = Reply([0], [0], [0.0], "cut off")
     failed = ""
     try:
         reply = sampler([prompt], [SamplingParams(seed=device.rank)], PROBE_TOKENS)[0]
-    except Failed as error:  # this rank still takes part in what follows
+    except Failed as error:  # this rank must still take part in the exchange below
         failed = str(error)
     rows = pack_sequences([[*prompt, *reply.tokens]], [[0] * len(prompt) + reply.mask], model.config.sequence_len)
     rows = next(rows.micro_batches(1, device))

@@ -1,4 +1,4 @@
-"""Samples drawn ahead: those of step s by the weights of step s - staleness, while the trainer trains.
+"""Samples drawn ahead: the samples of step s use the weights of step s - staleness, and are drawn during training.
 
 With a staleness of 1, and a sampler outside this process:
 
@@ -10,12 +10,12 @@ With a staleness of 1, and a sampler outside this process:
     train step 1
     hand over the weights of step 2             samples of step 3, by the weights of step 2
 
-Weights change hands only while no rank samples, so every sample has exactly the weights of its step. The first
-steps have the weights of step 0. This process's own engine cannot sample while it trains: it draws the same samples
-between two steps, which shows what staleness costs, and saves no time.
+Weights are handed over only while no rank samples, so every sample has exactly the weights of its step. The first steps
+use the weights of step 0. The engine of the training process cannot sample during training: it draws the same samples
+between two steps, which shows the cost of staleness but saves no time.
 
-Samples that are under way when a run stops are not saved. A resumed run draws them again, by the weights that it
-resumes with: with a staleness of 0 a run without the stop draws the same.
+Unfinished samples are not saved when a run stops. A resumed run draws them again, with the weights that it loads. With
+a staleness of 0 an uninterrupted run would draw the same.
 """
 
 import threading
@@ -43,13 +43,13 @@ class Ahead(OnPolicy):
 
     def take(self, step: int) -> RankSamples:
         self._wait()
-        if step not in self._shares:  # the run's first one, or always, with a staleness of 0
+        if step not in self._shares:  # the run's first step, or every step with a staleness of 0
             return super().take(step)
         return self._shares.pop(step)
 
     def begin(self, step: int) -> None:
-        """Draw the samples of the steps up to `step` + staleness by the weights of `step`. All ranks call it
-        together, after the exchange of what `take` returned: then no rank samples with older weights."""
+        """Draw the samples of the steps up to `step` + staleness with the weights of `step`. All ranks call it
+        together, after the exchange of `take`'s samples: then no rank samples with older weights."""
         ahead = [number for number in range(step + 1, min(step + self.staleness + 1, self.last))]
         ahead = [number for number in ahead if number not in self._shares]
         if not ahead:
@@ -58,7 +58,7 @@ class Ahead(OnPolicy):
         if isinstance(self.sampler, EngineSampler):
             self._draw(ahead)
         else:
-            # A daemon: where a run fails, it does not wait for the sampler.
+            # A daemon thread: a run that fails does not wait for the sampler.
             self._thread = threading.Thread(target=self._draw, args=(ahead,), name="sampling", daemon=True)
             self._thread.start()
 

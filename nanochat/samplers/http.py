@@ -1,13 +1,13 @@
-"""RL's samples by servers with OpenAI's API: ours (`chat_web --for_rl`), vLLM, vllm-ascend, SGLang.
+"""Samples of RL from servers with OpenAI's API: ours (`chat_web --for_rl`), vLLM, vllm-ascend, SGLang.
 
-    hand_over   rank 0 writes the weights as a folder, which a server can see, too, and tells each server to load it
-    sample      one request to /v1/completions for each reply: token ids in, token ids and their logprobs out
+    hand_over   rank 0 writes the weights to a folder that the servers can see, and makes each server load it
+    sample      one request to /v1/completions per reply: token ids in, token ids and their logprobs out
 
-A sampler that is wrong makes a policy wrong without any error, so every reply is checked: its number of tokens, their
-range, the tokens of the prompt as the server has read them, and the weights where the server names them. What a server
-refuses for a while (429, 503) is asked for again, by the same seed and of the next server. A server that is lost,
-because it dies or restarts, gets no requests until it answers again, and then the weights first. After `patience`
-seconds without a single reply the run saves and ends.
+A wrong sampler damages the policy without an error, so every reply is checked: the number of its tokens, their range,
+the prompt's tokens as the server has read them, and the weights if the server names them. If a server refuses a request
+for a while (429, 503), the next server gets it, with the same seed. A server that is lost, because it died or restarts,
+gets no requests until it answers again, and then first the weights. After `patience` seconds without a reply the run
+saves and ends.
 """
 
 import asyncio
@@ -45,23 +45,23 @@ from nanochat.sampling import NEUTRAL, SamplingParams
 from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
 
-LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop
-RETURN_SECONDS = 1.0  # between two looks at whether a lost server answers again
+LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
+RETURN_SECONDS = 1.0  # between two checks whether a lost server answers again
 CONNECT_SECONDS = 10.0
-LONGEST_PAUSE = 10.0  # seconds before a request is sent again
-STALE_REPLIES = 3  # with other weights than those handed over, before that is no restart but a mistake
-FOREIGN_SEEDS = 2**63  # those of vLLM are below it
+LONGEST_PAUSE = 10.0  # the longest time before a request is sent again
+STALE_REPLIES = 3  # replies with other weights that a restart may explain; more are an error
+FOREIGN_SEEDS = 2**63  # vLLM's seeds are below this
 
 
 @dataclass
 class Server:
-    """What is known of one of the servers."""
+    """The state of one server."""
 
     address: str  # http://HOST:PORT
-    kind: str  # who wrote it, as its /v1/models says: nanochat, vllm, sglang
+    kind: str  # its software, from its /v1/models: nanochat, vllm, sglang
     model: str  # its name for the model
     at_once: int  # requests that it gets at the same time
-    needs_weights: bool = True  # it has none yet, or may have lost them
+    needs_weights: bool = True  # it has not received them, or may have lost them
     is_lost: bool = False  # it does not answer, and gets no requests
 
 
@@ -70,14 +70,14 @@ class TryAgain(Exception):
 
     def __init__(self, why: str, pause: float = 0.0):
         super().__init__(why)
-        self.pause = pause  # seconds that it asks for
+        self.pause = pause  # seconds that the server requests
 
 
 class HttpSampler:
-    """Samples by servers; see `rollout.Sampler`. All ranks make one together and hand over together.
+    """Samples from servers; see `rollout.Sampler`. All ranks create it together and hand over together.
 
-    `rows` is how many replies a server that does not say it generates at once, `folder` where the weights are written.
-    Raises UserError: when a server does not answer, or is of a kind that cannot take these weights.
+    `rows` is the number of replies that a server generates at once, if it does not report it; `folder` is the place of
+    the weights. Raises UserError: when a server does not answer, or cannot take these weights.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class HttpSampler:
         self.should_stop = should_stop
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.is_checked = False
-        self.trouble = ""  # the last one of what is under way
-        self.weights = Path()  # the folder last handed over, which is named as the weights are
-        if device.is_main:  # no copy of the weights outlives the run
+        self.trouble = ""  # the last problem of the present work
+        self.weights = Path()  # the folder last handed over; its name identifies the weights
+        if device.is_main:  # the copy of the weights is removed after the run
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.servers = [self._find(address.rstrip("/"), rows) for address in addresses]
         kinds = {server.kind for server in self.servers}
@@ -111,7 +111,7 @@ class HttpSampler:
         self.kind = kinds.pop()
         self.vocab_size = model.config.vocab_size
         self.context = model.config.sequence_len
-        self.family = None  # None: the weights are written as a checkpoint of ours
+        self.family = None  # None: the weights are written in our checkpoint format
         if self.kind != "nanochat":
             self.family = hf.family_of(model.config)
             if self.family is None:
@@ -155,7 +155,7 @@ class HttpSampler:
             raise UserError(f"--sampler {address}: its /v1/models is not that of OpenAI's API") from error
         if kind not in HAND_OVER:
             raise UserError(f"--sampler {address} is a server of {kind}: weights go to {', '.join(HAND_OVER)}")
-        # A few more than it has slots, so that none is free while a request is on its way.
+        # More requests than slots, so that no slot is free while a request is on its way.
         slots = listed.get("nanochat", {}).get("slots")
         at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
         return Server(address, kind, name, at_once)
@@ -165,13 +165,13 @@ class HttpSampler:
     def hand_over(self, model: GPT) -> None:
         """Sample with the model's present weights from now on. All ranks call it together, while none samples.
 
-        Raises Failed: on all ranks, when a server refuses them, or none takes them. Raises UserError: the first time,
-        when the run has nothing to save yet; also when a server computes something else than the trainer.
+        Raises Failed: on all ranks, when a server refuses the weights, or no server takes them. The first time, when
+        the run has nothing to save yet, raises UserError: also when a server computes other values than the trainer.
         """
-        gather_values(None, self.device)  # all ranks have their replies
-        gathered = {}  # whole, on rank 0
-        for name, weight in merged_weights(model):  # which all ranks gather, one at a time
-            if self.device.is_main and name != SCALAR_HEAD:  # PPO's, which no sampler reads
+        gather_values(None, self.device)  # wait until all ranks have their replies
+        gathered = {}  # whole weights, on rank 0
+        for name, weight in merged_weights(model):  # all ranks gather them, one at a time
+            if self.device.is_main and name != SCALAR_HEAD:  # PPO's head, which samplers do not read
                 gathered[name] = weight.cpu().contiguous()
 
         def write_and_tell() -> str:
@@ -189,13 +189,13 @@ class HttpSampler:
         except (UserError, Failed) as error:
             raise (Failed if self.is_checked else UserError)(str(error)) from error
         self.is_checked = True
-        if self.device.is_main:  # those of the step before, and of a trainer that was killed
+        if self.device.is_main:  # remove the folders of the previous step, and of a trainer that was killed
             for earlier in self.folder.glob("fp_*"):
                 if earlier != self.weights:
                     shutil.rmtree(earlier, ignore_errors=True)
 
     def _write(self, model: GPT, gathered: dict[str, torch.Tensor]) -> Path:
-        """A folder with the weights in the dtype of the products, as this process's own engine would sample with."""
+        """Write a folder with the weights in the dtype of the products, which this process's engine would use too."""
         unfinished = self.folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -216,7 +216,7 @@ class HttpSampler:
         return final
 
     async def _tell_all(self) -> None:
-        """Make all servers load the weights that are not lost, and one at least."""
+        """Make all servers load the weights, except lost ones; at least one server must load them."""
         self.trouble = "no server takes the weights"
         for server in self.servers:
             server.needs_weights = True
@@ -240,11 +240,11 @@ class HttpSampler:
                 has_any = any(not server.needs_weights for server in self.servers)
                 has_all = all(server.is_lost or not server.needs_weights for server in self.servers)
                 if has_any and (has_all or is_late):
-                    return  # the others get them before their next request
+                    return  # the other servers get them before their next request
                 if is_late:
                     raise Failed(self._given_up())
                 if self.should_stop():
-                    return  # whoever samples next sees it, too
+                    return  # the next sampling sees it, too
                 await asyncio.sleep(RETURN_SECONDS)
 
     async def _tell(self, client: httpx2.AsyncClient, server: Server) -> None:
@@ -258,18 +258,18 @@ class HttpSampler:
 
     def _lose(self, server: Server, error: httpx2.TransportError) -> None:
         self.trouble = f"{server.address}: {_words(error)}"
-        server.needs_weights = True  # it may come back with those that it was started with
+        server.needs_weights = True  # it may come back with its initial weights
         if server.is_lost:
             return
         server.is_lost = True
         what = "its requests go to the others"
         if all(one.is_lost for one in self.servers):
             what = f"it is asked again for up to {self.patience:g} s (--sampler_patience)"
-        # On rank 0 alone: every rank asks all servers.
+        # `warn` prints on rank 0 only: every rank uses all servers.
         warn(f"sampler: {server.address} is lost ({_words(error)}): {what}")
 
     async def _find_lost(self, client: httpx2.AsyncClient) -> None:
-        """Look once whether lost servers answer again."""
+        """Check once whether lost servers answer again."""
         for server in self.servers:
             if not server.is_lost:
                 continue
@@ -304,7 +304,7 @@ class HttpSampler:
         self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
     ) -> list[Reply]:
         gates = [asyncio.Semaphore(server.at_once) for server in self.servers]
-        locks = [asyncio.Lock() for _ in self.servers]  # one at a time loads its weights
+        locks = [asyncio.Lock() for _ in self.servers]  # one request at a time makes a server load weights
         self.trouble = "no server replies"
         last_reply = time.monotonic()
         left: set[int] = set()  # servers whose requests have gone to others
@@ -312,7 +312,7 @@ class HttpSampler:
         async def ask(number: int, client: httpx2.AsyncClient) -> Reply:
             nonlocal last_reply
             stale = 0
-            # Neighbours are samples of one question: they go to servers in turn, and so do the turns of one request.
+            # Neighbours are samples of one question: they go to the servers in turn, as do the attempts of one request.
             for attempt in itertools.count():
                 living = [place for place, server in enumerate(self.servers) if not server.is_lost]
                 if not living:
@@ -326,7 +326,7 @@ class HttpSampler:
                             async with locks[place]:
                                 if server.needs_weights and not server.is_lost:
                                     await self._tell(client, server)
-                        if server.is_lost:  # since this request waits for its turn
+                        if server.is_lost:  # while this request waited for its turn
                             continue
                         body = self._request(server, prompts[number], settings[number], max_tokens)
                         response = await client.post(f"{server.address}/v1/completions", json=body)
@@ -341,7 +341,7 @@ class HttpSampler:
                         raise Failed(f"--sampler {self.trouble}: does another trainer use it?")
                 except httpx2.TransportError as error:
                     self._lose(server, error)
-                    # It may have been silent for `patience`: the others begin with as much, once.
+                    # It may have been silent for `patience`: give the other servers the same time once.
                     if place not in left and not all(one.is_lost for one in self.servers):
                         left.add(place)
                         last_reply = time.monotonic()
@@ -371,19 +371,19 @@ class HttpSampler:
                             last_reply = time.monotonic()
                         if self.should_stop():
                             raise Interrupted
-                        # A request's own time ends first.
+                        # The timeout of a request ends first.
                         if time.monotonic() - last_reply > self.patience + LOOK_SECONDS:
                             raise Failed(self._given_up())
             finally:
                 for task in (finding, *tasks):
-                    task.cancel()  # a server that is left gives the slot to another request
+                    task.cancel()  # the server then gives the slot to another request
                 await asyncio.gather(finding, *tasks, return_exceptions=True)
         return [task.result() for task in tasks]
 
     def _request(
         self, server: Server, prompt: Sequence[int], params: SamplingParams, max_tokens: int
     ) -> dict[str, Any]:
-        # All settings, the neutral ones too: what a request leaves out is the server's own default.
+        # Send all settings, including neutral ones: a missing setting takes the server's default.
         body = {name: getattr(params, name) for name in NEUTRAL}
         body |= {"model": server.model, "prompt": list(prompt), "seed": params.seed}
         body |= {"max_tokens": min(max_tokens, self.context - len(prompt))}
@@ -397,7 +397,7 @@ class HttpSampler:
     def _read(
         self, server: Server, response: httpx2.Response, prompt: Sequence[int], max_tokens: int
     ) -> tuple[Reply, str]:
-        """The reply, and the weights that have sampled it where the server says. Raises Failed: when wrong."""
+        """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
         try:
             body = response.json()
             choices = body["choices"]
@@ -427,15 +427,15 @@ class HttpSampler:
             wrong = "logprobs that are no logarithms of probabilities"
         if wrong:
             raise Failed(f"--sampler {server.address}: {wrong}")
-        # The calculator's answers have no logprob: the policy has not chosen them.
+        # The calculator's answers have no logprob: the policy did not choose them.
         mask = [int(logp is not None) for logp in logprobs]
         how = ending(tokens, mask, self.tokenizer.stop_ids, self.tokenizer.reply_ends)
         return Reply(list(tokens), mask, [0.0 if logp is None else float(logp) for logp in logprobs], how), weights
 
 
-# What a kind of server is told when it is to load the weights of a folder: routes with their bodies, one by one.
-# SGLang and ours have a route for it. vLLM has it among those for development (VLLM_SERVER_DEV_MODE=1); afterwards it
-# must forget what it has computed of earlier prompts. Its way was not run against a real vLLM here.
+# The requests that make each kind of server load the weights of a folder: routes with their bodies, in order. SGLang
+# and our server have one route for it. vLLM's route is one for development (VLLM_SERVER_DEV_MODE=1); a second request
+# drops the cached prompts. The requests to vLLM were not tried with a real vLLM.
 HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
     "nanochat": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
     "sglang": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
@@ -467,5 +467,5 @@ def _pause(attempt: int) -> float:
 
 
 def _words(error: BaseException) -> str:
-    """An error's own words; some of the client's have none."""
+    """The error's message, or its type: some errors of the client have no message."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,11 +1,11 @@
-"""RL's samples by workers of a Ray cluster: `--sampler ray:N`, N of them for each process of the trainer.
+"""Samples of RL from workers of a Ray cluster: `--sampler ray:N` starts N workers per process of the trainer.
 
-A worker holds an engine on a device of its own, on whatever machine of the cluster has one; nanochat is installed there
-as here. Weights go through Ray's object store. A worker that dies is replaced, and another one draws its samples, by
-the same seeds. Whoever reaches a Ray cluster runs programs on its machines: keep it in a private network.
+A worker holds an engine on its own device, on any machine of the cluster; nanochat must be installed there. Weights
+travel through Ray's object store. A worker that dies is replaced, and the new one draws its samples with the same
+seeds. Anybody who reaches a Ray cluster can run programs on its machines: keep it in a private network.
 
-The cluster is that of RAY_ADDRESS, or the one that `ray start` has started on this machine; without either, one of this
-machine's own processes.
+The cluster is the one in RAY_ADDRESS, or the one that `ray start` has started on this machine. Without both, Ray starts
+processes on this machine.
 """
 
 import importlib.util
@@ -34,8 +34,8 @@ from nanochat.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-LOOK_SECONDS = 0.2  # between two looks at whether the run is to stop
-MOST_LOST = 3  # workers for each one of N that may die in one turn; more than that is no accident
+LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
+MOST_LOST = 3  # N workers may die this many times in one call; more is not an accident
 
 
 class Worker:
@@ -79,7 +79,7 @@ class Worker:
 
 
 class RaySampler:
-    """Samples by `count` workers; see `rollout.Sampler`. `rows` is how many replies each generates at once.
+    """Samples from `count` workers; see `rollout.Sampler`. Each generates `rows` replies at once.
 
     Raises UserError: when there is no cluster.
     """
@@ -102,12 +102,12 @@ class RaySampler:
         self.ray = ray
         self.errors = exceptions
         if not ray.is_initialized():
-            # Processes that each found no cluster would each start one.
+            # Without a cluster each of several processes would start its own.
             address = "auto" if device.world_size > 1 and "RAY_ADDRESS" not in os.environ else None
             handler = signal.getsignal(signal.SIGTERM)
             try:
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-                signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own, which leaves with status 15
+                signal.signal(signal.SIGTERM, handler)  # Ray's handler exits with status 15
             except ConnectionError as error:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
@@ -139,7 +139,7 @@ class RaySampler:
         cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
         graphs: Literal["auto", "on", "off"], should_stop: Callable[[], bool],
     ) -> "RaySampler":  # fmt: skip
-        """The workers of a --sampler flag; the weights need no folder, so that the run's tag does not matter."""
+        """The workers of a --sampler flag; the weights need no folder, so the run's tag does not matter."""
         count = int(flag.removeprefix("ray:"))
         return cls(
             count, model, tokenizer, device, rows=rows, patience=patience, graphs=graphs, should_stop=should_stop
@@ -148,7 +148,7 @@ class RaySampler:
     def hand_over(self, model: GPT) -> None:
         """Sample with the model's present weights from now on. All ranks call it together.
 
-        Raises Failed: when the workers do not take them.
+        Raises Failed: when the workers do not take the weights.
         """
         dtype = self.device.dtype
         weights = {name: weight.to("cpu", dtype) for name, weight in merged_weights(model)}
@@ -159,7 +159,7 @@ class RaySampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
     ) -> list[Reply]:
-        # Neighbours are samples of one question, and about as long: every worker gets some of each.
+        # Neighbours are samples of one question, with similar lengths: every worker gets some of them.
         shares = [range(first, len(prompts), self.count) for first in range(min(self.count, len(prompts)))]
 
         def ask(numbers: range) -> Callable[[Any], Any]:
@@ -179,9 +179,9 @@ class RaySampler:
         return worker.update.remote(self.weights, self.version)
 
     def _run(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """The results of calls, each by a worker of its own; a worker that dies is replaced.
+        """The results of calls, one call per worker; a worker that dies is replaced.
 
-        Raises Interrupted: when the run is to stop. Raises Failed: when a worker fails, or none replies.
+        Raises Interrupted: when the run has to stop. Raises Failed: when a worker fails, or no worker replies.
         """
         results: list[Any] = [None] * len(calls)
         pending = {call(worker): place for place, (call, worker) in enumerate(zip(calls, self.workers, strict=False))}
@@ -201,7 +201,7 @@ class RaySampler:
                             f"--sampler ray:{self.count}: {lost} workers have died: {_words(error)}"
                         ) from error
                     warn(f"--sampler ray:{self.count}: a worker has died, and is replaced ({_words(error)})")
-                    # Calls of one worker run in their order: it has the weights before it samples.
+                    # A worker runs its calls in order: it has the weights before it samples.
                     self.workers[place] = self.start()
                     update = self._update(self.workers[place])
                     pending[update if calls[place] == self._update else calls[place](self.workers[place])] = place
@@ -218,6 +218,6 @@ class RaySampler:
 
 
 def _words(error: BaseException) -> str:
-    """The last line of Ray's report is that of the error itself."""
+    """The last line of Ray's report, which is the error itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:200] if lines else type(error).__name__

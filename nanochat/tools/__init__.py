@@ -1,1 +1,1 @@
-"""What a model may call, and the jail for code that it wrote."""
+"""The tools that a model may call, and the jail for model-written code."""

@@ -2,10 +2,10 @@
 
 There are two roles. The `program` process runs the untrusted program and then calls its functions for the checks. The
 `checks` process runs the checks, requests the calls and compares the results. Only values travel between the two, as
-lines of JSON, so the worst that a program can do is to answer wrongly.
+lines of JSON, so the worst that a program can do is give a wrong answer.
 
 File descriptors: 0 is the socket between program and checks, 1 and 2 are the captured output, and `report` carries the
-code in and a report out: that the wall is up, then the verdict of the checks.
+code in and two reports out: the wall is up, then the verdict of the checks.
 
 Source: prctl(2), seccomp(2), capabilities(7), Linux's filter.rst; system call numbers from Linux's asm/unistd_64.h
 (x86-64) and asm-generic/unistd.h (aarch64).
@@ -32,7 +32,8 @@ from types import CodeType, ModuleType
 STANDING = b"J"  # the first byte of a report: the wall is up
 OK = b"ok"
 
-# What untrusted code may import. No file can be read inside the wall, so what the code names is imported before.
+# The modules that untrusted code may import. No file can be read inside the wall, so modules that the code names are
+# imported before.
 MODULES = (
     *("abc", "array", "base64", "binascii", "bisect", "calendar", "cmath", "collections", "collections.abc", "copy"),
     *("contextlib", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib"),
@@ -41,7 +42,7 @@ MODULES = (
     *("uuid", "warnings", "weakref", "zlib"),
 )
 
-# The system calls that are allowed: (number on x86-64, number on aarch64); -1 where a machine has no such call.
+# The allowed system calls: (number on x86-64, number on aarch64); -1 if a machine does not have the call.
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 SYSTEM_CALLS = {
@@ -79,7 +80,7 @@ def main() -> None:
     _import_named_modules(code)
     peer = os.fdopen(0, "rb", closefd=False)
 
-    # When memory is short, the kernel kills this process first, and not the evaluation that started it.
+    # When memory is short, the kernel kills this process first, not the evaluation that started it.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
 
@@ -101,7 +102,7 @@ def main() -> None:
         _serve(code, peer)
     else:
         _conclude(report, _check(code, peer, report))
-    os._exit(0)  # not sys.exit: nothing of the code runs after its end
+    os._exit(0)  # not sys.exit: no untrusted code may run after its end
 
 
 def _import_named_modules(code: str) -> None:
@@ -110,7 +111,7 @@ def _import_named_modules(code: str) -> None:
         if words.issuperset(name.split(".")):
             importlib.import_module(name)
     if "strptime" in words:
-        importlib.import_module("_strptime")  # datetime imports it at the first use
+        importlib.import_module("_strptime")  # datetime imports it on first use
 
 
 # ---------------------------------------------------------------------- the wall
@@ -129,13 +130,13 @@ def confine(parent: int, readable: set[int], writable: set[int], cpu_seconds: in
             number = ctypes.get_errno()
             raise OSError(number, f"{name} {arguments[0] if name == 'prctl' else ''}: {os.strerror(number)}")
 
-    # No root, no capabilities, and no way to get any back.
+    # Drop root and all capabilities, for good.
     _become_nobody()
     call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # _LINUX_CAPABILITY_VERSION_3, no capability
     call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     call("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user can look into this one
 
-    # No orphan: the kernel kills this process when its parent dies.
+    # Prevent an orphan: the kernel kills this process when its parent dies.
     call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
@@ -165,14 +166,14 @@ def confine(parent: int, readable: set[int], writable: set[int], cpu_seconds: in
 
 
 def _become_nobody() -> None:
-    """Root becomes another user, so that even a hole in the filter finds nothing that is root's."""
+    """Root becomes another user, so that even a hole in the filter gives no access to root's files."""
     if os.geteuid() != 0:
         return
     try:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-    except OSError:  # a container with one user only: root without capabilities, and with the filter
+    except OSError:  # a container with only one user: continue as root, without capabilities and with the filter
         return
 
 
@@ -228,7 +229,7 @@ def _serve(code: str, requests: io.BufferedReader) -> None:
 
 
 def _execute(code: str, namespace: dict[str, object], filename: str) -> str:
-    """Run code in a namespace. Returns "" when it came to its end, else what happened, in one line."""
+    """Run code in a namespace. Returns "" when it has reached its end, else the error in one line."""
     stdout = sys.stdout  # the code may replace it
     try:
         exec(compile(code, filename, "exec", dont_inherit=True), namespace)
@@ -243,7 +244,7 @@ def _execute(code: str, namespace: dict[str, object], filename: str) -> str:
 def _one_line(error: BaseException) -> str:
     try:
         message = str(error)
-    except BaseException:  # the class is the untrusted code's
+    except BaseException:  # untrusted code may define the class
         message = ""
     return " ".join(f"{type(error).__name__}: {message}".split())[:300].removesuffix(":")
 
@@ -271,7 +272,7 @@ def _check(code: str, answers: io.BufferedReader, report: int) -> str:
             failure = "it left before its checks ended"
         except Exception:
             failure = "it answers nonsense"
-        if failure:  # it cannot pass any more, even if the checks would catch an error
+        if failure:  # the program can no longer pass, even if the checks would catch an error
             _conclude(report, f"the program failed: {failure}")
         if raised:  # always this class: a StopIteration, for example, would end a loop of the checks without an error
             raise RuntimeError(raised)
@@ -281,8 +282,8 @@ def _check(code: str, answers: io.BufferedReader, report: int) -> str:
         names = _names_in(compile(code, "<checks>", "exec", dont_inherit=True))
     except (SyntaxError, ValueError) as error:
         return _one_line(error)
-    # Every name that the checks look up is a function of the program, unless Python has it or the checks define it: a
-    # program cannot bring its own `abs`.
+    # Every name that the checks look up is a function of the program, unless Python or the checks define it: a program
+    # cannot replace `abs`.
     namespace: dict[str, object] = {name: partial(call, name) for name in names - set(dir(builtins))}
     namespace |= {"__builtins__": builtins, "__name__": "checks"}
     error = _execute(code, namespace, "<checks>")
@@ -310,7 +311,7 @@ CONTAINERS = {"list": list, "tuple": tuple, "dict": dict, "set": set, "frozenset
 
 
 def to_json(value):
-    """A value as JSON can carry it: a type that JSON does not have becomes a dict with its name as the key.
+    """A value for JSON: a type that JSON does not have becomes a dict with the type's name as the key.
 
     A subclass becomes its base class, so that no `__eq__` of a program takes part in a comparison.
     Raises TypeError: for a type that cannot travel.
@@ -329,7 +330,7 @@ def to_json(value):
 
 
 def from_json(data):
-    """The inverse of `to_json`. Raises ValueError, TypeError or LookupError: for what `to_json` does not give."""
+    """The inverse of `to_json`. Raises ValueError, TypeError or LookupError: for input that `to_json` never returns."""
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()

@@ -1,14 +1,15 @@
-"""Untrusted Python in a jail: runs a program that a model wrote against trusted checks, and reports whether it passed.
+"""Untrusted Python in a jail: runs a model-written program against trusted checks, and reports whether it passed.
 
-The program and its checks run in two separate processes, both in jail. The program's process never sees the checks,
-and the verdict is written by the checks' process, on a line that the program has no access to: `exit(0)`, a printed
-"ok" and objects that equal everything do not help. Right answers are the only way to pass.
+The program and its checks run in two separate processes, both in a jail. The program's process never sees the checks.
+The checks' process writes the verdict, on a line to which the program has no access: `exit(0)`, a printed "ok" and
+objects that equal everything do not help. Right answers are the only way to pass.
 
-A jail is a fresh Python process that gives up everything and only then runs the code (jail.py). The wall is the
-kernel's: a seccomp filter allows some twenty system calls (compute, allocate, sleep, write to the sockets that are
-there, leave) and refuses all others, so it does not matter what the code finds inside Python, `ctypes` included. Around
-it: no_new_privs, no capabilities, another user where we are root, resource limits, no environment, and no file
-descriptor but its sockets. What stays open are a hole in those few calls of the kernel, the clock, and random bytes.
+A jail is a fresh Python process that gives up all rights and then runs the code (jail.py). The kernel enforces the
+wall: a seccomp filter allows some twenty system calls (compute, allocate, sleep, write to the existing sockets, leave)
+and refuses all others. So it does not matter what the code finds inside Python, including `ctypes`. The jail also has
+no_new_privs, no capabilities, another user instead of root, resource limits, an empty environment, and no file
+descriptors except its sockets. Three things remain: a possible hole in these few system calls, the clock, and random
+bytes.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ from typing import NoReturn
 from nanochat.cli import UserError
 from nanochat.tools.jail import MACHINES, OK, STANDING
 
-MEMORY_BYTES = 512 * 1024**2  # for a program, besides the bare interpreter
-OUTPUT_BYTES = 64 * 1024  # kept of what is printed
-START_SECONDS = 60.0  # for the jails to start, on a crowded machine
+MEMORY_BYTES = 512 * 1024**2  # memory of a program, in addition to the bare interpreter
+OUTPUT_BYTES = 64 * 1024  # printed output to keep
+START_SECONDS = 60.0  # time for the jails to start, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
 
         run_checks("def double(x): return 2 * x", "assert double(4) == 8").ok
 
-    A name that the checks use, and neither they nor Python define, is a function of the program. It is called in the
-    program's process; arguments and results travel as values: None, bool, int, float, str, bytes, list, tuple, dict,
-    set, frozenset. An exception, or a result of another type, is a RuntimeError in the checks, and what a function
-    changes in place does not come back. Of the standard library, `jail.MODULES` can be imported. The program's own
+    A name that the checks use, and that neither they nor Python define, is a function of the program. It is called in
+    the program's process; arguments and results travel as values: None, bool, int, float, str, bytes, list, tuple,
+    dict, set, frozenset. An exception, or a result of another type, is a RuntimeError in the checks. In-place changes
+    by a function do not come back. The code can import `jail.MODULES` of the standard library. The program's
     `if __name__ == "__main__":` does not run.
 
-    Never ok: a program that leaves, even inside the checks' `try`; checks that use nothing of the program.
+    Never ok: a program that exits, even inside the checks' `try`; checks that use no function of the program.
 
-    Raises UserError: when this machine cannot isolate; nothing has been run then.
+    Raises UserError: when this machine cannot isolate; in this case nothing has run.
     """
     _require_isolation()
     if not 0 < timeout_seconds < math.inf:
@@ -68,20 +69,20 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
         source = stack.enter_context(os.fdopen(output, "rb", buffering=0))
         reader = stack.enter_context(ThreadPoolExecutor(1))
         printed = reader.submit(_read_output, source)
-        # Our copies of the jails' ends are closed once both have started: then a closed socket means an ended jail.
+        # Close our copies of the jails' ends after both have started: then a closed socket means an ended jail.
         with os.fdopen(output_end, "wb"), program_peer, checks_peer:
             program_jail = _Jail("program", program, limits, program_peer, output_end)
             stack.callback(program_jail.end)
             checks_jail = _Jail("checks", checks, limits, checks_peer, output_end)
             stack.callback(checks_jail.end)
         reports = [jail.receive(START_SECONDS) or b"" for jail in (program_jail, checks_jail)]
-        # The code's own time begins now. Checks that are quick have reported their verdict already.
+        # The time limit of the code begins now. Quick checks have already reported their verdict.
         verdict = reports[1].removeprefix(STANDING) or checks_jail.receive(timeout_seconds)
 
     for jail, report in zip((program_jail, checks_jail), reports, strict=True):
         if not report.startswith(STANDING):
-            # Killed before it could report, by a person or by the kernel when memory is short: that is one failed run,
-            # not a machine that cannot isolate.
+            # It was killed before it could report, by a person or by the kernel when memory is short. That is one
+            # failed run; it does not mean that the machine cannot isolate.
             if jail.died_of == signal.SIGKILL:
                 return Run(ok=False, output="", error="its process was killed at its start", timed_out=False)
             why = (report or printed.result()).decode("utf-8", "replace")
@@ -102,11 +103,11 @@ def passes(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_by
 
 
 def run_program(program: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> Run:
-    """Run an untrusted program to its end; `output` is what it printed.
+    """Run an untrusted program to its end; `output` is its printed output.
 
-    Raises UserError: when this machine cannot isolate; nothing has been run then.
+    Raises UserError: when this machine cannot isolate; in this case nothing has run.
     """
-    # The program answers a call once it has ended, with an error when it has no such function: not a failure here.
+    # The program answers a call after it has ended. The error for a missing function is not a failure here.
     checks = "try:\n    is_there_no_such_function()\nexcept RuntimeError:\n    pass"
     return run_checks(program, checks, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
 
@@ -120,7 +121,7 @@ class _Jail:
     def __init__(self, role: str, code: str, limits: list[int], peer: socket.socket, output: int):
         self.line, theirs = socket.socketpair()
         arguments = [role, os.getpid(), theirs.fileno(), *limits]
-        # A Python that needs this to find its own library does not start without it.
+        # Some Pythons need this to find their library, and do not start without it.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         with theirs:
             try:
@@ -144,7 +145,7 @@ class _Jail:
             self.line.shutdown(socket.SHUT_WR)
 
     def receive(self, seconds: float) -> bytes | None:
-        """What it reports next: b"" when it has ended, None when the time is over."""
+        """The next report of the jail: b"" when it has ended, None when the time is over."""
         self.line.settimeout(seconds)
         try:
             report = self.line.recv(4096)
@@ -152,14 +153,14 @@ class _Jail:
             return None
         except ConnectionResetError:  # it died with unread bytes on its side
             report = b""
-        if not report:  # its line closes a moment before its status is there
+        if not report:  # the line closes a moment before the exit status is available
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
         return report
 
     def end(self) -> None:
         self.died_of = -(self.process.poll() or 0)
-        self.process.kill()  # it can have no child
+        self.process.kill()  # it cannot have children
         self.process.wait()
         self.line.close()
 
@@ -172,7 +173,7 @@ def _read_output(source: FileIO) -> bytes:
 
 
 def _require_isolation() -> None:
-    """Raises UserError: where the filter is not known to hold. Whether the kernel takes it, the jail finds out."""
+    """Raises UserError: when the filter is not known to work here. The jail finds out whether the kernel accepts it."""
     if sys.platform != "linux":
         _refuse(f"it takes Linux's seccomp, and this is {sys.platform}")
     if os.uname().machine not in MACHINES or sys.maxsize < 2**32 or sys.byteorder != "little":
